@@ -1,0 +1,1 @@
+"""Expert placement.  Needs torch; knows no engine."""

@@ -1,0 +1,47 @@
+"""Where each logical expert lives: the map between logical experts and physical slots, layer by layer.
+
+Knows the map and its invariant.  Does not know weights, ranks' process groups or how a map is chosen.
+
+Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ExpertLocationMetadata:
+    """Frozen map, on the CPU.  `physical_to_logical_map[l, p]` is the logical expert in slot p of MoE layer l.
+
+    Invariant (checked once, here): every logical expert of every layer has at least one slot.
+    """
+
+    physical_to_logical_map: torch.Tensor  # [L, P] int64
+    num_logical_experts: int
+
+    def __post_init__(self) -> None:
+        experts = torch.arange(self.num_logical_experts)
+        for layer, row in enumerate(self.physical_to_logical_map):
+            if not torch.equal(row.unique(), experts):
+                raise ValueError(f"MoE layer {layer}: the slots do not cover every logical expert exactly: {row.tolist()}")
+
+    @property
+    def num_layers(self) -> int:
+        return self.physical_to_logical_map.shape[0]
+
+    @property
+    def num_physical_experts(self) -> int:
+        return self.physical_to_logical_map.shape[1]
+
+    def slots_of(self, layer: int, logical_expert: int) -> list[int]:
+        """Physical slots that hold `logical_expert` in MoE layer `layer`, ascending."""
+        return (self.physical_to_logical_map[layer] == logical_expert).nonzero().flatten().tolist()
+
+
+def trivial_location(num_layers: int, num_logical_experts: int) -> ExpertLocationMetadata:
+    """Slot p holds logical expert p; no replicas."""
+    row = torch.arange(num_logical_experts)
+    return ExpertLocationMetadata(row.expand(num_layers, -1).clone(), num_logical_experts)

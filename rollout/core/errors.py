@@ -1,0 +1,70 @@
+"""The engine's error tree.  Each class knows its HTTP status; none knows about HTTP.
+
+    LockstepError                 500  anything of ours that reached a caller
+    +-- StartupError              500  the server cannot start; the message says what to do
+    +-- BadRequest                400  the request is wrong; nothing was changed
+    |   +-- UnsupportedFeature    400  well-formed, but this server or model cannot do it
+    +-- NotFound                  404  an unknown name
+    +-- Conflict                  409  right request, wrong state (end without begin, duplicate rid)
+    +-- TooLarge                  413  over a documented cap
+    +-- Unavailable               503  not serving: starting, stopping, poisoned
+
+Leaf libraries (`weight_sync`, `capture`, `eplb`) have trees of their own whose classes carry the same
+`status_code` attribute; `status_of` reads it from either.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+    status_code = 500
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+
+class StartupError(LockstepError):
+    """The server cannot start."""
+
+
+class BadRequest(LockstepError):
+    """The request is wrong; nothing was changed."""
+
+    status_code = 400
+
+
+class UnsupportedFeature(BadRequest):
+    """The request is well formed, but this server or model cannot do what it asks."""
+
+
+class NotFound(LockstepError):
+    """A name that this server does not know."""
+
+    status_code = 404
+
+
+class Conflict(LockstepError):
+    """The request does not fit the state that the server is in."""
+
+    status_code = 409
+
+
+class TooLarge(LockstepError):
+    """The request is over a documented cap."""
+
+    status_code = 413
+
+
+class Unavailable(LockstepError):
+    """The server does not serve at present."""
+
+    status_code = 503
+
+
+def status_of(error: BaseException) -> int:
+    """HTTP status for any exception: its own `status_code` where it has one, else 500."""
+    status = getattr(error, "status_code", 500)
+    return status if isinstance(status, int) else 500

@@ -1,0 +1,47 @@
+"""`ForwardBatch`: everything that a model may read in one step.  Passed explicitly, never global.
+
+Knows the layout of a step's tokens.  Does not know requests, queues or sampling.
+
+    one step's tokens (T in all)
+    |<- extend seq 0 ->|<- extend seq 1 ->| d0 | d1 | ... | dB-1 |
+     q = extend_lens[0]  q = extend_lens[1]   one token for each decoding request
+
+A sequence's KV lives in the slots `req_to_token[req_pool_index, 0:seq_len]`; the slots of this step's own tokens
+are `out_cache_loc`, already entered in `req_to_token`.
+
+Shapes: T tokens, B decoding requests, X extending requests, N rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step.  All tensors are int64 on the model's device."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T] absolute position of each token in its sequence
+    out_cache_loc: torch.Tensor  # [T] KV slot that each token writes
+    req_to_token: torch.Tensor  # [max requests, max context] KV slot of each (request row, position)
+
+    extend_req_pool_indices: list[int]  # [X]
+    extend_prefix_lens: list[int]  # [X] tokens whose KV is there already
+    extend_lens: list[int]  # [X] tokens computed in this step
+
+    decode_req_pool_indices: torch.Tensor  # [B]
+    decode_seq_lens: torch.Tensor  # [B] length including this step's token
+    decode_max_seq_len: int  # 0 when B == 0
+
+    logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_extend_tokens(self) -> int:
+        return self.num_tokens - self.decode_seq_lens.shape[0]

@@ -1,0 +1,294 @@
+"""Every message that crosses between the main process and the scheduler: typed structs in msgpack.
+
+Knows shapes of messages and how to encode them.  Does not know sockets.  Nothing here is pickled.
+
+    main -> scheduler   SchedulerInput  = requests, aborts, control verbs, in one order
+    scheduler -> main   SchedulerOutput = token deltas and finished records, replies to control verbs
+
+A control verb is one `*ReqInput` here, one route, and one handler; every verb is answered by one `ControlReqOutput`
+that carries the verb's `request_id`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollout.core.sampling_params import SamplingParams
+
+
+class _Message(msgspec.Struct, tag=True, kw_only=True):
+    pass
+
+
+# --- main -> scheduler: requests ---------------------------------------------------------------------------------
+
+
+class TokenizedGenerateReqInput(_Message):
+    """One sample to produce.  `n > 1` has already been expanded; `rid` is unique among requests in flight."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1  # -1: no prompt log-probabilities
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    extra_key: str | None = None  # partitions the prefix cache
+
+
+class AbortReqInput(_Message):
+    """Abort the exact `rids`, or everything.  Not answered: each aborted request gets its final `ReqOutput`."""
+
+    rids: list[str] = []
+    abort_all: bool = False
+
+
+# --- main -> scheduler: control verbs ----------------------------------------------------------------------------
+
+
+class ControlReqInput(_Message):
+    """Base of the control verbs."""
+
+    request_id: str
+
+
+class PauseGenerationReqInput(ControlReqInput):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationReqInput(ControlReqInput):
+    pass
+
+
+class FlushCacheReqInput(ControlReqInput):
+    pass
+
+
+class GetStateReqInput(ControlReqInput):
+    """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
+
+
+class InitWeightsUpdateGroupReqInput(ControlReqInput):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str | None = None
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlReqInput):
+    group_name: str = "weight_update_group"
+
+
+class ManifestEntry(msgspec.Struct, kw_only=True):
+    """What the trainer says of one logical tensor before sending it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
+
+
+class BeginWeightUpdateReqInput(ControlReqInput):
+    weight_version: str | None = None
+    coverage: Literal["full", "partial"] = "full"
+    manifest: list[ManifestEntry] | None = None
+
+
+class EndWeightUpdateReqInput(ControlReqInput):
+    pass
+
+
+class AbortWeightUpdateReqInput(ControlReqInput):
+    pass
+
+
+class UpdateWeightsFromDistributedReqInput(ControlReqInput):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: Literal["flattened_bucket"] | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class UpdateWeightVersionReqInput(ControlReqInput):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class GetWeightsByNameReqInput(ControlReqInput):
+    name: str
+    truncate_size: int = 100
+
+
+class WeightsCheckerReqInput(ControlReqInput):
+    action: Literal["checksum"] = "checksum"
+
+
+class ShutdownReqInput(ControlReqInput):
+    """Finish what runs within `drain_s` seconds, abort the rest, answer, and exit 0."""
+
+    drain_s: float = 5.0
+
+
+SchedulerInput = (
+    TokenizedGenerateReqInput
+    | AbortReqInput
+    | PauseGenerationReqInput
+    | ContinueGenerationReqInput
+    | FlushCacheReqInput
+    | GetStateReqInput
+    | InitWeightsUpdateGroupReqInput
+    | DestroyWeightsUpdateGroupReqInput
+    | BeginWeightUpdateReqInput
+    | EndWeightUpdateReqInput
+    | AbortWeightUpdateReqInput
+    | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightVersionReqInput
+    | GetWeightsByNameReqInput
+    | WeightsCheckerReqInput
+    | ShutdownReqInput
+)
+
+# --- scheduler -> main -------------------------------------------------------------------------------------------
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`type` stop carries `matched`; length carries `length`; abort carries `message` and, for refusals, `status_code`."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
+    """Half-open span `[start, end)` of token positions that one weight version explains."""
+
+    version: str
+    start: int
+    end: int
+
+
+class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
+    """Rows `[num_rows, L, K]` of logical expert ids, MoE layers only, raw little-endian `dtype` bytes."""
+
+    data: bytes
+    dtype: Literal["uint8", "uint16"]
+    num_rows: int
+    start: int
+    versions: list[VersionSpan] = []  # spans over rows: which version computed them
+
+
+class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Log-probabilities of the tokens in one `ReqOutput`; lists run parallel to its `token_ids`.
+
+    `top` holds per token (values, ids), best first; `chosen` holds per token the values of `token_ids_logprob`.
+    """
+
+    values: list[float]
+    top: list[tuple[list[float], list[int]]] | None = None
+    chosen: list[list[float]] | None = None
+
+
+class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None (nothing predicts it)."""
+
+    start: int
+    values: list[float | None]
+    top: list[tuple[list[float], list[int]] | None] | None = None
+    chosen: list[list[float] | None] | None = None
+
+
+class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is known only when a request ends (also when it is aborted)."""
+
+    reason: FinishReason
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    weight_versions: list[VersionSpan] = []  # over output tokens
+    prefill_weight_versions: list[VersionSpan] = []  # over prompt tokens: which version wrote their KV
+    kv_weight_version_oldest: str | None = None
+    routed_experts: RoutedExpertsPayload | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Tokens of one request since its last `ReqOutput`.
+
+    Streaming requests get one every step; others only one, with `finished` set.  `num_output_tokens` counts
+    all tokens so far, so that a lost message would be noticed.
+    """
+
+    rid: str
+    token_ids: list[int]
+    num_output_tokens: int
+    weight_version: str
+    logprobs: LogprobDelta | None = None
+    finished: FinishedRecord | None = None
+
+
+class BatchTokenOutput(_Message):
+    outputs: list[ReqOutput]
+
+
+class ControlReqOutput(_Message):
+    """Answer to one control verb.  `data` is plain JSON-like content specific to the verb."""
+
+    request_id: str
+    success: bool
+    message: str = ""
+    status_code: int = 200
+    data: dict[str, Any] = {}
+
+
+class SchedulerReady(_Message):
+    """Sent once, when the scheduler can serve."""
+
+    max_total_num_tokens: int
+    max_running_requests: int
+    context_length: int
+    capture_routed_experts: bool
+    num_threads: int
+    model_bytes: int
+    weight_version: str
+
+
+class SchedulerFailed(_Message):
+    """Sent by a scheduler that is about to exit with an error."""
+
+    message: str
+    traceback: str = ""
+
+
+SchedulerOutput = BatchTokenOutput | ControlReqOutput | SchedulerReady | SchedulerFailed
+
+
+_encoder = msgspec.msgpack.Encoder()
+_input_decoder = msgspec.msgpack.Decoder(SchedulerInput)
+_output_decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+
+
+def encode(message: Any) -> bytes:
+    """Any message above as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_input(data: bytes) -> SchedulerInput:
+    """Raises `msgspec.ValidationError` on anything that is not one of `SchedulerInput`."""
+    return _input_decoder.decode(data)
+
+
+def decode_output(data: bytes) -> SchedulerOutput:
+    """Raises `msgspec.ValidationError` on anything that is not one of `SchedulerOutput`."""
+    return _output_decoder.decode(data)

@@ -1,0 +1,137 @@
+"""How one request is sampled: the typed, validated form of the wire's `sampling_params`.
+
+Knows ranges and normal forms.  Does not know tokenizers, batches or tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rollout.core.errors import BadRequest
+
+GREEDY_TEMPERATURE = 1e-6
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 4096
+MAX_N = 512
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """Sampling parameters with SGLang's names and defaults.
+
+    `temperature < 1e-6` means greedy.  `top_k <= 0` means all tokens.  `sampling_seed` None lets the
+    scheduler draw one.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    logit_bias: dict[int, float] = {}
+    sampling_seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+        )
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise `BadRequest` naming the first field that is out of range."""
+        _require(self.max_new_tokens >= 0, "max_new_tokens must be at least 0", self.max_new_tokens)
+        _require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be between 0 and max_new_tokens ({self.max_new_tokens})",
+            self.min_new_tokens,
+        )
+        _require(0.0 <= self.temperature < float("inf"), "temperature must be at least 0", self.temperature)
+        _require(0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p)
+        _require(self.top_k >= -1, "top_k must be at least 1, or -1 or 0 for all tokens", self.top_k)
+        _require(0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p)
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty)
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty)
+        _require(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty must be in (0, 2]", self.repetition_penalty)
+        _require(1 <= self.n <= MAX_N, f"n must be between 1 and {MAX_N}", self.n)
+        _require(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings", len(self.stop))
+        for text in self.stop:
+            _require(0 < len(text) <= MAX_STOP_STRING_CHARS,
+                     f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters", text[:40])
+        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+                 f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", len(self.stop_token_ids))
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} logit_bias entries",
+                 len(self.logit_bias))
+        for token_id, bias in self.logit_bias.items():
+            _require(0 <= token_id < vocab_size, f"logit_bias key must be a token id in [0, {vocab_size})", token_id)
+            _require(-1e4 <= bias <= 1e4, "logit_bias values must be in [-10000, 10000]", bias)
+        if self.sampling_seed is not None:
+            _require(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed must fit 64 bits", self.sampling_seed)
+
+
+# Wire spellings that differ from the field they set.
+_ALIASES = {"seed": "sampling_seed"}
+
+
+def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """Build parameters from a wire dict.
+
+    Returns the parameters and the names of keys that are not known (the caller logs them; clients send extras).
+    Raises `BadRequest` on a wrong type.
+    """
+    known: dict[str, Any] = {}
+    unknown: list[str] = []
+    for key, value in raw.items():
+        name = _ALIASES.get(key, key)
+        if name not in SamplingParams.__struct_fields__:
+            unknown.append(key)
+        elif value is not None:
+            known[name] = value
+    if isinstance(known.get("stop"), str):
+        known["stop"] = [known["stop"]]
+    if known.get("top_k") == 0:
+        known["top_k"] = -1
+    if "logit_bias" in known:
+        known["logit_bias"] = _logit_bias(known["logit_bias"])
+    try:
+        return msgspec.convert(known, SamplingParams), unknown
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling_params: {error}") from None
+
+
+def _logit_bias(raw: Any) -> dict[int, float]:
+    """JSON has only text keys: `{"17": -2.0}`; anything that is not a whole number is refused."""
+    if not isinstance(raw, dict):
+        raise BadRequest("sampling_params: logit_bias must be an object of token id to number")
+    result: dict[int, float] = {}
+    for key, value in raw.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError):
+            raise BadRequest(f"sampling_params: logit_bias key {key!r} is not a token id") from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRequest(f"sampling_params: logit_bias value for {key!r} must be a number")
+        result[token_id] = float(value)
+    return result
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise BadRequest(f"sampling_params: {rule}, got {value!r}")

@@ -1,0 +1,153 @@
+"""Every setting of a server, one documented field each; the command line is derived from the fields.
+
+Knows names, defaults, help texts and which combinations are refused.  Does not rewrite a value after parsing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollout.core.errors import StartupError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def _arg(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Flags are spelled as SGLang's where SGLang has them (`max_total_tokens` is `--max-total-tokens`)."""
+
+    model_path: str = _arg("", "checkpoint folder in Hugging Face format", required=True)
+    tokenizer_path: str | None = _arg(None, "tokenizer folder; default: the model's")
+    served_model_name: str | None = _arg(None, "name in /v1/models; default: the model path")
+    skip_tokenizer_init: bool = _arg(False, "serve token ids only; no text in or out")
+    host: str = _arg("127.0.0.1", "address to listen on")
+    port: int = _arg(30000, "port to listen on")
+    api_key: str | None = _arg(None, "key that every request must carry as `Authorization: Bearer KEY`", secret=True)
+    admin_api_key: str | None = _arg(None, "key that control endpoints demand instead", secret=True)
+    allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg("auto", "dtype of weights and KV; auto: the checkpoint's")
+    device: str = _arg("cpu", "torch device")
+    num_threads: int | None = _arg(None, "compute threads; default: all cores")
+    random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
+    weight_version: str = _arg("default", "version label of the weights loaded at start")
+
+    context_length: int | None = _arg(None, "longest prompt plus output; default: the model's")
+    max_total_tokens: int | None = _arg(None, "KV pool size in tokens; default: from the memory really available")
+    mem_fraction_static: float = _arg(0.6, "share of the available memory for weights' staging copy and the KV pool")
+    max_running_requests: int = _arg(256, "most requests that decode together")
+    chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
+    max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
+    disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+
+    enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
+    return_routed_experts_by_default: bool = _arg(
+        False, "return routed experts to every request, also where a proxy dropped the field; implies recording"
+    )
+
+    weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
+    drain_timeout: float = _arg(10.0, "seconds that running requests get to finish on SIGTERM")
+    enable_metrics: bool = _arg(True, "serve /metrics")
+    log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
+
+    # Settings of features that this version does not have; echoed to external-engine clients as their off values.
+    tp_size: int = _arg(1, "tensor-parallel ranks; this version runs 1")
+    dp_size: int = _arg(1, "data-parallel ranks; this version runs 1")
+    ep_size: int = _arg(1, "expert-parallel ranks; this version runs 1")
+    pp_size: int = _arg(1, "pipeline ranks; this version runs 1")
+    nnodes: int = _arg(1, "machines; this version runs 1")
+    node_rank: int = _arg(0, "index of this machine")
+    enable_memory_saver: bool = _arg(False, "accepted and echoed; memory release is not part of this version")
+
+    @property
+    def captures_routes(self) -> bool:
+        return self.enable_return_routed_experts or self.return_routed_experts_by_default
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model_path
+
+    def validate(self) -> None:
+        """Raise `StartupError` for the first setting or combination that cannot work."""
+        for name in ("tp_size", "dp_size", "ep_size", "pp_size", "nnodes"):
+            _require(getattr(self, name) == 1, f"--{name.replace('_', '-')} other than 1 is not part of this version")
+        _require(self.node_rank == 0, "--node-rank must be 0: this version runs one machine")
+        _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
+        _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
+        _require(self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
+                 "--chunked-prefill-size must be at least 1, or -1 for no limit")
+        _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
+        _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
+        _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
+        _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
+        _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
+        _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
+        _require(bool(self.weight_version), "--weight-version must not be empty")
+        if not _is_loopback(self.host) and self.api_key is None and not self.allow_unauthenticated:
+            raise StartupError(
+                f"--host {self.host} is reachable from other machines: give --api-key, or --allow-unauthenticated to accept that"
+            )
+
+    def public_dict(self) -> dict[str, Any]:
+        """All fields but the keys, for /server_info."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("secret")}
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """One flag per field: `--field-name`, typed, with the field's help and default."""
+    hints = typing.get_type_hints(ServerArgs)
+    for item in dataclasses.fields(ServerArgs):
+        flag = "--" + item.name.replace("_", "-")
+        kind, choices = _cli_type(hints[item.name])
+        help_text = item.metadata["help"]
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=item.default, help=help_text)
+        else:
+            parser.add_argument(
+                flag,
+                type=kind,
+                choices=choices,
+                default=item.default,
+                required=item.metadata.get("required", False),
+                help=f"{help_text} (default: {item.default})" if item.default not in (None, "") else help_text,
+            )
+
+
+def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
+    """The validated settings of a parsed command line.  Raises `StartupError`."""
+    args = ServerArgs(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(ServerArgs)})
+    args.validate()
+    return args
+
+
+def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    return hint, None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StartupError(message)

@@ -1,0 +1,1 @@
+"""`rollout.tokenizer_manager`."""

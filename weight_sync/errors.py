@@ -1,0 +1,70 @@
+"""Errors of weight refresh.  `status_code` is the HTTP status under which an engine reports them.
+
+    WeightSyncError               500
+    +-- WeightRequestError        400  the call itself is wrong; nothing was changed
+    |   +-- UnknownTensorError    400
+    |   +-- ShapeMismatchError    400
+    |   +-- DtypeMismatchError    400
+    |   +-- ContentError          400  short bucket, NaN, wrong fingerprint, conflicting alias
+    |   +-- CoverageError         400  tensors missing or sent twice
+    |   +-- UnknownGroupError     404
+    +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
+    +-- TransportError            502  rendezvous or receive failed or ran into its deadline
+    +-- CommitError               500  the write failed; the message says whether the old weights were restored
+"""
+
+from __future__ import annotations
+
+
+class WeightSyncError(Exception):
+    """Base of every error of this library."""
+
+    status_code = 500
+
+
+class WeightRequestError(WeightSyncError):
+    """The call is wrong; nothing was changed."""
+
+    status_code = 400
+
+
+class UnknownTensorError(WeightRequestError):
+    """A tensor name that the model does not have."""
+
+
+class ShapeMismatchError(WeightRequestError):
+    """A known tensor with another shape."""
+
+
+class DtypeMismatchError(WeightRequestError):
+    """A known tensor with another dtype."""
+
+
+class ContentError(WeightRequestError):
+    """Content that cannot be right: a short bucket, a value that is not finite, a fingerprint that differs."""
+
+
+class CoverageError(WeightRequestError):
+    """Tensors that are missing, or that came more than once."""
+
+
+class UnknownGroupError(WeightRequestError):
+    """A process group that was never joined."""
+
+    status_code = 404
+
+
+class TransactionStateError(WeightSyncError):
+    """The call does not fit the state of the transaction."""
+
+    status_code = 409
+
+
+class TransportError(WeightSyncError):
+    """A rendezvous or a receive failed or took too long."""
+
+    status_code = 502
+
+
+class CommitError(WeightSyncError):
+    """The write itself failed."""
