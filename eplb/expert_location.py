@@ -26,7 +26,9 @@ class ExpertLocationMetadata:
         experts = torch.arange(self.num_logical_experts)
         for layer, row in enumerate(self.physical_to_logical_map):
             if not torch.equal(row.unique(), experts):
-                raise ValueError(f"MoE layer {layer}: the slots do not cover every logical expert exactly: {row.tolist()}")
+                raise ValueError(
+                    f"MoE layer {layer}: the slots do not cover every logical expert exactly: {row.tolist()}"
+                )
 
     @property
     def num_layers(self) -> int:

@@ -1,16 +1,16 @@
 """Errors of weight refresh.  `status_code` is the HTTP status under which an engine reports them.
 
-    WeightSyncError               500
-    +-- WeightRequestError        400  the call itself is wrong; nothing was changed
-    |   +-- UnknownTensorError    400
-    |   +-- ShapeMismatchError    400
-    |   +-- DtypeMismatchError    400
-    |   +-- ContentError          400  short bucket, NaN, wrong fingerprint, conflicting alias
-    |   +-- CoverageError         400  tensors missing or sent twice
-    |   +-- UnknownGroupError     404
-    +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
-    +-- TransportError            502  rendezvous or receive failed or ran into its deadline
-    +-- CommitError               500  the write failed; the message says whether the old weights were restored
+WeightSyncError               500
++-- WeightRequestError        400  the call itself is wrong; nothing was changed
+|   +-- UnknownTensorError    400
+|   +-- ShapeMismatchError    400
+|   +-- DtypeMismatchError    400
+|   +-- ContentError          400  short bucket, NaN, wrong fingerprint, conflicting alias
+|   +-- CoverageError         400  tensors missing or sent twice
+|   +-- UnknownGroupError     404
++-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
++-- TransportError            502  rendezvous or receive failed or ran into its deadline
++-- CommitError               500  the write failed; the message says whether the old weights were restored
 """
 
 from __future__ import annotations

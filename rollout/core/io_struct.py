@@ -163,7 +163,7 @@ SchedulerInput = (
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`type` stop carries `matched`; length carries `length`; abort carries `message` and, for refusals, `status_code`."""
+    """`stop` carries `matched`, `length` carries `length`, `abort` carries `message` and for refusals `status_code`."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
@@ -202,7 +202,7 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None (nothing predicts it)."""
+    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None."""
 
     start: int
     values: list[float | None]

@@ -56,7 +56,9 @@ def load_model_config(model_path: str | Path) -> ModelConfig:
     """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise StartupError(f"--model-path {folder} is not a folder; write a small one with: lockstep make-checkpoint DIR")
+        raise StartupError(
+            f"--model-path {folder} is not a folder; write a small one with: lockstep make-checkpoint DIR"
+        )
     raw = _read_json(folder / "config.json", required=True)
     return model_config_from_dict(raw, _read_json(folder / "generation_config.json", required=False))
 

@@ -51,9 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def validate(self, vocab_size: int) -> None:
         """Raise `BadRequest` naming the first field that is out of range."""
@@ -73,12 +71,19 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         _require(1 <= self.n <= MAX_N, f"n must be between 1 and {MAX_N}", self.n)
         _require(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings", len(self.stop))
         for text in self.stop:
-            _require(0 < len(text) <= MAX_STOP_STRING_CHARS,
-                     f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters", text[:40])
-        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-                 f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", len(self.stop_token_ids))
-        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} logit_bias entries",
-                 len(self.logit_bias))
+            _require(
+                0 < len(text) <= MAX_STOP_STRING_CHARS,
+                f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters",
+                text[:40],
+            )
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids",
+            len(self.stop_token_ids),
+        )
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} logit_bias entries", len(self.logit_bias)
+        )
         for token_id, bias in self.logit_bias.items():
             _require(0 <= token_id < vocab_size, f"logit_bias key must be a token id in [0, {vocab_size})", token_id)
             _require(-1e4 <= bias <= 1e4, "logit_bias values must be in [-10000, 10000]", bias)

@@ -36,7 +36,9 @@ class ServerArgs:
     admin_api_key: str | None = _arg(None, "key that control endpoints demand instead", secret=True)
     allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg("auto", "dtype of weights and KV; auto: the checkpoint's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
+        "auto", "dtype of weights and KV; auto: the checkpoint's"
+    )
     device: str = _arg("cpu", "torch device")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
@@ -84,8 +86,10 @@ class ServerArgs:
         _require(self.node_rank == 0, "--node-rank must be 0: this version runs one machine")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
-        _require(self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
-                 "--chunked-prefill-size must be at least 1, or -1 for no limit")
+        _require(
+            self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
+            "--chunked-prefill-size must be at least 1, or -1 for no limit",
+        )
         _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
