@@ -100,7 +100,8 @@ class ServerArgs:
         _require(bool(self.weight_version), "--weight-version must not be empty")
         if not _is_loopback(self.host) and self.api_key is None and not self.allow_unauthenticated:
             raise StartupError(
-                f"--host {self.host} is reachable from other machines: give --api-key, or --allow-unauthenticated to accept that"
+                f"--host {self.host} is reachable from other machines: give --api-key, "
+                "or --allow-unauthenticated to accept that"
             )
 
     def public_dict(self) -> dict[str, Any]:
