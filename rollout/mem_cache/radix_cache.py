@@ -1,0 +1,239 @@
+"""Prefix cache: one radix tree of token ids a namespace, slots in its nodes, LRU eviction.
+
+A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.  Knows tokens, slots
+and locks; does not know requests or tensors of KV.
+
+    match()   longest cached prefix -> (node to lock, its slots)
+    insert()  give the tree a finished prefix; it keeps the part it lacks
+    lock()    everything from a node up to its root stays until unlock()
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import torch
+
+from rollout.mem_cache.allocator import SlotAllocator
+
+Namespace = tuple[str | None, int]
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+class RadixNode:
+    """`tokens` [n] and `slots` [n] of one edge.  `lock_count` counts the users of this node or of one below it."""
+
+    __slots__ = ("children", "last_access", "lock_count", "parent", "slots", "tokens")
+
+    def __init__(self, parent: RadixNode | None, tokens: np.ndarray, slots: torch.Tensor) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[int, RadixNode] = {}
+        self.lock_count = 0
+        self.last_access = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class RadixCache:
+    """Owns the slots in its nodes; gives them back to `allocator` on eviction."""
+
+    keeps_prefixes = True
+
+    def __init__(self, allocator: SlotAllocator) -> None:
+        self._allocator = allocator
+        self._roots: dict[Namespace, RadixNode] = {}
+        self._retired_below = 0  # namespaces of older weight epochs are never used again
+        self._clock = count(1)
+        self._heap: list[tuple[int, int, RadixNode]] = []  # (last_access, tie-break, leaf); stale entries are skipped
+        self._tie_break = count()
+        self._heap_floor = 1024
+        self.num_cached = 0
+        self.num_locked = 0
+
+    @property
+    def num_evictable(self) -> int:
+        return self.num_cached - self.num_locked
+
+    def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        """The node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
+        node = self._root(namespace)
+        slots: list[torch.Tensor] = []
+        now = next(self._clock)
+        position = 0
+        while position < len(tokens):
+            child = node.children.get(int(tokens[position]))
+            if child is None:
+                break
+            shared = _common_prefix(child.tokens, tokens[position:])
+            if shared < len(child):
+                child = self._split(child, shared)
+            self._touch(child, now)
+            slots.append(child.slots)
+            position += shared
+            node = child
+        return node, torch.cat(slots) if slots else _NO_SLOTS
+
+    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        """Give the tree `slots` [n] for `tokens` [n].
+
+        Returns the node where `tokens` ends and how many leading tokens the tree had already: their slots in
+        `slots` stay the caller's, the rest now belong to the tree.
+        """
+        node, present = self.match(namespace, tokens)
+        known = present.shape[0]
+        if known < len(tokens):
+            child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
+            node.children[int(tokens[known])] = child
+            self.num_cached += len(child)
+            self._touch(child, next(self._clock))
+            node = child
+        return node, known
+
+    def lock(self, node: RadixNode) -> None:
+        walker: RadixNode | None = node
+        while walker is not None:
+            if walker.lock_count == 0:
+                self.num_locked += len(walker)
+            walker.lock_count += 1
+            walker = walker.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        walker: RadixNode | None = node
+        while walker is not None:
+            assert walker.lock_count > 0
+            walker.lock_count -= 1
+            if walker.lock_count == 0:
+                self.num_locked -= len(walker)
+                self._offer(walker)
+            walker = walker.parent
+
+    def evict(self, wanted: int) -> int:
+        """Free at least `wanted` slots if that many are evictable, least recently used leaves first.
+
+        Returns the number freed.
+        """
+        freed = 0
+        while freed < wanted and self._heap:
+            last_access, _, node = heapq.heappop(self._heap)
+            if self._is_evictable(node) and node.last_access == last_access:
+                freed += self._remove_leaf(node)
+        return freed
+
+    def retire(self, current_epoch: int) -> None:
+        """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked."""
+        self._retired_below = current_epoch
+        for namespace in [key for key in self._roots if key[1] < current_epoch]:
+            root = self._roots[namespace]
+            for node in list(_postorder(root)):
+                if self._is_evictable(node):
+                    self._remove_leaf(node)
+                else:
+                    node.last_access = 0  # first to go once unlocked
+            if not root.children:
+                del self._roots[namespace]
+
+    def flush(self) -> None:
+        """Drop everything.  The caller has checked that nothing is locked."""
+        assert self.num_locked == 0
+        for root in self._roots.values():
+            for node in _postorder(root):
+                if node.parent is not None:
+                    self._allocator.free(node.slots)
+        self._roots.clear()
+        self._heap.clear()
+        self.num_cached = 0
+
+    def cached_slots(self) -> torch.Tensor:
+        """All slots in the tree [num_cached], for integrity checks."""
+        slots = [node.slots for root in self._roots.values() for node in _postorder(root)]
+        return torch.cat(slots) if slots else _NO_SLOTS
+
+    def _root(self, namespace: Namespace) -> RadixNode:
+        assert namespace[1] >= self._retired_below, "a retired namespace is never matched"
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = RadixNode(None, np.empty(0, dtype=np.int64), _NO_SLOTS)
+        return root
+
+    def _split(self, child: RadixNode, length: int) -> RadixNode:
+        """Cut an edge after `length` tokens:  parent -> child   becomes   parent -> upper -> child."""
+        parent = child.parent
+        assert parent is not None
+        upper = RadixNode(parent, child.tokens[:length], child.slots[:length])
+        upper.lock_count = child.lock_count
+        upper.last_access = child.last_access
+        parent.children[int(upper.tokens[0])] = upper
+        child.tokens, child.slots, child.parent = child.tokens[length:], child.slots[length:], upper
+        upper.children[int(child.tokens[0])] = child
+        return upper
+
+    def _touch(self, node: RadixNode, now: int) -> None:
+        node.last_access = now
+        self._offer(node)
+
+    def _offer(self, node: RadixNode) -> None:
+        """Enter a leaf that nobody uses into the eviction order."""
+        if not self._is_evictable(node):
+            return
+        heapq.heappush(self._heap, (node.last_access, next(self._tie_break), node))
+        if len(self._heap) > 4 * self._heap_floor:
+            self._drop_stale_entries()
+
+    def _drop_stale_entries(self) -> None:
+        self._heap = [
+            entry for entry in self._heap if self._is_evictable(entry[2]) and entry[2].last_access == entry[0]
+        ]
+        heapq.heapify(self._heap)
+        self._heap_floor = max(1024, len(self._heap))
+
+    @staticmethod
+    def _is_evictable(node: RadixNode) -> bool:
+        attached = node.parent is not None and len(node) > 0
+        return attached and not node.children and node.lock_count == 0
+
+    def _remove_leaf(self, node: RadixNode) -> int:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[int(node.tokens[0])]
+        node.parent = None
+        self._allocator.free(node.slots)
+        self.num_cached -= len(node)
+        self._offer(parent)
+        return len(node)
+
+
+class NoPrefixCache(RadixCache):
+    """The same interface with prefix reuse off: nothing ever matches, what is inserted is freed at once."""
+
+    keeps_prefixes = False
+
+    def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        return self._root(namespace), _NO_SLOTS
+
+    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        self._allocator.free(slots)
+        return self._root(namespace), 0
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+def _postorder(root: RadixNode) -> Iterator[RadixNode]:
+    """Children before parents, without recursion (chains can be long)."""
+    stack = [root]
+    order = []
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(node.children.values())
+    yield from reversed(order)
