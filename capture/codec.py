@@ -1,0 +1,207 @@
+"""The two wire forms of routed experts.  Pure functions between `RoutedExperts` and text or bytes.
+
+Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, K), dense layers all zero; it carries
+no header, so the reader must know the model.  This is SGLang's wire form.
+
+Compact form: one safetensors file.  Its tensor `routed_experts` is [T, L, K] in the narrowest unsigned dtype, its
+metadata says everything else and carries a CRC32 over metadata, dtype, shape and data.
+
+Does not know HTTP, or where rows come from.  Shapes: T rows, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from capture.errors import MissingRowsError, RouteFormatError
+from capture.routed_experts import RoutedExperts, id_dtype
+
+FORMAT_VERSION = "1"
+TENSOR_NAME = "routed_experts"
+
+_WIRE_DTYPES: dict[str, np.dtype] = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2")}
+_METADATA_KEYS = frozenset(
+    {"format_version", "num_experts", "num_hidden_layers", "moe_layer_ids", "start", "weight_versions", "crc32"}
+)
+_LENGTH_BYTES = 8
+
+
+def encode_compatible(routed: RoutedExperts) -> str:
+    """Base64 of int32 (rows, num_hidden_layers, K); no rows give the empty string.
+
+    Raises `MissingRowsError` if a row is MISSING: this form cannot say so.
+    """
+    if not routed.complete:
+        missing = routed.missing_rows()
+        raise MissingRowsError(f"{len(missing)} of {len(routed)} rows were not recorded, the first is {missing[0]}")
+    wide = np.zeros((len(routed), routed.num_hidden_layers, routed.top_k), dtype="<i4")
+    wide[:, list(routed.moe_layer_ids)] = routed.logical_ids_TLK
+    return base64.b64encode(wide.data if wide.size else b"").decode("ascii")
+
+
+def decode_compatible(
+    text: str,
+    num_hidden_layers: int,
+    top_k: int,
+    moe_layer_ids: Sequence[int],
+    num_experts: int,
+    start: int = 0,
+) -> RoutedExperts:
+    """The record inside the compatible form, given the model it came from.
+
+    Raises `RouteFormatError` for text that is not base64, a size that is not whole rows, or a dense layer that is not
+    zero; `RouteValueError` for ids that the model does not have.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RouteFormatError(f"routed experts are not base64: {error}") from None
+    if num_hidden_layers < 1 or top_k < 1 or len(data) % (num_hidden_layers * top_k * 4):
+        raise RouteFormatError(
+            f"{len(data)} bytes are not whole rows of {num_hidden_layers} layers x top-{top_k} x 4 bytes"
+        )
+    wide = np.frombuffer(data, dtype="<i4").reshape(-1, num_hidden_layers, top_k)
+    if any(not 0 <= layer < num_hidden_layers for layer in moe_layer_ids):
+        raise RouteFormatError(f"MoE layers {list(moe_layer_ids)} in a model of {num_hidden_layers} layers")
+    ids_TLK = wide[:, list(moe_layer_ids)]
+    dense = np.ones(num_hidden_layers, dtype=bool)
+    dense[list(moe_layer_ids)] = False
+    if wide[:, dense].any():
+        raise RouteFormatError("a dense layer has expert ids: wrong MoE layer indices, or damaged data")
+    if ids_TLK.size and (ids_TLK.min() < 0 or ids_TLK.max() >= num_experts):
+        raise RouteFormatError(f"expert ids span {ids_TLK.min()}..{ids_TLK.max()}, outside 0..{num_experts - 1}")
+    return RoutedExperts(
+        ids_TLK.astype(id_dtype(num_experts)), num_experts, tuple(moe_layer_ids), num_hidden_layers, start
+    )
+
+
+def encode_compact(routed: RoutedExperts) -> bytes:
+    """The bytes of a safetensors file that says all of `routed`, MISSING rows included."""
+    ids_TLK = np.ascontiguousarray(routed.logical_ids_TLK)
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "num_experts": str(routed.num_experts),
+        "num_hidden_layers": str(routed.num_hidden_layers),
+        "moe_layer_ids": json.dumps(list(routed.moe_layer_ids)),
+        "start": str(routed.start),
+        "weight_versions": json.dumps([list(span) for span in routed.weight_versions]),
+    }
+    dtype_tag = "U8" if ids_TLK.dtype.itemsize == 1 else "U16"
+    little_endian = ids_TLK.astype(_WIRE_DTYPES[dtype_tag], copy=False)
+    metadata["crc32"] = _checksum(metadata, dtype_tag, ids_TLK.shape, little_endian.tobytes())
+    return save({TENSOR_NAME: ids_TLK}, metadata)
+
+
+def decode_compact(data: bytes) -> RoutedExperts:
+    """The record inside the compact form.  Nothing is allocated for a size that the data does not have.
+
+    The ids of the result are a view of `data`.  Raises `RouteFormatError` or `RouteValueError` for anything but an
+    undamaged record.
+    """
+    header, payload = _split_file(data)
+    metadata, dtype_tag, shape = _checked_header(header, len(payload))
+    if metadata["crc32"] != _checksum(metadata, dtype_tag, shape, payload):
+        raise RouteFormatError("checksum mismatch: the route record is damaged")
+    if metadata["format_version"] != FORMAT_VERSION:
+        raise RouteFormatError(
+            f"route record format {metadata['format_version']!r}; this version reads {FORMAT_VERSION!r}"
+        )
+    num_experts = _parse_int(metadata, "num_experts")
+    ids_TLK = np.frombuffer(payload, dtype=_WIRE_DTYPES[dtype_tag]).reshape(shape)
+    return RoutedExperts(
+        ids_TLK.astype(ids_TLK.dtype.newbyteorder("="), copy=False),
+        num_experts,
+        _parse_layers(metadata),
+        _parse_int(metadata, "num_hidden_layers"),
+        _parse_int(metadata, "start"),
+        _parse_spans(metadata),
+    )
+
+
+def _split_file(data: bytes) -> tuple[Any, memoryview]:
+    if len(data) < _LENGTH_BYTES:
+        raise RouteFormatError(f"{len(data)} bytes are too few for a route record")
+    header_len = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    header_end = _LENGTH_BYTES + header_len
+    if header_end > len(data):
+        raise RouteFormatError(f"the header claims {header_len} bytes, the record has {len(data)} in all")
+    return _parse_json(data[_LENGTH_BYTES:header_end], "header"), memoryview(data)[header_end:]
+
+
+def _checked_header(header: Any, payload_len: int) -> tuple[dict[str, str], str, tuple[int, ...]]:
+    if not isinstance(header, dict) or header.keys() != {"__metadata__", TENSOR_NAME}:
+        raise RouteFormatError(f"the record must hold metadata and the one tensor {TENSOR_NAME!r}")
+    metadata, tensor = header["__metadata__"], header[TENSOR_NAME]
+    if not isinstance(metadata, dict) or metadata.keys() != _METADATA_KEYS:
+        raise RouteFormatError(f"the metadata must have exactly the keys {sorted(_METADATA_KEYS)}")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise RouteFormatError("metadata values must be strings")
+    if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+        raise RouteFormatError("the tensor entry must have dtype, shape and data_offsets")
+    dtype_tag, shape = tensor["dtype"], tensor["shape"]
+    if not isinstance(dtype_tag, str) or dtype_tag not in _WIRE_DTYPES:
+        raise RouteFormatError(f"the dtype is not one of {sorted(_WIRE_DTYPES)}")
+    if not isinstance(shape, list) or len(shape) != 3 or not all(_is_count(size) for size in shape):
+        raise RouteFormatError("the shape is not [T, L, K]")
+    num_bytes = math.prod(shape) * _WIRE_DTYPES[dtype_tag].itemsize
+    if num_bytes != payload_len or tensor["data_offsets"] != [0, num_bytes]:
+        raise RouteFormatError(f"shape {shape} needs {num_bytes} bytes, the record has {payload_len}")
+    return metadata, dtype_tag, tuple(shape)
+
+
+def _checksum(metadata: Mapping[str, str], dtype_tag: str, shape: Sequence[int], payload: bytes | memoryview) -> str:
+    facts = {key: value for key, value in metadata.items() if key != "crc32"}
+    head = json.dumps([facts, dtype_tag, list(shape)], sort_keys=True).encode("ascii")
+    return f"{zlib.crc32(payload, zlib.crc32(head)):08x}"
+
+
+def _parse_int(metadata: Mapping[str, str], key: str) -> int:
+    text = metadata[key]
+    # 18 digits fit int64; longer ones would be nonsense that only costs time to convert.
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise RouteFormatError(f"metadata {key} is not a count: {text[:40]!r}")
+    return int(text)
+
+
+def _parse_layers(metadata: Mapping[str, str]) -> tuple[int, ...]:
+    layers = _parse_json(metadata["moe_layer_ids"], "moe_layer_ids")
+    if not isinstance(layers, list) or not all(_is_count(layer) for layer in layers):
+        raise RouteFormatError("metadata moe_layer_ids is not a list of layer indices")
+    return tuple(layers)
+
+
+def _parse_spans(metadata: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
+    spans = _parse_json(metadata["weight_versions"], "weight_versions")
+    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
+        raise RouteFormatError("metadata weight_versions is not a list of [version, first row, end row]")
+    return tuple((version, first, end) for version, first, end in spans)
+
+
+def _parse_json(text: str | bytes, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RouteFormatError(f"the {what} is not JSON: {type(error).__name__}") from None
+
+
+def _is_span(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and isinstance(value[0], str)
+        and _is_count(value[1])
+        and _is_count(value[2])
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48

@@ -1,0 +1,38 @@
+"""Errors of route records.  `status_code` is the HTTP status under which an engine reports them.
+
+CaptureError                  500
++-- RouteFormatError          400  bytes or text that are not an undamaged route record
++-- RouteValueError           400  ids, shapes or spans that no model can have produced
++-- MissingRowsError          500  rows that were asked for were never recorded
++-- UnsupportedRouterError    400  a model whose routers replay cannot drive
+"""
+
+from __future__ import annotations
+
+
+class CaptureError(Exception):
+    """Base of every error of this library."""
+
+    status_code = 500
+
+
+class RouteFormatError(CaptureError):
+    """The wire form is damaged, or is no route record at all."""
+
+    status_code = 400
+
+
+class RouteValueError(CaptureError):
+    """Ids, shapes or spans that no model can have produced."""
+
+    status_code = 400
+
+
+class MissingRowsError(CaptureError):
+    """Rows that were asked for were never recorded."""
+
+
+class UnsupportedRouterError(CaptureError):
+    """The model has no routers, or routers that weigh experts in a way that replay does not know."""
+
+    status_code = 400

@@ -1,0 +1,205 @@
+"""`RoutedExperts`: which logical experts the router chose, per token and MoE layer.
+
+Knows the value and its invariant.  Does not know wire forms, devices or where rows are kept.
+
+Shapes: T rows, L MoE layers, K top-k.  Row i belongs to the forward that consumed token `start + i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from capture.errors import RouteValueError
+
+VersionSpan = tuple[str, int, int]
+
+MAX_EXPERTS = int(np.iinfo(np.uint16).max)
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """The narrowest unsigned dtype that holds the expert count, so that its maximum is free to say MISSING.
+
+    Raises `RouteValueError` outside 1..65535 experts.
+    """
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise RouteValueError(f"{num_experts} experts; route records hold 1 to {MAX_EXPERTS}")
+    return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+
+def missing_id(num_experts: int) -> int:
+    """The value that fills a row which was never recorded: the maximum of `id_dtype(num_experts)`."""
+    return int(np.iinfo(id_dtype(num_experts)).max)
+
+
+def checked_missing_rows(ids_TLK: np.ndarray, num_experts: int, missing: int) -> np.ndarray:
+    """Bool [T], true where a row is MISSING; raises `RouteValueError` if any row breaks the rules.
+
+    The rules: a row is wholly `missing` or wholly valid; valid ids are in [0, num_experts) and no layer of a row names
+    an expert twice.  `ids_TLK` may have any integer dtype.
+    """
+    is_missing_TLK = ids_TLK == missing
+    missing_T = is_missing_TLK.all(axis=(1, 2))
+    partial_T = is_missing_TLK.any(axis=(1, 2)) & ~missing_T
+    if partial_T.any():
+        raise RouteValueError(f"row {int(partial_T.argmax())} is neither wholly valid nor wholly missing")
+    valid_NLK = ids_TLK[~missing_T] if missing_T.any() else ids_TLK
+    if valid_NLK.size == 0:
+        return missing_T
+    low, high = int(valid_NLK.min()), int(valid_NLK.max())
+    if low < 0 or high >= num_experts:
+        raise RouteValueError(f"expert ids span {low}..{high}, outside 0..{num_experts - 1}")
+    # K first makes each comparison one pass over contiguous memory: several times faster than sorting tiny rows.
+    by_choice = np.ascontiguousarray(np.moveaxis(valid_NLK, -1, 0))
+    for shift in range(1, by_choice.shape[0]):
+        if (by_choice[shift:] == by_choice[:-shift]).any():
+            raise RouteValueError("a row names the same expert twice in one layer")
+    return missing_T
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """Frozen rows of logical expert ids; every row is wholly valid or wholly MISSING (checked once, here).
+
+    `logical_ids_TLK`   [T, L, K] of `id_dtype(num_experts)`; the object holds a read-only view of it.
+    `moe_layer_ids`     for each of the L MoE layers its index among the `num_hidden_layers` hidden layers, ascending.
+    `start`             token position of row 0.
+    `weight_versions`   (version, first row, end row), half-open, ascending, disjoint: which weights computed the rows.
+
+    Raises `RouteValueError` for anything that no model can have produced.
+    """
+
+    logical_ids_TLK: np.ndarray
+    num_experts: int
+    moe_layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+    start: int = 0
+    weight_versions: tuple[VersionSpan, ...] = ()
+    _missing_T: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ids_TLK = np.asarray(self.logical_ids_TLK).view()
+        ids_TLK.flags.writeable = False
+        missing_T = self._check(ids_TLK)
+        missing_T.flags.writeable = False
+        object.__setattr__(self, "logical_ids_TLK", ids_TLK)
+        object.__setattr__(self, "moe_layer_ids", tuple(self.moe_layer_ids))
+        object.__setattr__(self, "weight_versions", tuple((v, a, b) for v, a, b in self.weight_versions))
+        object.__setattr__(self, "_missing_T", missing_T)
+
+    def _check(self, ids_TLK: np.ndarray) -> np.ndarray:
+        dtype = id_dtype(self.num_experts)
+        if ids_TLK.dtype != dtype or ids_TLK.ndim != 3:
+            raise RouteValueError(
+                f"expected {dtype} [T, L, K] for {self.num_experts} experts, got {ids_TLK.dtype} {ids_TLK.shape}"
+            )
+        num_rows, num_moe_layers, top_k = ids_TLK.shape
+        if num_moe_layers < 1 or not 1 <= top_k <= self.num_experts:
+            raise RouteValueError(f"{num_moe_layers} MoE layers with top-{top_k} of {self.num_experts} experts")
+        if self.start < 0:
+            raise RouteValueError(f"start is {self.start}")
+        _check_layers(self.moe_layer_ids, num_moe_layers, self.num_hidden_layers)
+        _check_spans(self.weight_versions, num_rows)
+        return checked_missing_rows(ids_TLK, self.num_experts, missing_id(self.num_experts))
+
+    def __len__(self) -> int:
+        return self.logical_ids_TLK.shape[0]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutedExperts):
+            return NotImplemented
+        return self._facts() == other._facts() and np.array_equal(self.logical_ids_TLK, other.logical_ids_TLK)
+
+    def _facts(self) -> tuple:
+        return self.num_experts, self.moe_layer_ids, self.num_hidden_layers, self.start, self.weight_versions
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.logical_ids_TLK.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.logical_ids_TLK.shape[2]
+
+    def missing_rows(self) -> np.ndarray:
+        """Indices [M] int64 of the rows that are MISSING, ascending."""
+        return np.flatnonzero(self._missing_T)
+
+    @property
+    def complete(self) -> bool:
+        """True if no row is MISSING."""
+        return not self._missing_T.any()
+
+    def signed_ids(self) -> np.ndarray:
+        """A copy as int64 [T, L, K] in which MISSING rows are -1: the form that trainers index with."""
+        ids_TLK = self.logical_ids_TLK.astype(np.int64)
+        ids_TLK[self._missing_T] = -1
+        return ids_TLK
+
+    def rows(self, first: int, end: int) -> RoutedExperts:
+        """Rows `first .. end - 1` (row indices, not token positions), with their spans; shares memory.
+
+        Raises `RouteValueError` if the range leaves `0 .. len(self)`.
+        """
+        if not 0 <= first <= end <= len(self):
+            raise RouteValueError(f"rows {first}..{end} of a record of {len(self)}")
+        spans = [(v, max(a, first) - first, min(b, end) - first) for v, a, b in self.weight_versions]
+        return RoutedExperts(
+            self.logical_ids_TLK[first:end],
+            self.num_experts,
+            self.moe_layer_ids,
+            self.num_hidden_layers,
+            self.start + first,
+            tuple((v, a, b) for v, a, b in spans if a < b),
+        )
+
+
+def concat(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """One record from records of consecutive token ranges of one model; adjoining spans of one version are merged.
+
+    Raises `RouteValueError` for no parts, different models, or a gap or an overlap between the ranges.
+    """
+    if not parts:
+        raise RouteValueError("nothing to concatenate")
+    first = parts[0]
+    spans: list[VersionSpan] = []
+    rows = 0
+    for part in parts:
+        if (part.num_experts, part.moe_layer_ids, part.num_hidden_layers, part.top_k) != (
+            first.num_experts,
+            first.moe_layer_ids,
+            first.num_hidden_layers,
+            first.top_k,
+        ):
+            raise RouteValueError("the records come from different models")
+        if part.start != first.start + rows:
+            raise RouteValueError(f"a record starts at token {part.start}, expected {first.start + rows}")
+        for version, begin, end in part.weight_versions:
+            if spans and spans[-1][0] == version and spans[-1][2] == begin + rows:
+                spans[-1] = (version, spans[-1][1], end + rows)
+            else:
+                spans.append((version, begin + rows, end + rows))
+        rows += len(part)
+    ids_TLK = np.concatenate([part.logical_ids_TLK for part in parts])
+    return RoutedExperts(
+        ids_TLK, first.num_experts, first.moe_layer_ids, first.num_hidden_layers, first.start, tuple(spans)
+    )
+
+
+def _check_layers(moe_layer_ids: Sequence[int], num_moe_layers: int, num_hidden_layers: int) -> None:
+    ascending = all(a < b for a, b in pairwise(moe_layer_ids))
+    if len(moe_layer_ids) != num_moe_layers or not ascending:
+        raise RouteValueError(f"{num_moe_layers} MoE layers cannot have the hidden layer indices {moe_layer_ids}")
+    if moe_layer_ids[0] < 0 or moe_layer_ids[-1] >= num_hidden_layers:
+        raise RouteValueError(f"MoE layer indices {moe_layer_ids} in a model of {num_hidden_layers} layers")
+
+
+def _check_spans(spans: Sequence[VersionSpan], num_rows: int) -> None:
+    reached = 0
+    for version, first, end in spans:
+        if not reached <= first < end <= num_rows:
+            raise RouteValueError(f"version span ({version!r}, {first}, {end}) is out of order or of {num_rows} rows")
+        reached = end

@@ -1,0 +1,35 @@
+"""How logical expert ids lie in torch tensors on the way from the router to a `RoutedExperts`.
+
+uint8 up to 255 experts, else int16 as a plain bit pattern: torch has few kernels for uint16.  Seen as unsigned, the
+bytes are those of `id_dtype`, and MISSING is all ones in either.  Does not know where the tensors are kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from capture.routed_experts import id_dtype
+
+
+def storage_dtype(num_experts: int) -> torch.dtype:
+    """`torch.uint8` or `torch.int16`, as wide as `id_dtype(num_experts)`."""
+    return torch.uint8 if id_dtype(num_experts).itemsize == 1 else torch.int16
+
+
+def storage_missing(num_experts: int) -> int:
+    """MISSING as a value of `storage_dtype(num_experts)`: all bits set."""
+    return 255 if id_dtype(num_experts).itemsize == 1 else -1
+
+
+def rows_to_numpy(rows_TLK: torch.Tensor, num_experts: int) -> np.ndarray:
+    """Host rows [T, L, K] of the storage dtype as an array of `id_dtype(num_experts)`; shares memory."""
+    assert rows_TLK.dtype == storage_dtype(num_experts), rows_TLK.dtype
+    return rows_TLK.numpy().view(id_dtype(num_experts))
+
+
+def rows_from_numpy(ids_TLK: np.ndarray, num_experts: int) -> torch.Tensor:
+    """The inverse of `rows_to_numpy`; copies, so that a read-only array may be given."""
+    assert ids_TLK.dtype == id_dtype(num_experts), ids_TLK.dtype
+    signed = np.uint8 if ids_TLK.dtype.itemsize == 1 else np.int16
+    return torch.from_numpy(ids_TLK.view(signed).copy())
