@@ -1,0 +1,47 @@
+"""The interface between attention layers and whatever computes attention over paged KV.
+
+Knows what a backend is given and must return.  Does not know any backend.
+
+Shapes: T tokens of the step, H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from rollout.core.forward_batch import ForwardBatch
+
+
+class KVStore(Protocol):
+    """What a backend uses of the KV pool.  `k[layer]` and `v[layer]` are [S, Hkv, hd] and keep their addresses."""
+
+    @property
+    def k(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def v(self) -> Sequence[torch.Tensor]: ...
+
+    def write(self, layer: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [T, Hkv, hd] in the slots `out_cache_loc` [T]."""
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a step's tokens over their sequences.
+
+    `plan` is called once per step and does all index arithmetic; `forward` is called once per layer.
+    """
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for the layers of one step."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k, v [T, Hkv, hd] to the step's slots, then attend with q [T, H, hd].  Returns [T, H * hd].
+
+        Scores are scaled by `hd ** -0.5`.  Query head h reads key/value head `h // (H / Hkv)`.
+        """

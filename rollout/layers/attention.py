@@ -1,0 +1,42 @@
+"""Self-attention with grouped query heads: projections, query and key norm, rotation, and the backend between them.
+
+Does not know how KV is stored or attended to: that is the backend's.
+
+Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rollout.core.model_config import ModelConfig
+from rollout.layers.context import ForwardContext
+from rollout.layers.linear import Linear, MergedLinear
+from rollout.layers.norm_rotary import QueryKeyNormRotary
+
+
+class Attention(nn.Module):
+    """`layer_id` is the hidden layer, which is also the layer of the KV pool."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device)
+        self.qk_norm = QueryKeyNormRotary(
+            self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, dtype, device
+        )
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
+
+    def forward(
+        self, hidden_TD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        heads = self.qkv_proj(hidden_TD).view(hidden_TD.shape[0], -1, self.head_dim)
+        query_key, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key = self.qk_norm(query_key, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
+        return self.o_proj(context.attention.forward(self.layer_id, query, key, value))

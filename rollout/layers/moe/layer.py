@@ -1,0 +1,50 @@
+"""The sparse feed-forward block of a decoder layer: router, dispatcher, experts, in that order.
+
+Shapes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eplb.placement import ExpertPlacement
+from rollout.core.model_config import ModelConfig
+from rollout.layers.context import ForwardContext
+from rollout.layers.moe.dispatchers.base import Dispatcher
+from rollout.layers.moe.dispatchers.local import LocalDispatcher
+from rollout.layers.moe.experts import Experts
+from rollout.layers.moe.router import TopKRouter
+
+
+class MoELayer(nn.Module):
+    """`moe_layer` is the layer's ordinal among the MoE layers, which is also its row in the placement."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe_layer: int,
+        placement: ExpertPlacement,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = TopKRouter(
+            moe_layer,
+            config.hidden_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            placement,
+            dtype,
+            device,
+        )
+        self.experts = Experts(config, moe_layer, placement, dtype, device)
+        self.dispatcher = dispatcher or LocalDispatcher()
+
+    def forward(self, hidden_TD: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        weights_TK, physical_ids_TK = self.gate(hidden_TD, context.route_hooks)
+        work = self.dispatcher.dispatch(hidden_TD, physical_ids_TK, weights_TK)
+        expert_out_RSD = self.experts(work.hidden_RD, work.local_physical_ids_RS)
+        return self.dispatcher.combine(expert_out_RSD, work.handle)

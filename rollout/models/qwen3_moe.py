@@ -1,0 +1,31 @@
+"""Qwen3-MoE (`Qwen3MoeForCausalLM`).  Numerics as in transformers `models/qwen3_moe`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eplb.placement import ExpertPlacement
+from rollout.core.model_config import ModelConfig
+from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.layer import MoELayer
+from rollout.models.decoder import DecoderForCausalLM
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Layers in `config.moe_layer_ids` are sparse, the others dense.
+
+    `placement` has a row for each MoE layer and is shared by routers and weights.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, placement: ExpertPlacement
+    ) -> None:
+        moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
+
+        def make_mlp(layer_id: int) -> nn.Module:
+            if layer_id in moe_layers:
+                return MoELayer(config, moe_layers[layer_id], placement, dtype, device)
+            return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device)
+
+        super().__init__(config, make_mlp, dtype, device)

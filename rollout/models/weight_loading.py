@@ -1,0 +1,89 @@
+"""`WeightIndex`: a model's weights by logical name, collected from its layers.
+
+Knows names, shapes and how a wire tensor splits into logical ones.  Does not know transports, files or when a write is
+allowed: cold load and live refresh both go through this object.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
+from weight_sync.errors import ShapeMismatchError, UnknownTensorError
+from weight_sync.tensor_meta import Piece, TensorMeta
+
+
+class WeightIndex:
+    """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
+
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).
+    """
+
+    def __init__(self, model: nn.Module, aliases: Mapping[str, str]) -> None:
+        self._entries: dict[str, WeightEntry] = {}
+        self._fused: dict[str, FusedForm] = {}
+        self._aliases = dict(aliases)
+        for prefix, layer in model.named_modules():
+            if isinstance(layer, WeightLayer):
+                for entry in layer.weight_entries(prefix):
+                    assert entry.name not in self._entries, f"two layers hold {entry.name}"
+                    self._entries[entry.name] = entry
+                self._fused.update((form.name, form) for form in layer.fused_forms(prefix))
+        self._metas = {name: TensorMeta(name, entry.dtype, entry.shape) for name, entry in self._entries.items()}
+
+    def metas(self) -> Mapping[str, TensorMeta]:
+        """Every logical tensor by canonical name, in the order of the model's layers."""
+        return MappingProxyType(self._metas)
+
+    def split(self, wire: TensorMeta) -> list[Piece]:
+        """The logical tensors inside `wire`.  Raises `UnknownTensorError`, `ShapeMismatchError`."""
+        name = self._aliases.get(wire.name, wire.name)
+        if name in self._metas:
+            _require_shape(wire.name, wire.shape, self._metas[name].shape)
+            return [Piece(name)]
+        if name in self._fused:
+            _require_shape(wire.name, wire.shape, self._fused[name].shape)
+            return list(self._fused[name].pieces)
+        raise UnknownTensorError(self._unknown(wire.name))
+
+    def write(self, name: str, source: torch.Tensor) -> None:
+        """Copy `source` to every place of the logical tensor, cast to its dtype.
+
+        Raises `UnknownTensorError` unless `name` is canonical, `ShapeMismatchError`.
+        """
+        entry = self._entry(name)
+        _require_shape(name, tuple(source.shape), entry.shape)
+        for view in entry.views():
+            view.copy_(source)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A view of the first place of the logical tensor, not to be written to.  Raises `UnknownTensorError`."""
+        return self._entry(name).views()[0]
+
+    def canonical_name(self, name: str) -> str:
+        """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""
+        canonical = self._aliases.get(name, name)
+        return self._entry(canonical).name
+
+    def recompute_derived(self) -> None:
+        """These models hold nothing that is computed from weights."""
+
+    def _entry(self, name: str) -> WeightEntry:
+        if name not in self._entries:
+            raise UnknownTensorError(self._unknown(name))
+        return self._entries[name]
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [*self._entries, *self._fused, *self._aliases], n=1)
+        hint = f"; the nearest that it has is {near[0]!r}" if near else ""
+        return f"the model has no tensor {name!r}{hint}"
+
+
+def _require_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(shape) != tuple(expected):
+        raise ShapeMismatchError(f"{name} has shape {list(shape)}, the model expects {list(expected)}")
