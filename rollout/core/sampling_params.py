@@ -50,6 +50,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
+    def effective_temperature(self) -> float:
+        """What logits are divided by: greedy requests keep theirs as they are."""
+        return 1.0 if self.temperature < GREEDY_TEMPERATURE else self.temperature
+
+    @property
     def has_penalties(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 

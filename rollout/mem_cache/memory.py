@@ -1,4 +1,7 @@
-"""How much memory is really there, and how large a KV pool it allows.  Reads /proc and cgroup files; allocates nothing."""
+"""How much memory is really there, and how large a KV pool it allows.
+
+Reads /proc and cgroup files; allocates nothing.
+"""
 
 from __future__ import annotations
 

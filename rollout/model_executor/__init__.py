@@ -1,1 +1,1 @@
-"""`rollout.model_executor`."""
+"""Runs the model: owns its state, builds its inputs, records what its routers chose.  Knows no requests."""

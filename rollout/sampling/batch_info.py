@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout.core.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from rollout.core.sampling_params import SamplingParams
 
 
 @dataclass
@@ -39,9 +39,7 @@ class SamplingBatchInfo:
         self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         self.all_greedy = all(p.is_greedy for p in params)
         self.greedy = self._tensor([p.is_greedy for p in params], torch.bool)
-        self.temperatures = self._tensor(
-            [1.0 if p.temperature < GREEDY_TEMPERATURE else p.temperature for p in params], torch.float32
-        )
+        self.temperatures = self._tensor([p.effective_temperature for p in params], torch.float32)
         self.scales = bool((self.temperatures != 1.0).any())
         filtering = [
             i for i, p in enumerate(params) if not p.is_greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0)

@@ -23,13 +23,15 @@ def filtered_candidates(
     vocab = probs_NV.shape[1]
     width = min(vocab, _FIRST_TRY)
     values, ids = probs_NV.topk(width, dim=-1)
-    # the partial sort is enough where top-k ends inside it, or top-p's mass lies inside it
+    # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
     enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
+    enough |= values[:, -1] < values[:, 0] * min_p_N
     if width < vocab and not bool(enough.all()):
         values, ids = probs_NV.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[1], device=values.device)
     kept = values.double() * (rank < top_k_N[:, None])
-    kept /= kept.sum(-1, keepdim=True)
+    whole = probs_NV.sum(-1, keepdim=True, dtype=torch.float64)
+    kept /= torch.where(top_k_N[:, None] < vocab, kept.sum(-1, keepdim=True), whole)
     mass_before = kept.cumsum(-1) - kept
     kept = kept * (mass_before < top_p_N[:, None])
     return kept * (kept >= kept[:, :1] * min_p_N[:, None]), ids

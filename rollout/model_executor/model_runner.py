@@ -1,0 +1,72 @@
+"""`ModelRunner`: one forward pass, and the rows that it leaves behind.
+
+Owns the KV pool, the attention backend and the route recorder.  Knows no requests: it gets a `ForwardBatch` and gives
+back hidden states.
+
+Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from capture.slot_store import RouteSlotStore
+from rollout.attention.base import AttentionBackend
+from rollout.core.forward_batch import ForwardBatch
+from rollout.layers.context import ForwardContext
+from rollout.mem_cache.kv_pool import KVPool
+from rollout.model_executor.model_state import ModelState
+
+_SCORED_ROWS_AT_ONCE = 256
+
+
+class RouteRecorder:
+    """The capture pair of a MoE engine: device buffer of one step, host rows by KV slot."""
+
+    def __init__(self, capturer: RoutedExpertsCapturer, store: RouteSlotStore) -> None:
+        self.capturer = capturer
+        self.store = store
+
+
+class ModelRunner:
+    """Runs `state.model` over the KV pool."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        kv_pool: KVPool,
+        attention: AttentionBackend,
+        recorder: RouteRecorder | None,
+    ) -> None:
+        self.state = state
+        self.kv_pool = kv_pool
+        self.recorder = recorder
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, D] of the step.  Route rows and weight epochs of its tokens are stored by KV slot."""
+        hooks = []
+        if self.recorder is not None:
+            self.recorder.capturer.begin_step(batch.num_tokens)
+            hooks.append(self.recorder.capturer.record)
+        self._attention.plan(batch)
+        hidden_TD = self.state.model(batch, ForwardContext(batch, self._attention, hooks))
+        if self.recorder is not None:
+            self.recorder.store.write(batch.out_cache_loc, self.recorder.capturer.finish_step())
+        self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
+        return hidden_TD
+
+    @torch.inference_mode()
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] of chosen rows."""
+        return self.state.model.compute_logits(hidden_ND)
+
+    @torch.inference_mode()
+    def logits_in_chunks(self, hidden_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits of many rows a few at a time, so that a long scored prompt does not need [N, V] at once."""
+        for rows in hidden_ND.split(_SCORED_ROWS_AT_ONCE):
+            yield self.state.model.compute_logits(rows)

@@ -1,0 +1,102 @@
+"""`ModelState`: sole owner of the model, the placement, the version and the health.
+
+Everything that decides what a forward pass computes changes only inside `mutate`.  Knows no transports and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from eplb.placement import ExpertPlacement
+from rollout.core.errors import Conflict, Unavailable
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.model_config import ModelConfig
+from rollout.layers.context import ForwardContext
+from weight_sync.tensor_meta import LogicalWeights
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model.  T tokens, D hidden, N rows, V vocabulary."""
+
+    config: ModelConfig
+    moe_layer_ids: tuple[int, ...]
+
+    @property
+    def weights(self) -> LogicalWeights: ...
+
+    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        """Final-normed hidden states [T, D]."""
+
+    def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32 (float64 for a float64 model)."""
+
+
+@dataclass(frozen=True)
+class ServingEpoch:
+    """What explains a sampled token: immutable, swapped whole at a step boundary.
+
+    `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused; `content_digest` is
+    the digest of all logical tensors where one was computed.
+    """
+
+    weight_version: str
+    weight_epoch: int = 0
+    placement_epoch: int = 0
+    content_digest: str | None = None
+
+
+class ModelState:
+    """Holds the model and the epoch in force."""
+
+    def __init__(self, model: CausalLM, placement: ExpertPlacement, weight_version: str) -> None:
+        self.model = model
+        self.placement = placement
+        self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
+        self.poisoned: str | None = None
+        self._mutation: str | None = None
+        self._version_of_epoch = {0: weight_version}
+
+    def version_of(self, weight_epoch: int) -> str:
+        """The label of a weight epoch, present or past."""
+        return self._version_of_epoch[weight_epoch]
+
+    @contextmanager
+    def mutate(self, kind: str) -> Iterator[None]:
+        """The only place where weights, version or placement may change; one mutation at a time."""
+        if self._mutation is not None:
+            raise Conflict(f"{kind} cannot start while {self._mutation} is under way")
+        self._mutation = kind
+        try:
+            yield
+        finally:
+            self._mutation = None
+
+    def publish_weights(self, weight_version: str, content_digest: str | None) -> None:
+        """New content is in place: a new epoch under `weight_version`, in one assignment."""
+        assert self._mutation is not None, "weights are published inside mutate()"
+        epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
+        self._version_of_epoch[epoch.weight_epoch] = weight_version
+        self.epoch = epoch
+
+    def relabel(self, weight_version: str) -> None:
+        """Another label for the content in force, from the next token on."""
+        assert self._mutation is not None, "versions change inside mutate()"
+        self.epoch = replace(self.epoch, weight_version=weight_version)
+        self._version_of_epoch[self.epoch.weight_epoch] = weight_version
+
+    def poison(self, reason: str) -> None:
+        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
+        self.poisoned = reason
+
+    def heal(self) -> None:
+        self.poisoned = None
+
+    def require_serving(self) -> None:
+        """Raise `Unavailable` while poisoned."""
+        if self.poisoned is not None:
+            raise Unavailable(f"the weights are poisoned: {self.poisoned}; send a complete refresh")

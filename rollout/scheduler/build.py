@@ -1,0 +1,172 @@
+"""Builds a scheduler with everything it owns from the server's settings.
+
+The one place that knows all the parts; they do not know each other's constructors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from capture.slot_store import RouteSlotStore
+from eplb.expert_location import trivial_location
+from eplb.placement import ExpertPlacement
+from rollout.attention.registry import create_attention_backend
+from rollout.core.errors import StartupError
+from rollout.core.io_struct import SchedulerReady
+from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.server_args import ServerArgs
+from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
+from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
+from rollout.model_executor.model_state import ModelState
+from rollout.models.load import load_model
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.channel import Channel
+from rollout.scheduler.control import Control
+from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
+from rollout.scheduler.records import RecordReader
+from rollout.scheduler.result_processor import ResultProcessor
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.stop import StopChecker
+from rollout.scheduler.weight_control import WeightControl
+from weight_sync.updater import WeightUpdater
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the settings come to on this machine."""
+
+    context_length: int
+    num_slots: int
+    step_tokens: int  # most tokens of one step
+
+
+def build_scheduler(
+    args: ServerArgs, channel: Channel, progress: Callable[[int, int], None] | None = None
+) -> tuple[Scheduler, SchedulerReady]:
+    """Load the model and wire the parts.  Raises `StartupError` with one line that says what to do."""
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    config = load_model_config(args.model_path)
+    if args.captures_routes and not config.is_moe:
+        raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
+    dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
+    device = torch.device(args.device)
+    placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts), device)
+    model = load_model(args.model_path, config, dtype, device, placement, progress)
+    model_bytes = sum(meta.nbytes for meta in model.weights.metas().values())
+    token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    limits = _limits(args, config, token_bytes, model_bytes)
+    state = ModelState(model, placement, args.weight_version)
+    kv_pool = KVPool(
+        limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
+    )
+    recorder = _recorder(config, limits, device) if args.captures_routes else None
+    runner = ModelRunner(state, kv_pool, create_attention_backend("torch_native", kv_pool), recorder)
+    scheduler = _wire(args, config, limits, channel, runner, device)
+    updater = WeightUpdater(
+        model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one, on_commit=None
+    )
+    weights = WeightControl(scheduler, updater, channel.wake)
+    static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
+    Control(scheduler, weights, static_state)
+    return scheduler, SchedulerReady(
+        max_total_num_tokens=limits.num_slots,
+        max_running_requests=args.max_running_requests,
+        context_length=limits.context_length,
+        capture_routed_experts=recorder is not None,
+        num_threads=torch.get_num_threads(),
+        model_bytes=model_bytes,
+        weight_version=args.weight_version,
+    )
+
+
+def _wire(
+    args: ServerArgs,
+    config: ModelConfig,
+    limits: Limits,
+    channel: Channel,
+    runner: ModelRunner,
+    device: torch.device,
+) -> Scheduler:
+    cache = CacheManager(
+        num_slots=limits.num_slots,
+        max_requests=args.max_running_requests,
+        max_context=limits.context_length,
+        device=device,
+        disable_radix_cache=args.disable_radix_cache,
+    )
+    queues = RequestQueues()
+    stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
+    return Scheduler(
+        channel=channel,
+        runner=runner,
+        cache=cache,
+        queues=queues,
+        policy=Policy(
+            queues,
+            cache,
+            chunked_prefill_size=args.chunked_prefill_size,
+            max_running_requests=args.max_running_requests,
+        ),
+        results=ResultProcessor(runner, stop, config.vocab_size, device),
+        records=RecordReader(cache, runner.kv_pool, runner.state, runner.recorder),
+        stop=stop,
+        max_queued_requests=args.max_queued_requests,
+        random_seed=args.random_seed,
+    )
+
+
+def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int) -> Limits:
+    context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
+    num_slots = args.max_total_tokens or kv_pool_tokens(
+        available_memory_bytes(args.device),
+        token_bytes,
+        staging_bytes=model_bytes,
+        mem_fraction=args.mem_fraction_static,
+        context_length=context_length,
+        max_running_requests=args.max_running_requests,
+    )
+    chunk = args.chunked_prefill_size
+    prefill = chunk if chunk > 0 else max(MAX_PREFILL_TOKENS, context_length)
+    return Limits(context_length, num_slots, prefill + args.max_running_requests)
+
+
+def _recorder(config: ModelConfig, limits: Limits, device: torch.device) -> RouteRecorder:
+    layers, top_k, experts = len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts
+    return RouteRecorder(
+        RoutedExpertsCapturer(limits.step_tokens, layers, top_k, experts, device),
+        RouteSlotStore(limits.num_slots, layers, top_k, experts),
+    )
+
+
+def _tokenizer_file(args: ServerArgs) -> Path | None:
+    if args.skip_tokenizer_init:
+        return None
+    path = Path(args.tokenizer_path or args.model_path) / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def _vote_of_one(mine: bool) -> bool:
+    """One rank: its own vote decides."""
+    return mine
+
+
+def _static_state(
+    args: ServerArgs, limits: Limits, model_bytes: int, kv_bytes: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    return {
+        "max_running_requests": args.max_running_requests,
+        "context_length": limits.context_length,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": args.device,
+        "model_bytes": model_bytes,
+        "kv_bytes": kv_bytes,
+        "num_threads": torch.get_num_threads(),
+    }

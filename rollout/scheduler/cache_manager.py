@@ -1,0 +1,128 @@
+"""`CacheManager`: gives requests KV slots and rows, and takes them back.
+
+The one place where slots change hands between the free list, the prefix cache and requests.  Knows no model and no
+policy; it says whether something fits and never decides who must make room.
+
+    position   0            cached_len        device_len
+               |-- cache's ----|---- private ----|-- not computed --
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
+from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
+from rollout.scheduler.req import Req
+
+
+class CacheManager:
+    """Owner of the free list, the prefix cache and the slot table.  `free + cached + in use == total`, always."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_requests: int,
+        max_context: int,
+        device: torch.device | str,
+        disable_radix_cache: bool,
+    ) -> None:
+        self.allocator = SlotAllocator(num_slots, device)
+        self.prefix_cache: RadixCache = (NoPrefixCache if disable_radix_cache else RadixCache)(self.allocator)
+        self.pool = ReqToTokenPool(max_requests, max_context, device)
+        self.num_private = 0  # slots held by requests and not by the cache
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `extend` can hand out, evicting if it must."""
+        return self.allocator.num_free + self.prefix_cache.num_evictable
+
+    def attach(self, req: Req, weight_epoch: int) -> None:
+        """Give `req` a row and the longest cached prefix of its namespace, locked."""
+        assert req.pool_index == -1
+        req.namespace = (req.source.extra_key, weight_epoch)
+        node, slots = self.prefix_cache.match(req.namespace, req.token_array(req.matchable_len()))
+        self.prefix_cache.lock(node)
+        req.prefix_node = node
+        req.pool_index = self.pool.alloc()
+        req.cached_len = req.device_len = slots.shape[0]
+        self.pool.table[req.pool_index, : slots.shape[0]] = slots
+        if req.num_retractions == 0:
+            req.cached_tokens = slots.shape[0]
+
+    def extend(self, req: Req, count: int) -> None:
+        """Slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
+        slots = self._alloc(count)
+        self.pool.table[req.pool_index, req.device_len : req.device_len + count] = slots
+
+    def extend_each(self, pool_indices: list[int], seq_lens: list[int]) -> None:
+        """A slot for the last position of each row's new length [B].  The caller has checked `num_available`."""
+        if pool_indices:
+            table = self.pool.table
+            rows = torch.tensor(pool_indices, device=table.device)
+            positions = torch.tensor(seq_lens, device=table.device) - 1
+            table[rows, positions] = self._alloc(len(pool_indices))
+
+    def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
+        """View of the slots of positions `start .. end - 1`."""
+        return self.pool.table[req.pool_index, start:end]
+
+    def share_prompt(self, req: Req, weight_epoch: int) -> None:
+        """Let others match the computed prompt of `req` while it runs.
+
+        Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
+        stay its own, so that its rows are those of its own forwards.
+        """
+        if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
+            return
+        tokens = req.token_array(req.device_len)
+        _, present = self.prefix_cache.match(req.namespace, tokens)
+        if present.shape[0] != req.cached_len:
+            return
+        node, _ = self.prefix_cache.insert(req.namespace, tokens, self.slots(req, 0, req.device_len))
+        self._move_lock(req, node)
+        self.num_private -= req.device_len - req.cached_len
+        req.cached_len = req.device_len
+
+    def detach(self, req: Req, weight_epoch: int) -> None:
+        """Take back the row and all slots of `req`; what it computed under the current weights goes to the cache."""
+        if req.pool_index == -1:
+            return
+        assert req.namespace is not None and req.prefix_node is not None
+        private = self.slots(req, req.cached_len, req.device_len).clone()
+        if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
+            everything = self.slots(req, 0, req.device_len)
+            _, known = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
+            self.allocator.free(private[: max(0, known - req.cached_len)])
+        else:
+            self.allocator.free(private)
+        self.num_private -= private.shape[0]
+        self.prefix_cache.unlock(req.prefix_node)
+        self.pool.free(req.pool_index)
+        req.prefix_node = None
+        req.pool_index = -1
+        req.cached_len = req.device_len = 0
+
+    def check(self) -> None:
+        """Assert that every slot is in exactly one place.  For tests and idle moments; costs a pass over the pool."""
+        total = self.allocator.num_slots
+        counted = self.allocator.num_free + self.prefix_cache.num_cached + self.num_private
+        assert counted == total, f"{counted} KV slots accounted for, {total} exist"
+        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots()]).cpu().numpy()
+        assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"
+
+    def _alloc(self, count: int) -> torch.Tensor:
+        short = count - self.allocator.num_free
+        if short > 0:
+            self.prefix_cache.evict(short)
+        self.num_private += count
+        return self.allocator.alloc(count)
+
+    def _move_lock(self, req: Req, node: RadixNode) -> None:
+        assert req.prefix_node is not None
+        self.prefix_cache.lock(node)
+        self.prefix_cache.unlock(req.prefix_node)
+        req.prefix_node = node

@@ -1,0 +1,95 @@
+"""How messages reach the scheduler and leave it: over ZMQ from another process, or within one process.
+
+Knows bytes, sockets and waiting.  Does not know what a message means.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from rollout.core.io_struct import SchedulerInput, SchedulerOutput, decode_input, encode
+
+
+class Channel(Protocol):
+    """Inbox and outbox of a scheduler."""
+
+    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        """All messages that are there; waits up to `timeout_ms` for the first, less if `wake` is called."""
+
+    def send(self, message: SchedulerOutput) -> None: ...
+
+    def wake(self) -> None:
+        """End a `receive` that waits.  May be called from any thread."""
+
+
+class ZmqChannel:
+    """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
+
+    def __init__(self, input_addr: str, output_addr: str) -> None:
+        self._context = zmq.Context()
+        self._input = self._context.socket(zmq.PULL)
+        self._output = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._input, input_addr), (self._output, output_addr)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._output.setsockopt(zmq.LINGER, 2000)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._input, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        if timeout_ms > 0 and self._wake_read in dict(self._poller.poll(timeout_ms)):
+            os.read(self._wake_read, 4096)
+        messages: list[SchedulerInput] = []
+        while True:
+            try:
+                data = self._input.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(_decode(data))
+
+    def send(self, message: SchedulerOutput) -> None:
+        self._output.send(encode(message))
+
+    def wake(self) -> None:
+        os.write(self._wake_write, b"w")
+
+    def close(self) -> None:
+        self._input.close(linger=0)
+        self._output.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+class LocalChannel:
+    """Both ends in one thread: put into `inbox`, take from `outbox`.  Messages pass through msgpack all the same."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Any] = deque()
+        self.outbox: deque[Any] = deque()
+
+    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        messages = [decode_input(encode(message)) for message in self.inbox]
+        self.inbox.clear()
+        return messages
+
+    def send(self, message: SchedulerOutput) -> None:
+        self.outbox.append(message)
+
+    def wake(self) -> None:
+        """Nothing waits here: the owner drives the scheduler step by step."""
+
+
+def _decode(data: bytes) -> SchedulerInput:
+    """The peer is our own main process: a message that does not decode is a bug, and is said so."""
+    try:
+        return decode_input(data)
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"the main process sent a message that does not decode: {error}") from error

@@ -1,0 +1,117 @@
+"""Control verbs that need no weights: pause, flush, state, shutdown.
+
+Knows the scheduler's public face.  Does not know sockets or weight transactions.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout.core.errors import BadRequest
+from rollout.core.io_struct import (
+    ControlReqOutput,
+    FlushCacheReqInput,
+    GetStateReqInput,
+    PauseGenerationReqInput,
+    ShutdownReqInput,
+)
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_control import WeightControl
+
+
+class Control:
+    """Handlers of the verbs above, and the drain at the end of the server's life."""
+
+    def __init__(self, scheduler: Scheduler, weights: WeightControl, static_state: dict[str, Any]) -> None:
+        self._scheduler = scheduler
+        self._weights = weights
+        self._static_state = static_state
+        self._shutdown: ShutdownReqInput | None = None
+        self._drain_until = 0.0
+        scheduler.add_verbs(
+            {
+                PauseGenerationReqInput: self._pause,
+                FlushCacheReqInput: self._flush_cache,
+                GetStateReqInput: self._get_state,
+                ShutdownReqInput: self._begin_shutdown,
+            }
+        )
+        scheduler.add_between_steps(self._drain)
+
+    def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput:
+        """No step runs after this until continue; the answer means that this has happened."""
+        scheduler = self._scheduler
+        aborted = 0
+        if verb.mode == "abort":
+            aborted = scheduler.abort(None)
+        elif verb.mode == "retract":
+            scheduler.retract_all()
+        scheduler.paused = True
+        return ControlReqOutput(
+            request_id=verb.request_id,
+            success=True,
+            message="Generation paused successfully.",
+            data={
+                "paused": True,
+                "mode": verb.mode,
+                "num_running": len(scheduler.queues.holding_kv()),
+                "num_waiting": len(scheduler.queues.waiting),
+                "num_aborted": aborted,
+            },
+        )
+
+    def _flush_cache(self, verb: FlushCacheReqInput) -> ControlReqOutput:
+        scheduler = self._scheduler
+        running = len(scheduler.queues.holding_kv())
+        waiting = 0 if scheduler.paused else len(scheduler.queues.waiting)
+        if running or waiting:
+            raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
+        scheduler.cache.prefix_cache.flush()
+        return ControlReqOutput(request_id=verb.request_id, success=True, message="Cache flushed.")
+
+    def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput:
+        scheduler = self._scheduler
+        queues, cache, stats = scheduler.queues, scheduler.cache, scheduler.stats
+        state = scheduler.runner.state
+        total = cache.allocator.num_slots
+        used = total - cache.num_available
+        data = {
+            "num_running_reqs": len(queues.holding_kv()),
+            "num_waiting_reqs": len(queues.waiting),
+            "num_used_tokens": used,
+            "num_cached_tokens": cache.prefix_cache.num_cached,
+            "num_total_tokens": sum(req.num_tokens for req in queues.all()),
+            "max_total_num_tokens": total,
+            "token_usage": used / total,
+            "gen_throughput": stats.gen_throughput,
+            "cache_hit_rate": stats.cache_hit_rate,
+            "num_retracted_reqs": stats.num_retractions,
+            "num_generated_tokens": stats.num_generated,
+            "step_time_ms": stats.step_time_ms(),
+            "paused": scheduler.paused,
+            "poisoned": state.poisoned,
+            "weight_version": state.epoch.weight_version,
+            "weight_epoch": state.epoch.weight_epoch,
+            "placement_epoch": state.epoch.placement_epoch,
+            "content_digest": state.epoch.content_digest,
+            "weight_update": self._weights.status(),
+        }
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
+
+    def _begin_shutdown(self, verb: ShutdownReqInput) -> None:
+        """Answered by `_drain` once everything has ended."""
+        self._shutdown = verb
+        self._drain_until = time.monotonic() + verb.drain_s
+        self._scheduler.draining = True
+
+    def _drain(self) -> bool:
+        if self._shutdown is None or self._scheduler.stopped:
+            return False
+        scheduler = self._scheduler
+        if scheduler.queues.all() and (scheduler.paused or time.monotonic() >= self._drain_until):
+            scheduler.abort(None)
+        if not scheduler.queues.all():
+            scheduler.stopped = True
+            scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
+        return True

@@ -1,0 +1,138 @@
+"""Which requests run in the next step, and who makes room.
+
+First come, first served; the oldest request is never retracted, so that it always makes progress.  At most one
+request is partly prefilled.  Knows queues, lengths and free slots; does not know the model or sampling.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.req import Req
+
+MAX_PREFILL_TOKENS = 16384  # prompt tokens of one step when prompts are not split
+_SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves to those that run
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """`count` tokens of `req` from position `start`; `completes` its known tokens."""
+
+    req: Req
+    start: int
+    count: int
+    completes: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: prompts (or parts) to compute, requests that decode one token, requests that had to go back."""
+
+    extends: list[Extend] = field(default_factory=list)
+    decodes: list[Req] = field(default_factory=list)
+    retracted: list[Req] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.extends and not self.decodes
+
+
+@dataclass(slots=True)
+class RequestQueues:
+    """Every unfinished request is in exactly one of the three."""
+
+    waiting: deque[Req] = field(default_factory=deque)
+    running: list[Req] = field(default_factory=list)
+    partial: Req | None = None
+
+    def all(self) -> list[Req]:
+        return [*self.running, *([self.partial] if self.partial else []), *self.waiting]
+
+    def holding_kv(self) -> list[Req]:
+        return [*self.running, *([self.partial] if self.partial else [])]
+
+
+class Policy:
+    """Plans steps over `queues` and takes the slots they need from `cache`."""
+
+    def __init__(
+        self, queues: RequestQueues, cache: CacheManager, *, chunked_prefill_size: int, max_running_requests: int
+    ) -> None:
+        self._queues = queues
+        self._cache = cache
+        self._splits_prompts = chunked_prefill_size > 0
+        self._budget = chunked_prefill_size if self._splits_prompts else MAX_PREFILL_TOKENS
+        self._max_running = max_running_requests
+
+    def plan(self, weight_epoch: int, retract) -> StepPlan:
+        """The next step.  `retract(req)` gives back what a request holds and keeps its record."""
+        plan = StepPlan()
+        self._make_room_for_decode(plan, retract)
+        plan.decodes = list(self._queues.running)
+        reserved = len(plan.decodes)
+        budget = self._continue_partial(plan, self._budget, reserved)
+        if self._queues.partial is None:
+            self._admit(plan, budget, reserved, weight_epoch)
+        return plan
+
+    def _make_room_for_decode(self, plan: StepPlan, retract) -> None:
+        queues = self._queues
+        while queues.running and self._cache.num_available < len(queues.running):
+            victim = max(queues.holding_kv(), key=lambda req: req.arrival)
+            if victim is queues.partial:
+                queues.partial = None
+            else:
+                queues.running.remove(victim)
+            retract(victim)
+            queues.waiting.appendleft(victim)
+            plan.retracted.append(victim)
+
+    def _continue_partial(self, plan: StepPlan, budget: int, reserved: int) -> int:
+        """One more chunk of the request that is partly prefilled; returns what is left of the budget."""
+        req = self._queues.partial
+        if req is None:
+            return budget
+        count = min(req.extend_len, budget, self._cache.num_available - reserved)
+        if count <= 0:
+            return 0
+        self._take(plan, req, count)
+        return budget - count
+
+    def _admit(self, plan: StepPlan, budget: int, reserved: int, weight_epoch: int) -> None:
+        queues, cache = self._queues, self._cache
+        if plan.retracted:
+            return  # who just had to make room would come straight back
+        passed: deque[Req] = deque()
+        in_prefill = {_prompt_key(item.req) for item in plan.extends}
+        while queues.waiting and budget > 0 and queues.partial is None:
+            if len(plan.decodes) + len(plan.extends) >= self._max_running or cache.pool.num_free == 0:
+                break
+            req = queues.waiting[0]
+            key = _prompt_key(req)
+            if key in in_prefill and cache.prefix_cache.keeps_prefixes:
+                passed.append(queues.waiting.popleft())  # its twin computes the shared prompt in this step
+                continue
+            cache.attach(req, weight_epoch)
+            headroom = _SLOTS_KEPT_PER_RUNNING * len(plan.decodes) if queues.running else 0
+            count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
+            fits = cache.num_available - reserved - headroom >= req.extend_len
+            if not fits or (count > budget and not plan.is_empty):
+                cache.detach(req, weight_epoch)
+                break
+            queues.waiting.popleft()
+            in_prefill.add(key)
+            budget -= count
+            self._take(plan, req, count)
+        queues.waiting.extendleft(reversed(passed))
+
+    def _take(self, plan: StepPlan, req: Req, count: int) -> None:
+        completes = count == req.extend_len
+        self._cache.extend(req, count)
+        plan.extends.append(Extend(req, req.device_len, count, completes))
+        self._queues.partial = None if completes else req
+
+
+def _prompt_key(req: Req) -> tuple[str | None, int]:
+    return req.source.extra_key, req.prompt_hash

@@ -1,0 +1,170 @@
+"""`Req`: one sample in the making, and its append-only record.
+
+Knows the request's own counters and history.  Does not know batches, the pool or the model.
+
+Three lengths say where a request stands, over its tokens `prompt + output`:
+
+    0 <= cached_len <= device_len <= num_tokens <= max_len
+
+    |-- cached_len --|                        tokens whose slots the prefix cache owns (locked for this request)
+    |------ device_len ------|                tokens whose KV is computed
+    |------------ num_tokens ------------|    prompt and output known so far
+
+A request that decodes has `device_len == num_tokens - 1`.  A retraction sets the first two to 0 and leaves the record:
+ids, log-probabilities, versions and route rows that exist are never recomputed or replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.core.sampling_params import SamplingParams
+from rollout.mem_cache.radix_cache import Namespace, RadixNode
+
+
+@dataclass(eq=False, slots=True)
+class OutputRecord:
+    """Append-only: one entry a sampled token.  `version_marks` holds (version, index of its first token)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    chosen: list[list[float]] = field(default_factory=list)
+    version_marks: list[tuple[str, int]] = field(default_factory=list)
+
+    def append(self, token_id: int, weight_version: str) -> None:
+        if not self.version_marks or self.version_marks[-1][0] != weight_version:
+            self.version_marks.append((weight_version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+
+
+@dataclass(eq=False, slots=True)
+class PromptRecord:
+    """Append-only: log-probabilities of prompt tokens `start ..`; entry 0 is None, as nothing predicts it."""
+
+    start: int
+    values: list[float | None] = field(default_factory=lambda: [None])
+    top: list[tuple[list[float], list[int]] | None] = field(default_factory=lambda: [None])
+    chosen: list[list[float] | None] = field(default_factory=lambda: [None])
+
+    @property
+    def next_position(self) -> int:
+        """Position whose forward yields the next missing entry: the entry of token p comes from position p - 1."""
+        return self.start + len(self.values) - 1
+
+
+@dataclass(eq=False, slots=True)
+class SavedRows:
+    """Rows of tokens `0 .. n - 1` kept over a retraction: route rows [n, L, K] and their weight epochs [n]."""
+
+    routes: torch.Tensor
+    epochs: torch.Tensor
+
+
+class Req:
+    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
+
+    __slots__ = (
+        "arrival",
+        "cached_len",
+        "cached_tokens",
+        "device_len",
+        "end_ids",
+        "finished",
+        "namespace",
+        "num_retractions",
+        "num_sent",
+        "oldest_epoch",
+        "output",
+        "pool_index",
+        "prefix_node",
+        "prompt_hash",
+        "prompt_ids",
+        "prompt_record",
+        "saved_rows",
+        "seed",
+        "source",
+        "stop_window",
+    )
+
+    def __init__(
+        self, source: TokenizedGenerateReqInput, *, arrival: int, seed: int, end_ids: frozenset[int], stop_window: int
+    ) -> None:
+        self.source = source
+        self.arrival = arrival
+        self.seed = seed
+        self.end_ids = end_ids  # token ids that finish the request
+        self.stop_window = stop_window  # tokens that a stop string can span; 0 without stop strings
+        self.prompt_ids = source.input_ids
+        self.prompt_hash = hash(tuple(source.input_ids))  # lets requests with one prompt share its prefill
+        self.output = OutputRecord()
+        wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
+        self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
+        self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
+        self.prefix_node: RadixNode | None = None
+        self.pool_index = -1
+        self.cached_len = 0
+        self.device_len = 0
+        self.cached_tokens = 0  # prefix hit of the last admission before any retraction
+        self.saved_rows: SavedRows | None = None
+        self.oldest_epoch: int | None = None  # of KV given up in retractions
+        self.num_retractions = 0
+        self.num_sent = 0  # output tokens already sent to the main process
+        self.finished: FinishReason | None = None
+
+    @property
+    def rid(self) -> str:
+        return self.source.rid
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.source.sampling_params
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output.token_ids)
+
+    @property
+    def max_len(self) -> int:
+        return len(self.prompt_ids) + self.sampling_params.max_new_tokens
+
+    @property
+    def extend_len(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return self.num_tokens - self.device_len
+
+    @property
+    def samples(self) -> bool:
+        """False for a request that only scores its prompt."""
+        return self.sampling_params.max_new_tokens > 0
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known token ids of positions `start .. end - 1`."""
+        prompt = self.prompt_len
+        if end <= prompt:
+            return self.prompt_ids[start:end]
+        if start >= prompt:
+            return self.output.token_ids[start - prompt : end - prompt]
+        return self.prompt_ids[start:] + self.output.token_ids[: end - prompt]
+
+    def token_array(self, end: int) -> np.ndarray:
+        """Token ids of positions `0 .. end - 1`, int64."""
+        return np.array(self.tokens(0, end), dtype=np.int64)
+
+    def matchable_len(self) -> int:
+        """Longest prefix that a cache hit may skip: the last token, and those whose logits are owed, are computed."""
+        limit = self.num_tokens - 1
+        if self.prompt_record is not None:
+            limit = min(limit, self.prompt_record.next_position)
+        return limit
+
+    def check(self) -> None:
+        assert 0 <= self.cached_len <= self.device_len <= self.num_tokens <= max(self.max_len, self.prompt_len)

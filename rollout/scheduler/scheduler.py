@@ -1,0 +1,285 @@
+"""`Scheduler`: the loop that turns an inbox into steps and records.
+
+    inbox -> accept / abort / control verbs -> plan -> forward -> results -> outbox
+
+Knows the order of things.  What runs next is `policy`, slots are `cache_manager`, tokens are `result_processor`,
+messages out are `records`, control verbs are `control` and `weight_control`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from rollout.core.errors import BadRequest, LockstepError, Unavailable, status_of
+from rollout.core.io_struct import (
+    AbortReqInput,
+    BatchTokenOutput,
+    ControlReqInput,
+    ControlReqOutput,
+    FinishedRecord,
+    FinishReason,
+    ReqOutput,
+    SchedulerInput,
+    TokenizedGenerateReqInput,
+)
+from rollout.model_executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.channel import Channel
+from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
+from rollout.scheduler.records import RecordReader
+from rollout.scheduler.req import Req
+from rollout.scheduler.result_processor import ResultProcessor
+from rollout.scheduler.stats import StepStats
+from rollout.scheduler.stop import StopChecker
+
+_IDLE_WAIT_MS = 200
+
+
+class Scheduler:
+    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop."""
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        runner: ModelRunner,
+        cache: CacheManager,
+        queues: RequestQueues,
+        policy: Policy,
+        results: ResultProcessor,
+        records: RecordReader,
+        stop: StopChecker,
+        max_queued_requests: int,
+        random_seed: int,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.queues = queues
+        self.records = records
+        self.stats = StepStats()
+        self.paused = False
+        self.draining = False
+        self.stopped = False
+        self._channel = channel
+        self._policy = policy
+        self._results = results
+        self._stop = stop
+        self._max_queued = max_queued_requests
+        self._seeds = np.random.default_rng(random_seed or secrets.randbits(64))
+        self._arrivals = 0
+        self._by_rid: dict[str, Req] = {}
+        self._verbs: dict[type, Callable[[ControlReqInput], ControlReqOutput | None]] = {}
+        self._between_steps: list[Callable[[], bool]] = []
+
+    # --- wiring ---------------------------------------------------------------------------------------------------
+
+    def add_verbs(self, verbs: dict[type, Callable]) -> None:
+        """Handlers by message type.  A handler answers at once, or returns None and calls `reply` later."""
+        self._verbs.update(verbs)
+
+    def add_between_steps(self, advance: Callable[[], bool]) -> None:
+        """Called at every step boundary; True while it waits for something that will `wake` the loop."""
+        self._between_steps.append(advance)
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        queues = self.queues
+        return not self.paused and bool(queues.running or queues.partial or queues.waiting)
+
+    def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
+        """Take messages, then run one step if there is work.  True if a step ran."""
+        for message in self._channel.receive(0 if self.has_work else wait_ms):
+            self._dispatch(message)
+        for advance in self._between_steps:
+            advance()
+        if not self.has_work:
+            self.stats.idle()
+            return False
+        return self._step()
+
+    def _step(self) -> bool:
+        stats = self.stats
+        stats.start_step()
+        plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract)
+        stats.phase("plan")
+        if plan.is_empty:
+            return False
+        batch = self._build(plan)
+        stats.phase("build")
+        hidden_TD = self.runner.forward(batch)
+        stats.phase("forward")
+        touched = self._results.process(plan, hidden_TD, batch.logits_rows)
+        self._settle(plan, touched)
+        stats.phase("process")
+        self._emit(req for req in touched if req.finished or req.source.stream)
+        stats.phase("messages")
+        stats.end_step(sum(1 for req in touched if req.samples))
+        return True
+
+    def _build(self, plan: StepPlan):
+        decodes = plan.decodes
+        decode = DecodeInput(
+            token_ids=[req.output.token_ids[-1] for req in decodes],
+            pool_indices=[req.pool_index for req in decodes],
+            seq_lens=[req.device_len + 1 for req in decodes],
+        )
+        self.cache.extend_each(decode.pool_indices, decode.seq_lens)
+        extends = [
+            ExtendInput(
+                item.req.tokens(item.start, item.start + item.count),
+                item.req.pool_index,
+                item.start,
+                item.completes and item.req.samples,
+            )
+            for item in plan.extends
+        ]
+        return build_forward_batch(extends, decode, self.cache.pool.table)
+
+    def _settle(self, plan: StepPlan, touched: list[Req]) -> None:
+        """Move requests between the queues after a step."""
+        weight_epoch = self.runner.state.epoch.weight_epoch
+        for item in plan.extends:
+            if item.completes:
+                self.cache.share_prompt(item.req, weight_epoch)
+                if item.req.num_retractions == 0:
+                    self.stats.num_prompt_tokens += item.req.prompt_len
+                    self.stats.num_cached_tokens += item.req.cached_tokens
+                if not item.req.finished:
+                    self.queues.running.append(item.req)
+        if any(req.finished for req in touched):
+            self.queues.running = [req for req in self.queues.running if not req.finished]
+
+    def _emit(self, reqs: Iterable[Req]) -> None:
+        """Send what is new of `reqs`; those that finished give back their slots and are forgotten."""
+        outputs = []
+        for req in reqs:
+            outputs.append(self.records.output(req))
+            if req.finished:
+                self.cache.detach(req, self.runner.state.epoch.weight_epoch)
+                del self._by_rid[req.rid]
+        if outputs:
+            self._channel.send(BatchTokenOutput(outputs=outputs))
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, message: SchedulerInput) -> None:
+        if isinstance(message, TokenizedGenerateReqInput):
+            self._accept(message)
+        elif isinstance(message, AbortReqInput):
+            self.abort(None if message.abort_all else message.rids)
+        else:
+            self._control(message)
+
+    def _accept(self, source: TokenizedGenerateReqInput) -> None:
+        try:
+            self._check(source)
+            req = Req(
+                source,
+                arrival=self._arrivals,
+                seed=self._seed(source),
+                end_ids=self._stop.end_ids(source),
+                stop_window=self._stop.window(source),
+            )
+        except LockstepError as error:
+            self._refuse(source.rid, error)
+            return
+        self._arrivals += 1
+        self._by_rid[req.rid] = req
+        self.queues.waiting.append(req)
+
+    def _check(self, source: TokenizedGenerateReqInput) -> None:
+        """What only the scheduler can know; the shape of the request was checked before it was sent."""
+        self.runner.state.require_serving()
+        if self.draining:
+            raise Unavailable("the server is shutting down")
+        if source.rid in self._by_rid:
+            raise BadRequest(f"rid {source.rid!r} is already in flight")
+        if len(self.queues.waiting) >= self._max_queued:
+            raise Unavailable(f"{self._max_queued} requests wait already (--max-queued-requests)")
+        longest = len(source.input_ids) + source.sampling_params.max_new_tokens
+        if longest > self.cache.allocator.num_slots:
+            raise BadRequest(
+                f"prompt and max_new_tokens need {longest} tokens of KV, the pool has "
+                f"{self.cache.allocator.num_slots} (--max-total-tokens)"
+            )
+
+    def _seed(self, source: TokenizedGenerateReqInput) -> int:
+        seed = source.sampling_params.sampling_seed
+        return int(self._seeds.integers(2**63)) if seed is None else seed % 2**64
+
+    def _refuse(self, rid: str, error: LockstepError) -> None:
+        reason = FinishReason(type="abort", message=str(error), status_code=status_of(error))
+        version = self.runner.state.epoch.weight_version
+        output = ReqOutput(
+            rid=rid, token_ids=[], num_output_tokens=0, weight_version=version, finished=FinishedRecord(reason=reason)
+        )
+        self._channel.send(BatchTokenOutput(outputs=[output]))
+
+    def abort(self, rids: list[str] | None, error: LockstepError | None = None) -> int:
+        """End the given requests, or all (None), with what they have.  Returns how many; unknown rids are ignored."""
+        targets = list(self._by_rid.values()) if rids is None else [self._by_rid[r] for r in rids if r in self._by_rid]
+        if not targets:
+            return 0
+        waiting = set(self.queues.waiting)
+        for req in targets:
+            message = "Abort in waiting queue" if req in waiting and not req.output.token_ids else "Aborted"
+            req.finished = FinishReason(
+                type="abort",
+                message=str(error) if error else message,
+                status_code=status_of(error) if error else None,
+            )
+        queues = self.queues
+        queues.running = [req for req in queues.running if not req.finished]
+        remaining = [req for req in queues.waiting if not req.finished]
+        queues.waiting.clear()
+        queues.waiting.extend(remaining)
+        if queues.partial is not None and queues.partial.finished:
+            queues.partial = None
+        self._emit(targets)
+        return len(targets)
+
+    def retract_all(self) -> None:
+        """Send everything that holds KV back to the waiting queue, oldest first."""
+        queues = self.queues
+        for req in sorted(queues.holding_kv(), key=lambda req: -req.arrival):
+            self._retract(req)
+            queues.waiting.appendleft(req)
+        queues.running = []
+        queues.partial = None
+
+    def _retract(self, req: Req) -> None:
+        self.records.save_rows(req)
+        self.cache.detach(req, self.runner.state.epoch.weight_epoch)
+        req.num_retractions += 1
+        self.stats.num_retractions += 1
+
+    # --- control verbs --------------------------------------------------------------------------------------------
+
+    def _control(self, message: ControlReqInput) -> None:
+        """A verb can be refused; it can never end the loop."""
+        try:
+            answer = self._verbs[type(message)](message)
+        except Exception as error:
+            answer = failure(message.request_id, error)
+        if answer is not None:
+            self.reply(answer)
+
+    def reply(self, answer: ControlReqOutput) -> None:
+        self._channel.send(answer)
+
+
+def failure(request_id: str, error: Exception) -> ControlReqOutput:
+    """The answer to a verb that was refused or failed."""
+    return ControlReqOutput(
+        request_id=request_id,
+        success=False,
+        message=str(error) or type(error).__name__,
+        status_code=status_of(error),
+        data={"error_type": type(error).__name__},
+    )

@@ -1,0 +1,55 @@
+"""Counters of the step loop: throughput, cache hits, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+
+PHASES = ("plan", "build", "forward", "process", "messages")
+
+
+class StepStats:
+    """Sums since start, and a generation throughput over the last second or more of work."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_generated = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_retractions = 0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.gen_throughput = 0.0
+        self._window_start = time.monotonic()
+        self._window_tokens = 0
+        self._mark = 0.0
+
+    def start_step(self) -> None:
+        self._mark = time.perf_counter()
+
+    def phase(self, name: str) -> None:
+        """The time since the last mark belongs to `name`."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self._mark
+        self._mark = now
+
+    def end_step(self, generated: int) -> None:
+        self.num_steps += 1
+        self.num_generated += generated
+        self._window_tokens += generated
+        elapsed = time.monotonic() - self._window_start
+        if elapsed >= 1.0:
+            self.gen_throughput = self._window_tokens / elapsed
+            self._window_start, self._window_tokens = time.monotonic(), 0
+
+    def idle(self) -> None:
+        """Nothing runs: the throughput is zero and a new window starts with the next work."""
+        self.gen_throughput = 0.0
+        self._window_start, self._window_tokens = time.monotonic(), 0
+
+    def step_time_ms(self) -> dict[str, float]:
+        """Mean milliseconds a step of each phase, and the number of steps."""
+        steps = max(1, self.num_steps)
+        return {name: 1000.0 * total / steps for name, total in self.seconds.items()} | {"steps": float(self.num_steps)}
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)

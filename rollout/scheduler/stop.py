@@ -1,0 +1,70 @@
+"""When is a request finished?  End tokens, stop strings, length.
+
+Knows token ids and, for stop strings, a tokenizer.  Does not know text that was already sent to anyone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rollout.core.errors import StartupError, UnsupportedFeature
+from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.scheduler.req import Req
+
+
+class StopChecker:
+    """Decides after every sampled token.  `tokenizer_file` is a `tokenizer.json`, or None to refuse stop strings."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self._tokenizer = _load_tokenizer(tokenizer_file) if tokenizer_file is not None else None
+
+    def end_ids(self, source: TokenizedGenerateReqInput) -> frozenset[int]:
+        """Token ids that finish a request."""
+        params = source.sampling_params
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+
+    def window(self, source: TokenizedGenerateReqInput) -> int:
+        """Most tokens that any of the request's stop strings can span: every token decodes to at least one byte.
+
+        Raises `UnsupportedFeature` for stop strings on a server without tokenizer.
+        """
+        stops = source.sampling_params.stop
+        if not stops:
+            return 0
+        if self._tokenizer is None:
+            raise UnsupportedFeature("stop strings need a tokenizer.json; this server runs without tokenizer")
+        return max(len(text.encode()) for text in stops) + 4
+
+    def check(self, req: Req) -> FinishReason | None:
+        """The reason if the last token finished `req`; an end token wins over a stop string over the length."""
+        output, params = req.output.token_ids, req.sampling_params
+        last = output[-1]
+        if last in req.end_ids:
+            return FinishReason(type="stop", matched=last)
+        if req.stop_window and len(output) >= params.min_new_tokens:
+            matched = self._matched_string(req)
+            if matched is not None:
+                return FinishReason(type="stop", matched=matched)
+        if len(output) >= params.max_new_tokens:
+            return FinishReason(type="length", length=len(output))
+        return None
+
+    def _matched_string(self, req: Req) -> str | None:
+        """The stop string that appears first in the text of the last tokens."""
+        assert self._tokenizer is not None
+        params = req.sampling_params
+        tail = self._tokenizer.decode(
+            req.output.token_ids[-req.stop_window :], skip_special_tokens=params.skip_special_tokens
+        )
+        found = [(tail.find(text), text) for text in params.stop if text in tail]
+        return min(found)[1] if found else None
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise StartupError(f"{path} cannot be read as a tokenizer: {error}") from None
