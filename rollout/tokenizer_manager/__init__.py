@@ -1,1 +1,1 @@
-"""`rollout.tokenizer_manager`."""
+"""`rollout.tokenizer_manager`: text in, token ids to the scheduler, token ids back, text out."""

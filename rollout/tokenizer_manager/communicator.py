@@ -1,0 +1,66 @@
+"""Control verbs and their answers: one future per verb, each with a deadline.
+
+Knows request ids and deadlines.  Does not know what a verb does or how messages travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rollout.core.errors import LockstepError, Unavailable
+from rollout.core.io_struct import ControlReqInput, ControlReqOutput
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerTimeout(Unavailable):
+    """The scheduler did not answer a control verb before its deadline."""
+
+    status_code = 504
+
+
+class Communicator:
+    """Sends verbs through `send` and matches the answers by `request_id`."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+        self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def call(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
+        """Send `verb(**fields)` and wait at most `timeout_s` seconds for its answer, whether it succeeded or not.
+
+        Raises `SchedulerTimeout`, or the error given to `fail_all`.
+        """
+        request_id = uuid.uuid4().hex
+        future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = future
+        try:
+            self._send(verb(request_id=request_id, **fields))
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            name = verb.__name__.removesuffix("ReqInput")
+            raise SchedulerTimeout(f"the scheduler did not answer {name} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def resolve(self, output: ControlReqOutput) -> None:
+        """Hand an answer to whoever waits for it."""
+        future = self._waiting.get(output.request_id)
+        if future is None or future.done():
+            logger.warning("answer to control verb %s came after its deadline", output.request_id)
+            return
+        future.set_result(output)
+
+    def fail_all(self, error: LockstepError) -> None:
+        """Every verb in flight raises `error`."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

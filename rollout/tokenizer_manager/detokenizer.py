@@ -1,0 +1,96 @@
+"""Token ids to text, a few at a time, such that what was shown never changes.
+
+Knows incomplete characters and stop strings.  Does not know requests or the tokenizer behind `decode`.
+
+    ids      [ ....decided.... | context | pending ]
+    text     [ ......._text............. | window tail ]      shown = decided text + the tail's whole characters,
+                                                              less anything that may be the start of a stop string
+
+The window is decoded together with the tokens before it (the context), as Hugging Face's text-generation-inference
+does, because a token's text can depend on its neighbour: half a character, or a space that a decoder strips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """The text of one growing sequence of token ids."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        """`decode` must give the same text for the same ids; `stop` is text to hold back until it is decided."""
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._context_start = 0
+        self._pending_start = 0
+        self._text = ""
+        self._tail = ""
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Append token ids."""
+        if not token_ids:
+            return
+        self._ids += token_ids
+        context = self._decode(self._ids[self._context_start : self._pending_start])
+        window = self._decode(self._ids[self._context_start :])
+        tail = window[len(context) :]
+        if tail.endswith(INCOMPLETE):
+            self._tail = tail
+            return
+        self._text += tail
+        self._tail = ""
+        self._context_start, self._pending_start = self._pending_start, len(self._ids)
+
+    @property
+    def decided(self) -> str:
+        """Text that no later token can change."""
+        return self._text + self._tail.rstrip(INCOMPLETE)
+
+    @property
+    def shown(self) -> str:
+        """`decided`, less a suffix that may turn out to begin a stop string."""
+        text = self.decided
+        return text[: len(text) - longest_partial_stop(text, self._stop)]
+
+    @property
+    def complete(self) -> str:
+        """All text, with U+FFFD for characters that stayed incomplete."""
+        return self._text + self._tail
+
+
+def longest_partial_stop(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of some string in `stop`."""
+    longest = 0
+    for candidate in stop:
+        position = text.find(candidate[0], max(0, len(text) - len(candidate) + 1))
+        while position != -1:
+            if candidate.startswith(text[position:]):
+                longest = max(longest, len(text) - position)
+                break
+            position = text.find(candidate[0], position + 1)
+    return longest
+
+
+def final_text(
+    detokenizer: IncrementalDetokenizer, token_ids: Sequence[int], matched: int | str | None, *, trim: bool
+) -> str:
+    """The whole text of a finished sequence, whose last tokens `token_ids` were not fed yet.
+
+    With `trim`, a matched stop token contributes no text and a matched stop string is cut off.  The match is looked
+    for where the last token can have completed it: an earlier occurrence did not end the sequence.
+    """
+    if not token_ids or matched is None or not trim:
+        detokenizer.feed(token_ids)
+        return detokenizer.complete
+    detokenizer.feed(token_ids[:-1])
+    if isinstance(matched, int):
+        return detokenizer.complete
+    before = len(detokenizer.decided)
+    detokenizer.feed(token_ids[-1:])
+    text = detokenizer.complete
+    position = text.find(matched, max(0, before - len(matched) + 1))
+    return text if position == -1 else text[:position]

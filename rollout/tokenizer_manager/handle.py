@@ -1,0 +1,180 @@
+"""`GenerateHandle`: the samples of one request on their way, and the two ways to wait for them.
+
+Knows records and how their text grows.  Does not know sockets: whoever feeds the records calls `notify`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.core.errors import LockstepError
+from rollout.core.io_struct import FinishReason
+from rollout.tokenizer_manager.detokenizer import IncrementalDetokenizer, final_text
+from rollout.tokenizer_manager.response import RouteShape, build_response, is_heavy
+from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.tokenizer import Tokenizer
+
+
+class RefusedByScheduler(LockstepError):
+    """The scheduler refused a request; the status is the scheduler's."""
+
+    def __init__(self, reason: FinishReason) -> None:
+        super().__init__(reason.message or "the scheduler refused the request")
+        assert reason.status_code is not None
+        self.status_code = reason.status_code  # type: ignore[misc]
+
+
+class SampleText:
+    """The text of one record, decoded as far as its tokens have come."""
+
+    def __init__(self, record: SampleRecord, tokenizer: Tokenizer) -> None:
+        params = record.params
+        self._record = record
+        self._trim = not params.no_stop_trim
+        self._num_fed = 0
+        self._final: str | None = None
+        self._detokenizer = IncrementalDetokenizer(
+            lambda ids: tokenizer.decode(
+                ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between=params.spaces_between_special_tokens,
+            ),
+            params.stop if self._trim else (),
+        )
+
+    def update(self) -> str:
+        """The text to show now: never shorter than before, never part of a character or of a stop string."""
+        if self._final is not None:
+            return self._final
+        finished = self._record.finished
+        pending = self._record.output_ids[self._num_fed :]
+        self._num_fed = len(self._record.output_ids)
+        if finished is None:
+            self._detokenizer.feed(pending)
+            return self._detokenizer.shown
+        matched = finished.reason.matched if finished.reason.type == "stop" else None
+        self._final = final_text(self._detokenizer, pending, matched, trim=self._trim)
+        return self._final
+
+
+@dataclass(slots=True)
+class Sample:
+    record: SampleRecord
+    text: SampleText | None
+
+
+class GenerateHandle:
+    """One request's samples in reply order: prompt by prompt, and sample by sample within a prompt."""
+
+    def __init__(
+        self,
+        records: list[SampleRecord],
+        *,
+        replies_with_list: bool,
+        tokenizer: Tokenizer | None,
+        route_shape: RouteShape,
+        abort: Callable[[list[str]], None],
+    ) -> None:
+        self.replies_with_list = replies_with_list
+        self._samples = [Sample(record, SampleText(record, tokenizer) if tokenizer else None) for record in records]
+        self._tokenizer = tokenizer
+        self._route_shape = route_shape
+        self._abort = abort
+        self._news = asyncio.Event()
+        self._fresh: dict[int, None] = {}
+        self._error: LockstepError | None = None
+
+    @property
+    def records(self) -> list[SampleRecord]:
+        return [sample.record for sample in self._samples]
+
+    def notify(self, index: int) -> None:
+        """Record `index` has grown."""
+        self._fresh[index] = None
+        self._news.set()
+
+    def fail(self, error: LockstepError) -> None:
+        """Whoever waits gets `error`."""
+        self._error = error
+        self._news.set()
+
+    def abort(self) -> None:
+        """Ask the scheduler to stop what is not finished.  Does not wait."""
+        self._abort([record.rid for record in self.records if record.finished is None])
+
+    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The final response, or the list of them.
+
+        Raises what `fail` was given, or `RefusedByScheduler`.  Cancelling aborts the request.
+        """
+        responses = await self.results()
+        return responses if self.replies_with_list else responses[0]
+
+    async def results(self) -> list[dict[str, Any]]:
+        """Like `result`, always as a list."""
+        done: set[int] = set()
+        try:
+            while len(done) < len(self._samples):
+                for index in await self._next_news():
+                    if self._samples[index].record.finished is not None:
+                        self._raise_if_refused(self._samples[index].record)
+                        done.add(index)
+            return [await self._respond(index) for index in range(len(self._samples))]
+        except BaseException:
+            self.abort()
+            raise
+
+    async def stream(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """(sample index, response so far) whenever a sample has grown; ends after every sample's last.
+
+        Text, ids and log-probabilities are cumulative.  Raises what `fail` was given.  Leaving early aborts the
+        request.
+        """
+        done: set[int] = set()
+        try:
+            while len(done) < len(self._samples):
+                for index in await self._next_news():
+                    # A sample may end, and be announced again, while an earlier one is being sent.
+                    if index in done:
+                        continue
+                    if self._samples[index].record.finished is not None:
+                        done.add(index)
+                    yield index, await self._respond(index)
+        except BaseException:
+            self.abort()
+            raise
+
+    async def _next_news(self) -> list[int]:
+        """Waits without a deadline: every request ends, or `fail` is called when the scheduler is gone."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    def _raise_if_refused(self, record: SampleRecord) -> None:
+        assert record.finished is not None
+        reason = record.finished.reason
+        if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
+            raise RefusedByScheduler(reason)
+
+    async def _respond(self, index: int) -> dict[str, Any]:
+        sample = self._samples[index]
+        if is_heavy(sample.record):
+            return await asyncio.to_thread(self._build, sample)
+        return self._build(sample)
+
+    def _build(self, sample: Sample) -> dict[str, Any]:
+        text = None if sample.text is None else sample.text.update()
+        return build_response(sample.record, text, self._route_shape, self._token_text())
+
+    def _token_text(self) -> Callable[[int], str] | None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None
+        return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)

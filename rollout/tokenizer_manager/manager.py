@@ -1,0 +1,350 @@
+"""`TokenizerManager`: the main process's side of the engine.  Owns every request in flight, by rid.
+
+Knows requests from their arrival to their last token, and the phase the server is in.  Does not know HTTP, and not
+how the scheduler works: it sends messages and reads answers.
+
+    STARTING -> SERVING -> STOPPING        submit and control verbs work in SERVING only;
+        \\          \\-> FAILED <-/          in STOPPING what is in flight runs on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
+from rollout.core.io_struct import (
+    AbortReqInput,
+    BatchTokenOutput,
+    ContinueGenerationReqInput,
+    ControlReqInput,
+    ControlReqOutput,
+    FinishedRecord,
+    FinishReason,
+    PauseGenerationReqInput,
+    ReqOutput,
+    SchedulerFailed,
+    SchedulerInput,
+    SchedulerOutput,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+)
+from rollout.core.model_config import ModelConfig
+from rollout.core.server_args import ServerArgs
+from rollout.tokenizer_manager.communicator import Communicator
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, expand
+from rollout.tokenizer_manager.response import RouteShape
+from rollout.tokenizer_manager.rid_registry import RidRegistry
+from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.tokenizer_manager.validation import ServingLimits, check_prompt
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(enum.Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+class RequestObserver(Protocol):
+    """Told about every sample; the metrics are one."""
+
+    def on_first_token(self, seconds: float) -> None: ...
+
+    def on_finished(self, record: SampleRecord) -> None: ...
+
+
+class SchedulerLink(Protocol):
+    """What the manager needs of a `SchedulerChannel`."""
+
+    def send(self, message: SchedulerInput) -> None: ...
+
+    async def receive(self) -> SchedulerOutput: ...
+
+
+@dataclass(slots=True)
+class _InFlight:
+    record: SampleRecord
+    handle: GenerateHandle
+    index: int
+
+
+class TokenizerManager:
+    """Use from one event loop, with `run()` as a task of it."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        link: SchedulerLink,
+        observers: Sequence[RequestObserver] = (),
+    ) -> None:
+        self.server_args = server_args
+        self.model_config = model_config
+        self.phase = Phase.STARTING
+        self.paused = False
+        self.weight_version = server_args.weight_version  # the last one that the scheduler spoke of
+        self.started_at = time.time()
+        self.num_messages = 0
+        self.communicator = Communicator(link.send)
+        self._link = link
+        self._observers = list(observers)
+        self._route_shape = RouteShape.of(model_config)
+        self._tokenizer: Tokenizer | None = None
+        self._limits: ServingLimits | None = None
+        self._ready: asyncio.Future[SchedulerReady] | None = None
+        self._failure: LockstepError | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._rids = RidRegistry()
+        self._warned_sampling_keys: set[str] = set()
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Read the scheduler's messages until cancelled.  A message that cannot be decoded ends it with an error."""
+        while True:
+            self.handle_message(await self._link.receive())
+
+    async def scheduler_ready(self) -> SchedulerReady:
+        """Wait for the scheduler's first word.  The caller bounds the wait by the life of the process.
+
+        Raises `StartupError` with the scheduler's reason.
+        """
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._ready)
+
+    def serve(self, ready: SchedulerReady, tokenizer: Tokenizer | None) -> None:
+        """Start to admit requests."""
+        self._tokenizer = tokenizer
+        self.weight_version = ready.weight_version
+        self._limits = ServingLimits(
+            vocab_size=self.model_config.vocab_size,
+            context_length=ready.context_length,
+            max_total_num_tokens=ready.max_total_num_tokens,
+            is_moe=self.model_config.is_moe,
+            captures_routes=ready.capture_routed_experts,
+            returns_routes_by_default=self.server_args.return_routed_experts_by_default,
+            has_tokenizer=tokenizer is not None,
+        )
+        self.phase = Phase.SERVING
+
+    def stop_admitting(self) -> None:
+        """Refuse new requests from now on; what is in flight runs on."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.STOPPING
+
+    def fail(self, reason: str) -> None:
+        """The scheduler is gone: everything in flight, and everything that comes, gets 503 with the reason."""
+        self.phase = Phase.FAILED
+        self._failure = Unavailable(reason)
+        for entry in list(self._in_flight.values()):
+            entry.handle.fail(Unavailable(reason))
+        self._in_flight.clear()
+        self._rids.clear()
+        self.communicator.fail_all(self._failure)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def limits(self) -> ServingLimits:
+        """Raises `Unavailable` unless the server admits requests."""
+        if self.phase is Phase.FAILED and self._failure is not None:
+            raise Unavailable(str(self._failure))
+        if self.phase is not Phase.SERVING or self._limits is None:
+            raise Unavailable(f"the server is {self.phase.value}")
+        return self._limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `Unavailable` unless serving, `UnsupportedFeature` on a server without a tokenizer."""
+        self.limits  # noqa: B018 - raises unless serving
+        if self._tokenizer is None:
+            raise UnsupportedFeature("this server runs --skip-tokenizer-init: send input_ids instead of text")
+        return self._tokenizer
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateReqInput) -> GenerateHandle:
+        """Check, tokenise and send a request.
+
+        Raises `BadRequest` and its kin before anything was sent, `Unavailable` when the server does not serve.
+        """
+        limits = self.limits
+        expanded = expand(request)
+        self._warn_unknown(expanded.unknown_sampling_keys)
+        rids = [rid for prompt in expanded.prompts for rid in prompt.sample_rids()]
+        self._rids.reserve(expanded)
+        try:
+            prompt_ids = await self._tokenise(expanded)
+            records = self._make_records(expanded, prompt_ids, limits)
+            self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
+        except BaseException:
+            self._rids.release(rids)
+            raise
+        handle = GenerateHandle(
+            records,
+            replies_with_list=expanded.replies_with_list,
+            tokenizer=self._tokenizer,
+            route_shape=self._route_shape,
+            abort=self.abort,
+        )
+        self._dispatch(handle, request)
+        return handle
+
+    def abort(self, rids: Iterable[str]) -> None:
+        """Abort requests, samples or groups by exact name; unknown names are ignored, as they may just have ended."""
+        leaves = [leaf for rid in rids for leaf in self._rids.resolve(rid)]
+        self._rids.mark_aborted(leaf for leaf in leaves if leaf not in self._in_flight)
+        sent = [leaf for leaf in leaves if leaf in self._in_flight]
+        if sent and self.phase is not Phase.FAILED:
+            self._link.send(AbortReqInput(rids=sent))
+
+    def abort_all(self) -> None:
+        """Abort every request, also those still being tokenised."""
+        self._rids.mark_aborted(leaf for leaf in self._rids.leaves() if leaf not in self._in_flight)
+        if self.phase is not Phase.FAILED:
+            self._link.send(AbortReqInput(abort_all=True))
+
+    async def control(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
+        """Send a control verb and return its answer, which may say that it failed.
+
+        Raises `Unavailable` when the server does not serve, `SchedulerTimeout` after `timeout_s` seconds.
+        """
+        self.limits  # noqa: B018 - raises unless serving
+        answer = await self.communicator.call(verb, timeout_s, **fields)
+        if answer.success:
+            self.weight_version = str(answer.data.get("weight_version", self.weight_version))
+            if verb is PauseGenerationReqInput or verb is ContinueGenerationReqInput:
+                self.paused = bool(answer.data.get("paused", verb is PauseGenerationReqInput))
+        return answer
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def handle_message(self, message: SchedulerOutput) -> None:
+        """Act on one message of the scheduler."""
+        self.num_messages += 1
+        if isinstance(message, BatchTokenOutput):
+            now = time.monotonic()
+            for output in message.outputs:
+                self._on_output(output, now)
+        elif isinstance(message, ControlReqOutput):
+            self.communicator.resolve(message)
+        else:
+            self._on_first_word(message)
+
+    def _on_output(self, output: ReqOutput, now: float) -> None:
+        entry = self._in_flight.get(output.rid)
+        if entry is None:
+            logger.warning("output for request %s, which is not in flight", output.rid)
+            return
+        self.weight_version = output.weight_version
+        had_token = entry.record.first_token_at is not None
+        try:
+            entry.record.append(output, now)
+        except LockstepError as error:
+            logger.error("%s", error)
+            self._forget(output.rid)
+            self._link.send(AbortReqInput(rids=[output.rid]))
+            entry.handle.fail(error)
+            return
+        if not had_token and entry.record.first_token_at is not None:
+            self._tell(lambda observer: observer.on_first_token(now - entry.record.created_at))
+        if output.finished is not None:
+            self._forget(output.rid)
+            self._tell(lambda observer: observer.on_finished(entry.record))
+        entry.handle.notify(entry.index)
+
+    def _on_first_word(self, message: SchedulerReady | SchedulerFailed) -> None:
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+        if isinstance(message, SchedulerFailed):
+            logger.debug("scheduler traceback:\n%s", message.traceback)
+            self.fail(message.message)
+            if not self._ready.done():
+                self._ready.set_exception(StartupError(message.message))
+        elif not self._ready.done():
+            self._ready.set_result(message)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    async def _tokenise(self, expanded: ExpandedRequest) -> list[list[int]]:
+        texts = [prompt.text for prompt in expanded.prompts if prompt.text is not None]
+        encoded = iter(await self.tokenizer.encode(texts) if texts else [])
+        return [next(encoded) if prompt.input_ids is None else prompt.input_ids for prompt in expanded.prompts]
+
+    def _make_records(
+        self, expanded: ExpandedRequest, prompt_ids: list[list[int]], limits: ServingLimits
+    ) -> list[SampleRecord]:
+        now = time.monotonic()
+        records = []
+        for prompt, input_ids in zip(expanded.prompts, prompt_ids, strict=True):
+            params = check_prompt(prompt, input_ids, limits)
+            prompt = dataclasses.replace(prompt, sampling_params=params)
+            options = dataclasses.replace(prompt.options, return_routed_experts=limits.wants_routes(prompt.options))
+            records += [
+                SampleRecord(rid, input_ids, prompt.sample_params(index), options, now, self.weight_version)
+                for index, rid in enumerate(prompt.sample_rids())
+            ]
+        return records
+
+    def _dispatch(self, handle: GenerateHandle, request: GenerateReqInput) -> None:
+        """Send every sample, but answer here those that were aborted before they could be sent."""
+        for index, record in enumerate(handle.records):
+            self._in_flight[record.rid] = _InFlight(record, handle, index)
+            if self._rids.is_aborted(record.rid):
+                self._on_output(_aborted_before_prefill(record), time.monotonic())
+                continue
+            options = record.options
+            self._link.send(
+                TokenizedGenerateReqInput(
+                    rid=record.rid,
+                    input_ids=record.prompt_ids,
+                    sampling_params=record.params,
+                    stream=request.stream,
+                    return_logprob=options.return_logprob,
+                    logprob_start_len=options.logprob_start_len,
+                    top_logprobs_num=options.top_logprobs_num,
+                    token_ids_logprob=options.token_ids_logprob,
+                    return_routed_experts=bool(options.return_routed_experts),
+                    routed_experts_start_len=options.routed_experts_start_len,
+                    extra_key=request.extra_key,
+                )
+            )
+
+    def _forget(self, rid: str) -> None:
+        del self._in_flight[rid]
+        self._rids.release([rid])
+
+    def _tell(self, event: Callable[[RequestObserver], None]) -> None:
+        for observer in self._observers:
+            event(observer)
+
+    def _warn_unknown(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            # Bounded, because the names come from clients.
+            if key not in self._warned_sampling_keys and len(self._warned_sampling_keys) < 256:
+                self._warned_sampling_keys.add(key)
+                logger.warning("sampling_params key %r is not known and has no effect", key[:80])
+
+
+def _aborted_before_prefill(record: SampleRecord) -> ReqOutput:
+    return ReqOutput(
+        rid=record.rid,
+        token_ids=[],
+        num_output_tokens=0,
+        weight_version=record.weight_version,
+        finished=FinishedRecord(reason=FinishReason(type="abort", message="Abort before prefill")),
+    )

@@ -1,0 +1,234 @@
+"""A generation request as it comes in, and its expansion into one `PromptRequest` per prompt.
+
+Knows which fields may be given per prompt and how request ids are derived.  Does not know the model: `validation.py`
+does.
+
+    rid given     one prompt, n = 1    batch             one prompt, n > 1    batch, n > 1
+    "r"           r                    r_0, r_1, ...     r_0, r_1, ...        r_0_0, r_0_1, ..., r_1_0, ...
+    ["a", "b"]    -                    a, b              -                    a_0, a_1, ..., b_0, ...
+
+Every id in this table, and the ids that stand for a whole group (r, r_0, a), can be aborted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from rollout.core.errors import BadRequest, TooLarge
+from rollout.core.sampling_params import MAX_N, SamplingParams, sampling_params_from_dict
+
+MAX_BATCH = 4096
+"""Prompts in one request."""
+MAX_SAMPLES = 8192
+"""Prompts times n in one request."""
+MAX_RID_CHARS = 512
+
+RoutesFormat = Literal["compatible", "compact"]
+
+
+@dataclass(kw_only=True)
+class GenerateReqInput:
+    """One call, of one prompt or a batch.  Names and meaning are those of SGLang's /generate.
+
+    Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
+    give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
+    `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    rid: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    return_prompt_token_ids: bool = False
+    extra_key: str | None = None
+    fill_context: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What a request wants to see in its response."""
+
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
+    return_text_in_logprobs: bool = False
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    return_prompt_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One prompt of a request.  `fill_context`: generate up to the end of the context, the caller named no length."""
+
+    rid: str
+    text: str | None
+    input_ids: list[int] | None
+    sampling_params: SamplingParams
+    fill_context: bool
+    options: OutputOptions
+
+    def sample_rids(self) -> list[str]:
+        n = self.sampling_params.n
+        return [self.rid] if n == 1 else [f"{self.rid}_{index}" for index in range(n)]
+
+    def sample_params(self, index: int) -> SamplingParams:
+        """Parameters of sample `index`: a given seed moves on by one per sample, so that samples differ."""
+        params = self.sampling_params
+        if params.sampling_seed is None or index == 0:
+            return params
+        return msgspec.structs.replace(params, sampling_seed=_wrap_int64(params.sampling_seed + index))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedRequest:
+    """`replies_with_list`: a batch or n > 1 is answered by a list, prompt by prompt, even of length 1."""
+
+    rid: str | None  # of the whole batch, where one was given
+    prompts: list[PromptRequest]
+    replies_with_list: bool
+    unknown_sampling_keys: list[str]
+
+
+def expand(request: GenerateReqInput) -> ExpandedRequest:
+    """One `PromptRequest` per prompt, in order.
+
+    Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
+    `TooLarge` over a cap.
+    """
+    texts, ids, is_batch = _prompts(request)
+    count = len(texts)
+    if count > MAX_BATCH:
+        raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {count}")
+    rids = _prompt_rids(request.rid, count, is_batch)
+    columns = _Columns(request, count, is_batch)
+    unknown: list[str] = []
+    prompts = []
+    for index in range(count):
+        raw = columns.sampling[index]
+        params, unknown_here = sampling_params_from_dict(raw)
+        unknown += unknown_here
+        fill_context = request.fill_context and raw.get("max_new_tokens") is None
+        prompts.append(
+            PromptRequest(rids[index], texts[index], ids[index], params, fill_context, columns.options(index))
+        )
+    _check_samples(prompts)
+    group = request.rid if is_batch and isinstance(request.rid, str) else None
+    replies_with_list = is_batch or prompts[0].sampling_params.n > 1
+    return ExpandedRequest(group, prompts, replies_with_list, sorted(set(unknown)))
+
+
+class _Columns:
+    """Every per-prompt field as one list of `count` values."""
+
+    def __init__(self, request: GenerateReqInput, count: int, is_batch: bool) -> None:
+        def column(name: str) -> list[Any]:
+            return _column(name, getattr(request, name), count, is_batch)
+
+        self._request = request
+        self.sampling: list[dict[str, Any]] = column("sampling_params")
+        self._return_logprob: list[bool] = column("return_logprob")
+        self._logprob_start_len: list[int] = column("logprob_start_len")
+        self._top_logprobs_num: list[int] = column("top_logprobs_num")
+        self._token_ids_logprob = _token_ids_column(request.token_ids_logprob, count, is_batch)
+
+    def options(self, index: int) -> OutputOptions:
+        request = self._request
+        return OutputOptions(
+            return_logprob=self._return_logprob[index],
+            logprob_start_len=self._logprob_start_len[index],
+            top_logprobs_num=self._top_logprobs_num[index],
+            token_ids_logprob=self._token_ids_logprob[index] or None,
+            return_text_in_logprobs=request.return_text_in_logprobs,
+            return_routed_experts=request.return_routed_experts,
+            routed_experts_start_len=request.routed_experts_start_len,
+            routed_experts_format=request.routed_experts_format,
+            return_prompt_token_ids=request.return_prompt_token_ids,
+        )
+
+
+def _prompts(request: GenerateReqInput) -> tuple[list[str | None], list[list[int] | None], bool]:
+    text, input_ids = request.text, request.input_ids
+    if text is None and input_ids is None:
+        raise BadRequest("Either text, input_ids or input_embeds should be provided.")
+    if text is not None and input_ids is not None:
+        raise BadRequest("give either text or input_ids, not both")
+    if text is not None:
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts:
+            raise BadRequest("text is an empty list")
+        return list(texts), [None] * len(texts), not isinstance(text, str)
+    assert input_ids is not None
+    if not input_ids:
+        raise BadRequest("input_ids is empty")
+    if isinstance(input_ids[0], list):
+        batch: list[list[int]] = input_ids  # type: ignore[assignment]
+        return [None] * len(batch), list(batch), True
+    single: list[int] = input_ids  # type: ignore[assignment]
+    return [None], [single], False
+
+
+def _prompt_rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(rid, list):
+        if not is_batch or len(rid) != count:
+            raise BadRequest(f"rid has {len(rid)} entries for {count} prompts")
+        rids = list(rid)
+    else:
+        rids = [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
+    if len(set(rids)) != len(rids):
+        raise BadRequest("rid names the same id twice")
+    for name in rids:
+        if not 0 < len(name) <= MAX_RID_CHARS:
+            raise BadRequest(f"a rid must have 1 to {MAX_RID_CHARS} characters")
+    return rids
+
+
+def _column(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if not is_batch:
+        raise BadRequest(f"{name} is a list, but there is one prompt")
+    if len(value) != count:
+        raise BadRequest(f"{name} has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] | None]:
+    """A flat list is for every prompt; a list of lists gives each prompt its own."""
+    if value is None or not value or all(isinstance(item, int) for item in value):
+        return [value] * count
+    if not all(item is None or isinstance(item, list) for item in value):
+        raise BadRequest("token_ids_logprob mixes token ids and lists")
+    return _column("token_ids_logprob", value, count, is_batch)
+
+
+def _check_samples(prompts: Sequence[PromptRequest]) -> None:
+    for prompt in prompts:
+        n = prompt.sampling_params.n
+        if not 1 <= n <= MAX_N:
+            raise BadRequest(f"sampling_params: n must be between 1 and {MAX_N}, got {n}")
+    total = sum(prompt.sampling_params.n for prompt in prompts)
+    if total > MAX_SAMPLES:
+        raise TooLarge(f"a request makes at most {MAX_SAMPLES} samples (prompts times n), got {total}")
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

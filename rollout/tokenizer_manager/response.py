@@ -1,0 +1,209 @@
+"""A sample's record as the JSON-like response of /generate: `{"text", "output_ids", "meta_info"}`.
+
+Pure functions over plain data, so that an in-process engine can use them too.  Knows the names and layouts of SGLang's
+`meta_info`.  Does not know HTTP or where the record came from.
+
+A log-probability entry is `[log-probability or None, token id, text or None]`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from capture.codec import encode_compact, encode_compatible
+from capture.routed_experts import RoutedExperts, id_dtype
+from rollout.core.errors import LockstepError
+from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.core.model_config import ModelConfig
+from rollout.tokenizer_manager.sample import SampleRecord, TopLogprobs
+
+HEAVY_BYTES = 1 << 16
+HEAVY_TOKENS = 4096
+
+TokenText = Callable[[int], str]
+Entry = list[Any]
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What the rows of routed experts of a model look like."""
+
+    num_experts: int
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> RouteShape:
+        return cls(config.num_experts, config.num_experts_per_tok, config.moe_layer_ids, config.num_hidden_layers)
+
+
+def build_response(
+    record: SampleRecord, text: str | None, route_shape: RouteShape, token_text: TokenText | None
+) -> dict[str, Any]:
+    """The response of `record` as it stands; `text` None leaves the key out (a server without a tokenizer).
+
+    `token_text` gives the text of a single token id, for `return_text_in_logprobs`.
+    """
+    response: dict[str, Any] = {} if text is None else {"text": text}
+    # Copies: the record grows while an earlier response of a stream is still being sent.
+    response["output_ids"] = list(record.output_ids)
+    if record.options.return_prompt_token_ids:
+        response["prompt_token_ids"] = record.prompt_ids
+    response["meta_info"] = build_meta_info(record, route_shape, token_text)
+    return response
+
+
+def is_heavy(record: SampleRecord) -> bool:
+    """Whether building the response takes long enough to leave the event loop for it.
+
+    Never while the record can still grow: another thread must not read it then.
+    """
+    finished = record.finished
+    if finished is None:
+        return False
+    if len(record.output_ids) > HEAVY_TOKENS:
+        return True
+    routes, prompt = finished.routed_experts, finished.prompt_logprobs
+    return (routes is not None and len(routes.data) > HEAVY_BYTES) or (
+        prompt is not None and len(prompt.values) > HEAVY_TOKENS
+    )
+
+
+def build_meta_info(record: SampleRecord, route_shape: RouteShape, token_text: TokenText | None) -> dict[str, Any]:
+    """`meta_info`: the counters always, the rest as the request asked and as far as the sample has come."""
+    finished = record.finished
+    meta: dict[str, Any] = {
+        "id": record.rid,
+        "finish_reason": None if finished is None else finish_reason_dict(finished.reason),
+        "prompt_tokens": len(record.prompt_ids),
+        "completion_tokens": len(record.output_ids),
+        "weight_version": record.weight_version,
+    }
+    if record.options.return_logprob:
+        text_of = token_text if record.options.return_text_in_logprobs else None
+        _add_output_logprobs(meta, record, text_of)
+        _add_input_logprobs(meta, record, text_of)
+    if finished is not None:
+        _add_finished(meta, record, finished)
+        if record.options.return_routed_experts:
+            payload = finished.routed_experts or _no_rows(record, finished, route_shape)
+            _add_routes(meta, payload, route_shape, record.options.routed_experts_format)
+    return meta
+
+
+def finish_reason_dict(reason: FinishReason) -> dict[str, Any]:
+    """SGLang's form: `stop` has `matched`, `length` has `length`, `abort` has `message` and `status_code`."""
+    if reason.type == "stop":
+        return {"type": "stop", "matched": reason.matched}
+    if reason.type == "length":
+        return {"type": "length", "length": reason.length}
+    return {"type": "abort", "message": reason.message or "Aborted", "status_code": reason.status_code}
+
+
+def _add_finished(meta: dict[str, Any], record: SampleRecord, finished: FinishedRecord) -> None:
+    spans = finished.weight_versions
+    if spans:
+        meta["weight_version"] = spans[-1].version
+    meta["weight_versions"] = _span_dicts(spans)
+    meta["weight_version_start"] = spans[0].version if spans else record.weight_version
+    meta["weight_version_end"] = meta["weight_version"]
+    meta["prefill_weight_versions"] = _span_dicts(finished.prefill_weight_versions)
+    meta["kv_weight_version_oldest"] = finished.kv_weight_version_oldest
+    meta["cached_tokens"] = finished.cached_tokens
+    meta["num_retractions"] = finished.num_retractions
+    assert record.finished_at is not None
+    meta["e2e_latency"] = record.finished_at - record.created_at
+
+
+def _span_dicts(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+
+
+def _add_output_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:
+    meta["output_token_logprobs"] = _entries(record.output_logprobs, record.output_ids, text_of)
+    meta["output_token_logprobs_length"] = len(record.output_logprobs)
+    if record.options.top_logprobs_num:
+        meta["output_top_logprobs"] = [_top_entries(top, text_of) for top in record.output_top]
+    if record.options.token_ids_logprob:
+        ids = record.options.token_ids_logprob
+        meta["output_token_ids_logprobs"] = [_entries(values, ids, text_of) for values in record.output_chosen]
+
+
+def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:
+    prompt = record.finished.prompt_logprobs if record.finished is not None else None
+    options = record.options
+    if prompt is None:
+        meta["input_token_logprobs"] = []
+        if options.top_logprobs_num:
+            meta["input_top_logprobs"] = []
+        if options.token_ids_logprob:
+            meta["input_token_ids_logprobs"] = []
+        return
+    ids = record.prompt_ids[prompt.start :]
+    meta["input_token_logprobs"] = _entries(prompt.values, ids, text_of)
+    if options.top_logprobs_num:
+        meta["input_top_logprobs"] = [None if top is None else _top_entries(top, text_of) for top in prompt.top or []]
+    if options.token_ids_logprob:
+        chosen_ids = options.token_ids_logprob
+        meta["input_token_ids_logprobs"] = [
+            None if values is None else _entries(values, chosen_ids, text_of) for values in prompt.chosen or []
+        ]
+
+
+def _entries(values: Sequence[float | None], ids: Sequence[int], text_of: TokenText | None) -> list[Entry]:
+    if text_of is None:
+        return [[value, token_id, None] for value, token_id in zip(values, ids, strict=True)]
+    return [[value, token_id, text_of(token_id)] for value, token_id in zip(values, ids, strict=True)]
+
+
+def _top_entries(top: TopLogprobs, text_of: TokenText | None) -> list[Entry]:
+    values, ids = top
+    return _entries(values, ids, text_of)
+
+
+def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, shape: RouteShape, routes_format: str) -> None:
+    routed = routed_experts_of(payload, shape)
+    if routes_format == "compact":
+        meta["routed_experts"] = base64.b64encode(encode_compact(routed)).decode("ascii")
+        meta["routed_experts_format"] = "compact"
+    else:
+        meta["routed_experts"] = encode_compatible(routed)
+    meta["routed_experts_start_len"] = payload.start
+
+
+def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) -> RoutedExpertsPayload:
+    """Only a request that was aborted before its first forward has no rows."""
+    if finished.reason.type != "abort":
+        raise LockstepError(f"request {record.rid}: its routed experts did not arrive")
+    return RoutedExpertsPayload(
+        data=b"",
+        dtype="uint8" if id_dtype(shape.num_experts).itemsize == 1 else "uint16",
+        num_rows=0,
+        start=record.options.routed_experts_start_len,
+    )
+
+
+def routed_experts_of(payload: RoutedExpertsPayload, shape: RouteShape) -> RoutedExperts:
+    """The typed record [num_rows, L, K] of logical expert ids inside a scheduler's message, checked."""
+    dtype = np.dtype(payload.dtype).newbyteorder("<")
+    ids_TLK = np.frombuffer(payload.data, dtype=dtype).reshape(payload.num_rows, len(shape.moe_layer_ids), shape.top_k)
+    return RoutedExperts(
+        logical_ids_TLK=ids_TLK.astype(np.dtype(payload.dtype), copy=False),
+        num_experts=shape.num_experts,
+        moe_layer_ids=shape.moe_layer_ids,
+        num_hidden_layers=shape.num_hidden_layers,
+        start=payload.start,
+        weight_versions=tuple((span.version, span.start, span.end) for span in payload.versions),
+    )
+
+
+def encode_json(content: Any) -> bytes:
+    """JSON bytes; numbers that JSON cannot hold (infinities, NaN) become null."""
+    return msgspec.json.encode(content)
