@@ -118,7 +118,7 @@ class Policy:
             headroom = _SLOTS_KEPT_PER_RUNNING * len(plan.decodes) if queues.running else 0
             count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
             fits = cache.num_available - reserved - headroom >= req.extend_len
-            if not fits or (count > budget and not plan.is_empty):
+            if not fits or (count > budget and plan.extends):
                 cache.detach(req, weight_epoch)
                 break
             queues.waiting.popleft()

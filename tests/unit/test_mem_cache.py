@@ -1,0 +1,184 @@
+"""The radix cache and the slot accounting, as a state machine over the real classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from rollout.core.errors import StartupError
+from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+
+NUM_SLOTS = 40
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """A model that knows, per namespace, which slot holds which prefix: a hit must return exactly those slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = SlotAllocator(NUM_SLOTS)
+        self.cache = RadixCache(self.allocator)
+        self.epoch = 0
+        self.content: dict[tuple, int] = {}  # (namespace, prefix) -> slot, for prefixes inserted and not yet freed
+
+    locks = Bundle("locks")
+
+    @rule(key=st.sampled_from([None, "a"]), tokens=TOKENS)
+    def insert(self, key: str | None, tokens: list[int]) -> None:
+        namespace = (key, self.epoch)
+        short = len(tokens) - self.allocator.num_free
+        if short > 0 and self.cache.evict(short) < short:
+            return
+        self._forget_freed()
+        slots = self.allocator.alloc(len(tokens))
+        _, known = self.cache.insert(namespace, np.array(tokens), slots)
+        self.allocator.free(slots[:known])
+        for i in range(known, len(tokens)):
+            self.content[namespace, tuple(tokens[: i + 1])] = int(slots[i])
+
+    @rule(target=locks, key=st.sampled_from([None, "a"]), tokens=TOKENS)
+    def match_and_lock(self, key: str | None, tokens: list[int]):
+        namespace = (key, self.epoch)
+        node, slots = self.cache.match(namespace, np.array(tokens))
+        expected = []
+        for i in range(len(tokens)):
+            slot = self.content.get((namespace, tuple(tokens[: i + 1])))
+            if slot is None:
+                break
+            expected.append(slot)
+        assert slots.tolist() == expected
+        self.cache.lock(node)
+        return node, namespace, tuple(tokens[: len(expected)])
+
+    @rule(lock=consumes(locks))
+    def unlock(self, lock) -> None:
+        self.cache.unlock(lock[0])
+
+    @rule(wanted=st.integers(1, NUM_SLOTS))
+    def evict(self, wanted: int) -> None:
+        evictable = self.cache.num_evictable
+        freed = self.cache.evict(wanted)
+        assert freed >= min(wanted, evictable)
+        self._forget_freed()
+
+    @precondition(lambda self: self.epoch < 3)
+    @rule()
+    def refresh(self) -> None:
+        self.epoch += 1
+        self.cache.retire(self.epoch)
+        self._forget_freed()
+
+    def _forget_freed(self) -> None:
+        cached = set(self.cache.cached_slots().tolist())
+        self.content = {key: slot for key, slot in self.content.items() if slot in cached}
+
+    @invariant()
+    def every_slot_is_in_one_place(self) -> None:
+        placed = self.allocator.free_slots().tolist() + self.cache.cached_slots().tolist()
+        assert sorted(placed) == list(range(NUM_SLOTS))
+        assert self.cache.num_cached == self.cache.cached_slots().shape[0]
+        assert 0 <= self.cache.num_locked <= self.cache.num_cached
+
+
+RadixMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+test_radix_cache = RadixMachine.TestCase
+
+
+def test_locked_prefix_survives_eviction_and_retirement() -> None:
+    allocator = SlotAllocator(8)
+    cache = RadixCache(allocator)
+    node, _ = cache.insert((None, 0), np.array([1, 2, 3]), allocator.alloc(3))
+    cache.insert((None, 0), np.array([4, 5]), allocator.alloc(2))
+    cache.lock(node)
+    cache.retire(1)
+    assert (cache.num_cached, allocator.num_free) == (3, 5)
+    assert cache.evict(8) == 0
+    cache.unlock(node)
+    assert cache.evict(8) == 3
+    assert allocator.num_free == 8
+
+
+def test_eviction_takes_the_least_recently_used_first() -> None:
+    allocator = SlotAllocator(4)
+    cache = RadixCache(allocator)
+    for token in (1, 2, 3):
+        cache.insert((None, 0), np.array([token]), allocator.alloc(1))
+    cache.match((None, 0), np.array([1]))
+    assert cache.evict(1) == 1
+    assert cache.match((None, 0), np.array([2]))[1].numel() == 0
+    assert cache.match((None, 0), np.array([1]))[1].numel() == 1
+
+
+def test_heap_of_stale_entries_stays_bounded() -> None:
+    allocator = SlotAllocator(4)
+    cache = RadixCache(allocator)
+    cache.insert((None, 0), np.array([1]), allocator.alloc(1))
+    for _ in range(10_000):
+        cache.match((None, 0), np.array([1]))
+    assert len(cache._heap) <= 4 * 1024 + 1
+    assert cache.evict(1) == 1
+
+
+def test_without_prefix_reuse_nothing_is_kept() -> None:
+    allocator = SlotAllocator(4)
+    cache = NoPrefixCache(allocator)
+    cache.insert((None, 0), np.array([1, 2]), allocator.alloc(2))
+    assert allocator.num_free == 4
+    assert cache.match((None, 0), np.array([1, 2]))[1].numel() == 0
+
+
+def test_namespaces_do_not_share() -> None:
+    allocator = SlotAllocator(8)
+    cache = RadixCache(allocator)
+    cache.insert(("a", 0), np.array([1, 2]), allocator.alloc(2))
+    assert cache.match((None, 0), np.array([1, 2]))[1].numel() == 0
+    assert cache.match(("a", 1), np.array([1, 2]))[1].numel() == 0
+    assert cache.match(("a", 0), np.array([1, 2]))[1].numel() == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "expected"),
+    [("1000", "400", 600), ("max", "400", 2048 * 1024), ("999999999", "0", 2048 * 1024)],
+)
+def test_available_memory_is_the_smaller_of_machine_and_cgroup(
+    tmp_path: Path, limit: str, usage: str, expected: int
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    2048 kB\n")
+    cgroup = tmp_path / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text(limit + "\n")
+    (cgroup / "memory.current").write_text(usage + "\n")
+    assert available_memory_bytes("cpu", root=tmp_path) == expected
+
+
+def test_pool_size_leaves_room_for_the_next_weights() -> None:
+    common = {"bytes_per_token": 100, "mem_fraction": 0.5, "context_length": 10**6, "max_running_requests": 10}
+    assert kv_pool_tokens(1_000_000, staging_bytes=0, **common) == 5000
+    assert kv_pool_tokens(1_000_000, staging_bytes=300_000, **common) == 2000
+    with pytest.raises(StartupError, match="not enough memory"):
+        kv_pool_tokens(1_000_000, staging_bytes=500_000, **common)
+
+
+def test_pool_is_not_larger_than_requests_can_use() -> None:
+    assert (
+        kv_pool_tokens(10**12, 100, staging_bytes=0, mem_fraction=0.5, context_length=128, max_running_requests=4)
+        == 512
+    )
+
+
+def test_allocator_hands_out_each_slot_once() -> None:
+    allocator = SlotAllocator(6)
+    first, second = allocator.alloc(4), allocator.alloc(2)
+    assert sorted(torch.cat([first, second]).tolist()) == list(range(6))
+    with pytest.raises(AssertionError):
+        allocator.alloc(1)
