@@ -67,4 +67,8 @@ class TransportError(WeightSyncError):
 
 
 class CommitError(WeightSyncError):
-    """The write itself failed."""
+    """The write itself failed.  `restored`: the old weights are back, bit for bit; if not, nothing may be served."""
+
+    def __init__(self, message: str, *, restored: bool) -> None:
+        super().__init__(message)
+        self.restored = restored

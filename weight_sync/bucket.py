@@ -1,0 +1,74 @@
+"""The flattened bucket: many tensors as one uint8 tensor, bytes end to end in list order, without padding.
+
+This is SGLang's `flattened_bucket` layout.  Because nothing is padded, a tensor can be a view of the bucket only if its
+offset is a multiple of its item size; that always holds when larger item sizes come first.
+
+Knows bytes and layout.  Does not know models or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weight_sync.errors import WeightRequestError
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+
+
+def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
+    """Split tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
+
+    Larger item sizes first, otherwise in the order given, so that every bucket can be packed.
+    """
+    if bucket_bytes <= 0:
+        raise WeightRequestError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    buckets: list[list[TensorMeta]] = []
+    room = 0
+    for meta in sorted(metas, key=lambda meta: -meta.dtype.itemsize):
+        if not buckets or meta.nbytes > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(meta)
+        room -= meta.nbytes
+    return buckets
+
+
+def check_alignment(metas: Sequence[TensorMeta]) -> int:
+    """Total bytes of a bucket.  Raises `WeightRequestError` for a tensor whose offset its dtype cannot be read from."""
+    offset = 0
+    for meta in metas:
+        if offset % meta.dtype.itemsize:
+            raise WeightRequestError(
+                f"bucket is not aligned: {meta.name} ({dtype_name(meta.dtype)}) would start at byte {offset}; "
+                "put tensors of larger item size first, or send each dtype in a bucket of its own"
+            )
+        offset += meta.nbytes
+    return offset
+
+
+def pack(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """One uint8 tensor [total bytes] on the tensors' device.  Raises `WeightRequestError` when not aligned."""
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
+    device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
+    bucket = torch.empty(check_alignment(metas), dtype=torch.uint8, device=device)
+    for (_, view), (_, tensor) in zip(unpack(bucket, metas), named_tensors, strict=True):
+        view.copy_(tensor)
+    return bucket
+
+
+def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:
+    """Views into `bucket` (uint8 [total bytes]), one per meta.
+
+    Raises `WeightRequestError` when the bucket is not aligned or has another size than the metas add up to.
+    """
+    total = check_alignment(metas)
+    if bucket.numel() != total:
+        raise WeightRequestError(f"bucket has {bucket.numel()} bytes, its tensors add up to {total}")
+    views = []
+    offset = 0
+    for meta in metas:
+        view = bucket[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape)
+        views.append((meta.name, view))
+        offset += meta.nbytes
+    return views

@@ -1,0 +1,173 @@
+"""The process group between a trainer (rank 0) and engines (ranks 1..), built the way SGLang's clients build theirs.
+
+    TCPStore(master) -> PrefixStore(group_name) -> torch's `_new_process_group_helper`      never the default group
+
+Both sides use this file, and either side works with a peer that follows the same construction.  The group name is part
+of the store's keys: with different names the two sides wait for each other until the deadline.
+
+Knows stores, groups and deadlines.  Does not know what is sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from weight_sync.errors import TransportError, WeightRequestError
+
+BACKENDS = ("gloo", "nccl")
+_POLL_S = 0.0005
+_CONNECT_RETRY_S = 0.05
+
+
+def resolve_backend(backend: str | None, device: torch.device | str) -> str:
+    """The backend for tensors on `device`: on a CPU, None and "nccl" (what clients send without thinking) mean gloo.
+
+    Raises `WeightRequestError` for any other name.
+    """
+    if backend not in (None, *BACKENDS):
+        raise WeightRequestError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if torch.device(device).type == "cpu":
+        return "gloo"
+    return backend or "nccl"
+
+
+@dataclass
+class GroupHandle:
+    """A joined group.  After a failed or late collective it is `broken` and can only be destroyed."""
+
+    name: str
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+    process_group: dist.ProcessGroup = field(repr=False)
+    broken: bool = False
+
+    def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
+        """Broadcast from rank 0, without waiting.  gloo itself gives up after `timeout_s` (default: the group's).
+
+        Raises `TransportError`.
+        """
+        if self.broken:
+            raise TransportError(f"group {self.name!r} failed before; join it again")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = datetime.timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
+        try:
+            return self.process_group.broadcast([tensor], options)
+        except RuntimeError as error:
+            self.broken = True
+            raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+
+    def finish(self, work: dist.Work, deadline: float) -> None:
+        """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`; then it is broken."""
+        try:
+            if self.backend == "gloo":
+                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            else:
+                self._poll(work, deadline)
+                work.wait()
+        except RuntimeError as error:
+            self.broken = True
+            raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+
+    def destroy(self) -> None:
+        """Leave the group.  Never raises because the peer is gone."""
+        if self.broken and self.backend == "nccl":
+            self.process_group.abort()  # a hung kernel would keep the shutdown waiting
+        dist.destroy_process_group(self.process_group)
+
+    def _poll(self, work: dist.Work, deadline: float) -> None:
+        """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode."""
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_S)
+
+
+def init_process_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout_s: float,
+) -> GroupHandle:
+    """Join, blocking until all `world_size` members have come.  Rank 0 listens at the master address.
+
+    Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
+    `TransportError` when the others do not come within about `timeout_s` seconds.
+    """
+    _check_arguments(master_port, rank, world_size, group_name, backend)
+    deadline = time.monotonic() + timeout_s
+    where = f"group {group_name!r} at {master_address}:{master_port}"
+    try:
+        if rank != 0:
+            _wait_for_listener(master_address, master_port, deadline)
+        store = dist.TCPStore(
+            master_address, master_port, world_size, rank == 0, timeout=_remaining(deadline), multi_tenant=True
+        )
+        # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
+        process_group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,  # type: ignore[arg-type]
+            timeout=_remaining(deadline),
+        )
+    except (RuntimeError, OSError) as error:
+        raise TransportError(f"cannot join {where} as rank {rank} of {world_size}: {_first_line(error)}") from error
+    # torch looks up a group's ranks here, also when it destroys the group.
+    distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(world_size)}
+    return GroupHandle(group_name, rank, world_size, backend, timeout_s, process_group)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free now on `address`."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_arguments(master_port: int, rank: int, world_size: int, group_name: str, backend: str) -> None:
+    if not group_name:
+        raise WeightRequestError("group_name must not be empty")
+    if not 1 <= master_port <= 65535:
+        raise WeightRequestError(f"master_port must be in 1..65535, got {master_port}")
+    if world_size < 2 or not 0 <= rank < world_size:
+        raise WeightRequestError(f"rank {rank} does not fit a world of {world_size} (at least 2: a trainer, an engine)")
+    if backend not in BACKENDS:
+        raise WeightRequestError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if group_name in distributed_c10d._world.pg_names.values():
+        raise WeightRequestError(f"this process already has a process group named {group_name!r}")
+
+
+def _wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """torch's store client overruns its timeout and prints stack traces while nobody listens; this does neither."""
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _CONNECT_RETRY_S >= deadline:
+                raise TransportError(f"nobody listens at {address}:{port}: {error}") from error
+            time.sleep(_CONNECT_RETRY_S)
+
+
+def _remaining(deadline: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:300]
