@@ -70,9 +70,7 @@ def build_scheduler(
     recorder = _recorder(config, limits, device) if args.captures_routes else None
     runner = ModelRunner(state, kv_pool, create_attention_backend("torch_native", kv_pool), recorder)
     scheduler = _wire(args, config, limits, channel, runner, device)
-    updater = WeightUpdater(
-        model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one, on_commit=None
-    )
+    updater = WeightUpdater(model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one)
     weights = WeightControl(scheduler, updater, channel.wake)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     Control(scheduler, weights, static_state)

@@ -19,7 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.core.errors import NotFound
+import msgspec
+
+from rollout.core.errors import NotFound, Unavailable
 from rollout.core.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -37,6 +39,7 @@ from rollout.core.io_struct import (
 from rollout.scheduler.scheduler import Scheduler, failure
 from weight_sync.errors import CommitError
 from weight_sync.updater import WeightUpdater
+from weight_sync.wire import parse_manifest
 
 Answer = dict[str, Any]
 
@@ -61,6 +64,7 @@ class WeightControl:
         self._waiting: deque[ControlReqInput] = deque()
         self._job: _Job | None = None
         self._future: Future | None = None
+        self._last_status: Answer = updater.status()
         self._planners: dict[type, Callable[[Any], _Job]] = {
             InitWeightsUpdateGroupReqInput: self._init_group,
             DestroyWeightsUpdateGroupReqInput: self._destroy_group,
@@ -77,8 +81,10 @@ class WeightControl:
         scheduler.add_between_steps(self.advance)
 
     def status(self) -> Answer:
-        """State of the open transaction, for /server_info."""
-        return self._updater.status()
+        """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
+        if self._job is None:
+            self._last_status = self._updater.status()
+        return self._last_status | {"busy": self._job is not None}
 
     def advance(self) -> bool:
         """Finish the verb whose I/O is done, start the next.  True while one is under way."""
@@ -118,7 +124,7 @@ class WeightControl:
             self._updater.init_group(
                 master_address=verb.master_address,
                 master_port=verb.master_port,
-                rank_offset=verb.rank_offset,
+                rank=verb.rank_offset,
                 world_size=verb.world_size,
                 group_name=verb.group_name,
                 backend=verb.backend,
@@ -135,7 +141,8 @@ class WeightControl:
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> _Job:
         def io() -> None:
-            self._updater.begin(verb.weight_version, verb.coverage, verb.manifest)
+            manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
+            self._updater.begin(verb.weight_version, verb.coverage, manifest)
 
         return _Job(verb, io, _says("Weight update begun."))
 
@@ -162,7 +169,7 @@ class WeightControl:
         def step(_: Any) -> tuple[str, Answer]:
             if settles:
                 return self._commit()
-            return "Succeeded to receive weights.", {"weight_update": self._updater.status()}
+            return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
         return _Job(verb, io, step)
 
@@ -231,8 +238,10 @@ class WeightControl:
             except CommitError as error:
                 if not error.restored:
                     state.poison(str(error))
-                    scheduler.abort(None, error=None)
+                    scheduler.abort(None, Unavailable(f"the weights are poisoned: {error}"))
                 raise
+            if len(result.names) == len(state.model.weights.metas()):
+                state.heal()
             version = result.weight_version or _successor(state.epoch.weight_version)
             state.publish_weights(version, None)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
