@@ -76,7 +76,8 @@ def model_config_from_dict(raw: dict[str, Any], generation: dict[str, Any] | Non
         hidden = int(raw["hidden_size"])
         layers = int(raw["num_hidden_layers"])
         moe = architecture in MOE_ARCHITECTURES
-        experts = int(raw["num_experts"]) if moe else 0
+        # transformers 5 writes `num_local_experts` where published checkpoints have `num_experts`.
+        experts = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]) if moe else 0
         return ModelConfig(
             architecture=architecture,
             model_type=raw.get("model_type", ""),

@@ -1,0 +1,262 @@
+"""`lockstep make-checkpoint`: a small random Qwen3 or Qwen3-MoE checkpoint in Hugging Face format.
+
+Same arguments, same bytes.  The weights are random, but of a size that makes a small model behave like a large one in
+what matters for testing: experts are chosen decisively, and the next token depends on the whole context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from rollout.core.errors import BadRequest, StartupError
+from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
+from weight_sync.tensor_meta import DTYPES
+
+# Standard deviation of a router's logits: the chosen experts stand out well above rounding noise.
+ROUTER_LOGIT_STD = 2.5
+# Standard deviation of the output logits: far from uniform, far from certain.
+OUTPUT_LOGIT_STD = 2.0
+NORM_WEIGHT_STD = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Shape and content of a checkpoint.  The default is a Qwen3-MoE of about 15 million parameters.
+
+    `dense_first` leading layers have a dense feed-forward block (`mlp_only_layers`); `dense` makes the whole model a
+    dense Qwen3.  Token ids beyond the tokenizer's (at most 1359) are never produced by text.
+    """
+
+    seed: int = 0
+    vocab_size: int = 1024
+    hidden_size: int = 256
+    layers: int = 5
+    dense_first: int = 1
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 512
+    experts: int = 32
+    top_k: int = 4
+    moe_intermediate_size: int = 128
+    norm_topk_prob: bool = True
+    dense: bool = False
+    tie: bool = False
+    context_length: int = 2048
+    rope_theta: float = 10000.0
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    shards: int = 1
+
+    def validate(self) -> None:
+        """Raise `BadRequest` for the first value that makes no model."""
+        sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "context_length")
+        for name in (*sizes, "experts", "top_k", "moe_intermediate_size", "shards"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}")
+        _require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads")
+        _require(self.top_k <= self.experts, f"top_k ({self.top_k}) must not exceed experts ({self.experts})")
+        _require(0 <= self.dense_first <= self.layers, f"dense_first must be between 0 and layers ({self.layers})")
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return not self.dense and layer >= self.dense_first
+
+
+Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
+
+
+def make_checkpoint(
+    path: str | Path, spec: CheckpointSpec | None = None, *, force: bool = False, progress: Progress | None = None
+) -> Path:
+    """Write config, generation config, tokenizer and weights into the folder `path`, and return it.
+
+    Raises `BadRequest` for a spec that makes no model, `StartupError` for a target that is not an empty or new folder
+    (`force` overwrites the files it writes).
+    """
+    spec = spec or CheckpointSpec()
+    spec.validate()
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (force and folder.is_dir()):
+        raise StartupError(f"{folder} is not an empty folder; choose another, or give --force to overwrite")
+    tokenizer = train_tokenizer(spec.vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        stale.unlink()
+    vocabulary = tokenizer.get_vocab()
+    eos_token_ids = [vocabulary[TURN_END], vocabulary[END_OF_TEXT]]
+    _write_json(folder / "config.json", hf_config(spec, eos_token_ids))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids, "pad_token_id": eos_token_ids[1]})
+    save_tokenizer(tokenizer, folder, spec.context_length)
+    _write_weights(folder, spec, progress)
+    return folder
+
+
+def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
+    """The content of `config.json`."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM" if spec.dense else "Qwen3MoeForCausalLM"],
+        "model_type": "qwen3" if spec.dense else "qwen3_moe",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.context_length,
+        "tie_word_embeddings": spec.tie,
+        "attention_bias": False,
+        "eos_token_id": eos_token_ids[0],
+        "pad_token_id": eos_token_ids[1],
+        "dtype": spec.dtype,
+    }
+    if not spec.dense:
+        config |= {
+            "num_experts": spec.experts,
+            "num_experts_per_tok": spec.top_k,
+            "moe_intermediate_size": spec.moe_intermediate_size,
+            "norm_topk_prob": spec.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(spec.dense_first)),
+        }
+    return config
+
+
+def random_weights(spec: CheckpointSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names, in the per-expert form of published checkpoints, and tensors, in a fixed order from one generator."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    dtype = DTYPES[spec.dtype]
+
+    def matrix(rows: int, columns: int, output_std: float = 1.0) -> torch.Tensor:
+        """Maps inputs of unit variance to outputs of standard deviation `output_std`."""
+        values = torch.randn(rows, columns, generator=generator)
+        return (values * (output_std / math.sqrt(columns))).to(dtype)
+
+    def norm(size: int) -> torch.Tensor:
+        return (1.0 + NORM_WEIGHT_STD * torch.randn(size, generator=generator)).to(dtype)
+
+    def swiglu(prefix: str, inner: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{prefix}.gate_proj.weight", matrix(inner, hidden)
+        yield f"{prefix}.up_proj.weight", matrix(inner, hidden)
+        yield f"{prefix}.down_proj.weight", matrix(hidden, inner)
+
+    hidden, q_size, kv_size = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield "model.embed_tokens.weight", matrix(spec.vocab_size, hidden, OUTPUT_LOGIT_STD)
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", norm(hidden)
+        yield f"{prefix}.self_attn.q_proj.weight", matrix(q_size, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", matrix(kv_size, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", matrix(kv_size, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, q_size)
+        yield f"{prefix}.self_attn.q_norm.weight", norm(spec.head_dim)
+        yield f"{prefix}.self_attn.k_norm.weight", norm(spec.head_dim)
+        yield f"{prefix}.post_attention_layernorm.weight", norm(hidden)
+        if spec.is_moe_layer(layer):
+            yield f"{prefix}.mlp.gate.weight", matrix(spec.experts, hidden, ROUTER_LOGIT_STD)
+            for expert in range(spec.experts):
+                yield from swiglu(f"{prefix}.mlp.experts.{expert}", spec.moe_intermediate_size)
+        else:
+            yield from swiglu(f"{prefix}.mlp", spec.intermediate_size)
+    yield "model.norm.weight", norm(hidden)
+    if not spec.tie:
+        yield "lm_head.weight", matrix(spec.vocab_size, hidden, OUTPUT_LOGIT_STD)
+
+
+def _write_weights(folder: Path, spec: CheckpointSpec, progress: Progress | None) -> None:
+    tensors = dict(random_weights(spec))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    names, done = list(tensors), 0
+    shards = min(spec.shards, len(names))
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {
+            name: tensors[name] for name in names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        }
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+        done += sum(tensor.nbytes for tensor in part.values())
+        if progress is not None:
+            progress(done, total)
+    if shards > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise BadRequest(message)
+
+
+# --- command line ------------------------------------------------------------------------------------------------
+
+_HELP = {
+    "seed": "seed of the weights",
+    "vocab_size": "tokens of the model; the tokenizer has as many if its text allows",
+    "hidden_size": "width of the residual stream",
+    "layers": "hidden layers",
+    "dense_first": "leading layers with a dense feed-forward block",
+    "heads": "query heads",
+    "kv_heads": "key/value heads",
+    "head_dim": "size of a head",
+    "intermediate_size": "inner width of a dense feed-forward block",
+    "experts": "experts of a MoE layer",
+    "top_k": "experts that each token uses",
+    "moe_intermediate_size": "inner width of an expert",
+    "norm_topk_prob": "divide the weights of the chosen experts by their sum",
+    "dense": "write a dense Qwen3 without experts",
+    "tie": "share the embedding with the output head",
+    "context_length": "longest sequence",
+    "rope_theta": "base of the rotary embedding",
+    "dtype": "dtype of the weights",
+    "shards": "number of safetensors files; more than one also writes an index",
+}
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """`DIR`, one flag per field of `CheckpointSpec`, and `--force`."""
+    parser.add_argument("path", metavar="DIR", help="folder to write, new or empty")
+    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
+    defaults = CheckpointSpec()
+    for name, text in _HELP.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(defaults, name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        else:
+            choices = ("float32", "bfloat16", "float16", "float64") if name == "dtype" else None
+            text = f"{text} (default: {default})"
+            parser.add_argument(flag, type=type(default), choices=choices, default=default, help=text)
+
+
+def run(namespace: argparse.Namespace) -> None:
+    """The command, for a namespace that `add_cli_args` describes.  Raises as `make_checkpoint`."""
+    spec = CheckpointSpec(**{name: getattr(namespace, name) for name in _HELP})
+    num_bytes = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal num_bytes
+        num_bytes = total
+        print(f"\rwriting weights: {done / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
+
+    folder = make_checkpoint(namespace.path, spec, force=namespace.force, progress=progress)
+    print(file=sys.stderr)
+    print(
+        f"{folder}: {num_bytes / DTYPES[spec.dtype].itemsize / 1e6:.1f} million parameters, {spec.dtype}, seed {spec.seed}"
+    )

@@ -1,0 +1,59 @@
+"""Cold load: from a checkpoint folder to a model, through the same path as a live refresh.
+
+Knows the order of things.  Does not know file formats (`checkpoint`), names (`weight_loading`) or models (`registry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from eplb.placement import ExpertPlacement
+from rollout.core.errors import StartupError
+from rollout.core.model_config import ModelConfig
+from rollout.models.checkpoint import open_checkpoint, read_tensors
+from rollout.models.decoder import DecoderForCausalLM
+from rollout.models.registry import model_class
+from weight_sync.errors import WeightSyncError
+from weight_sync.ledger import WeightLedger
+from weight_sync.staging import DirectSink, load_weights, split_wire
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+
+
+def load_model(
+    model_path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    placement: ExpertPlacement,
+    progress: Progress | None = None,
+) -> DecoderForCausalLM:
+    """Build the model of `config` and fill every weight from `model_path`, cast to `dtype`.
+
+    Names, shapes and coverage are checked before any tensor is read.  Raises `StartupError` in one line.
+    """
+    model = model_class(config.architecture)(config, dtype, device, placement)
+    shards = open_checkpoint(model_path)
+    metas = [meta for shard in shards for meta in shard.metas]
+    total = sum(meta.nbytes for meta in metas)
+    try:
+        announced = WeightLedger(model.weights.metas())
+        for meta, pieces in zip(metas, split_wire(model.weights, metas, cast=True), strict=True):
+            for piece in pieces:
+                announced.record(meta.name, piece.name)
+        announced.settle()
+        ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
+        for shard in shards:
+            for name, tensor in read_tensors(shard):
+                load_weights(model.weights, [(name, tensor)], sink, ledger, cast=True)
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+        ledger.settle()
+    except WeightSyncError as error:
+        raise StartupError(f"{model_path} does not fit its config.json: {error}") from None
+    model.weights.recompute_derived()
+    return model

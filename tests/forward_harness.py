@@ -1,0 +1,93 @@
+"""Runs a model step by step over a real KV pool with batches laid out by hand.
+
+Slots are handed out in a shuffled order, so that a mistake in index arithmetic cannot hide behind an identity map, and
+unwritten slots hold NaN.
+
+Shapes: T tokens, V vocabulary, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.attention.registry import create_attention_backend
+from rollout.core.forward_batch import ForwardBatch
+from rollout.layers.context import ForwardContext
+from rollout.mem_cache.kv_pool import KVPool
+from rollout.models.decoder import DecoderForCausalLM
+
+
+@dataclass
+class StepOutput:
+    """Rows of one request in one step."""
+
+    log_probs: torch.Tensor  # [T, V]
+    routes: torch.Tensor  # [T, L, K] logical ids
+
+
+class ForwardHarness:
+    """Requests are small integers; `lengths[r]` is how many of its tokens have their KV."""
+
+    def __init__(
+        self, model: DecoderForCausalLM, max_requests: int = 8, max_context: int = 128, backend: str = "torch_native"
+    ) -> None:
+        self.model = model
+        config = model.config
+        num_slots = max_requests * max_context
+        self.pool = KVPool(
+            num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, model.dtype
+        )
+        for tensor in (*self.pool.k, *self.pool.v):
+            tensor.fill_(float("nan"))
+        self.attention = create_attention_backend(backend, self.pool)
+        slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(7))
+        self.req_to_token = slots.view(max_requests, max_context)
+        self.lengths = [0] * max_requests
+
+    def batch(self, extends: Mapping[int, Sequence[int]], decodes: Mapping[int, int]) -> ForwardBatch:
+        """`extends` maps requests to their next tokens, `decodes` requests to their one next token."""
+        ids, positions, out_cache_loc = [], [], []
+        prefix_lens = [self.lengths[request] for request in extends]
+        for request, tokens in (*extends.items(), *((r, [token]) for r, token in decodes.items())):
+            start = self.lengths[request]
+            ids += list(tokens)
+            positions += range(start, start + len(tokens))
+            out_cache_loc += self.req_to_token[request, start : start + len(tokens)].tolist()
+            self.lengths[request] += len(tokens)
+        decode_lens = [self.lengths[request] for request in decodes]
+        return ForwardBatch(
+            input_ids=torch.tensor(ids, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            out_cache_loc=torch.tensor(out_cache_loc, dtype=torch.int64),
+            req_to_token=self.req_to_token,
+            extend_req_pool_indices=list(extends),
+            extend_prefix_lens=prefix_lens,
+            extend_lens=[len(tokens) for tokens in extends.values()],
+            decode_req_pool_indices=torch.tensor(list(decodes), dtype=torch.int64),
+            decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
+            decode_max_seq_len=max(decode_lens, default=0),
+            logits_rows=torch.arange(len(ids)),
+        )
+
+    @torch.inference_mode()
+    def step(
+        self, extends: Mapping[int, Sequence[int]] | None = None, decodes: Mapping[int, int] | None = None
+    ) -> dict[int, StepOutput]:
+        """One forward; the rows of each request."""
+        extends, decodes = extends or {}, decodes or {}
+        batch = self.batch(extends, decodes)
+        num_layers, top_k = len(self.model.moe_layer_ids), self.model.config.num_experts_per_tok
+        routes = torch.full((batch.num_tokens, num_layers, top_k), -1, dtype=torch.int64)
+
+        def capture(moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
+            routes[:, moe_layer] = logical_ids_TK
+
+        self.attention.plan(batch)
+        hidden = self.model(batch, ForwardContext(batch, self.attention, [capture]))
+        log_probs = self.model.compute_logits(hidden[batch.logits_rows]).log_softmax(-1)
+        counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
+        parts = zip((*extends, *decodes), log_probs.split(counts), routes.split(counts), strict=True)
+        return {request: StepOutput(rows, chosen) for request, rows, chosen in parts}
