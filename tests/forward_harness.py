@@ -49,7 +49,9 @@ class ForwardHarness:
 
     def batch(self, extends: Mapping[int, Sequence[int]], decodes: Mapping[int, int]) -> ForwardBatch:
         """`extends` maps requests to their next tokens, `decodes` requests to their one next token."""
-        ids, positions, out_cache_loc = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        out_cache_loc: list[int] = []
         prefix_lens = [self.lengths[request] for request in extends]
         for request, tokens in (*extends.items(), *((r, [token]) for r, token in decodes.items())):
             start = self.lengths[request]

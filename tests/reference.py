@@ -1,7 +1,7 @@
 """The judge: Qwen3 and Qwen3-MoE in float64, as plainly as they can be written.
 
-No cache, no batching, no fused weights, no parallelism, and nothing of the engine but its record of the config.  Reads a
-dict of logical tensors under their checkpoint names.
+No cache, no batching, no fused weights, no parallelism, and nothing of the engine but its record of the config.
+Reads a dict of logical tensors under their checkpoint names.
 
 Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k, hd head size.
 """

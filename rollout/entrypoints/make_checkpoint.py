@@ -257,6 +257,5 @@ def run(namespace: argparse.Namespace) -> None:
 
     folder = make_checkpoint(namespace.path, spec, force=namespace.force, progress=progress)
     print(file=sys.stderr)
-    print(
-        f"{folder}: {num_bytes / DTYPES[spec.dtype].itemsize / 1e6:.1f} million parameters, {spec.dtype}, seed {spec.seed}"
-    )
+    millions = num_bytes / DTYPES[spec.dtype].itemsize / 1e6
+    print(f"{folder}: {millions:.1f} million parameters, {spec.dtype}, seed {spec.seed}")
