@@ -1,0 +1,224 @@
+"""/generate: the request body out of a caller's options, and typed results out of the answer.
+
+Pure functions, shared by the synchronous and the asynchronous client.  An answer that lacks what was asked for, or
+contradicts itself, is an error here: a trainer must not learn from rows or log-probabilities that belong elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capture.codec import decode_compact, decode_compatible
+from capture.errors import CaptureError
+from capture.routed_experts import RoutedExperts
+from rollout.client.errors import ResponseFormatError, ServerError
+from rollout.client.types import (
+    FinishReason,
+    GenerateOptions,
+    GenerationOutput,
+    RouteLayout,
+    TokenLogprob,
+    TopLogprobs,
+    VersionSpan,
+)
+from rollout.client.wire import Call, Reply, check, error_message, parse_json
+from rollout.core.errors import BadRequest
+
+_NOT_BODY = ("extra_body", "timeout")
+
+
+def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) -> dict[str, Any]:
+    """The body of /generate.  Raises `BadRequest` for unknown options, or unless exactly one prompt form is given."""
+    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
+    if unknown:
+        raise BadRequest(f"unknown options: {', '.join(unknown)}; other fields of the body go into extra_body")
+    if (prompt is None) == (options.get("input_ids") is None):
+        raise BadRequest("give either a prompt or input_ids")
+    body: dict[str, Any] = {key: value for key, value in options.items() if key not in _NOT_BODY and value is not None}
+    if prompt is not None:
+        body["text"] = prompt if isinstance(prompt, str) else list(prompt)
+    else:
+        body["input_ids"] = _plain_ids(body["input_ids"])
+    if body.get("return_routed_experts"):
+        body["routed_experts_format"] = "compact"
+    return body | dict(options.get("extra_body") or {})
+
+
+def generate(
+    prompt: str | Sequence[str] | None, options: GenerateOptions, layout: RouteLayout | None
+) -> Call[GenerationOutput | list[GenerationOutput]]:
+    """The call of a generation that is not streamed."""
+    body = generate_body(prompt, options)
+
+    def parse(reply: Reply) -> GenerationOutput | list[GenerationOutput]:
+        return parse_answer(parse_json(check(reply).body), body, layout)
+
+    return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=options.get("timeout"))
+
+
+def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
+    """The call of a streamed generation; its events go through `parse_event`."""
+
+    def refuse(reply: Reply) -> None:
+        check(reply)
+
+    body = generate_body(prompt, options) | {"stream": True}
+    return Call("POST", "/generate", refuse, body, timeout="generate", timeout_s=options.get("timeout"))
+
+
+def num_samples(body: Mapping[str, Any]) -> int | None:
+    """How many samples the answer lists; None if it is a single object."""
+    prompts = body["text"] if "text" in body else body["input_ids"]
+    is_batch = not isinstance(prompts, str) and len(prompts) > 0 and not isinstance(prompts[0], int)
+    params = body.get("sampling_params") or {}
+    if not isinstance(params, Mapping):
+        return sum(each.get("n", 1) for each in params)
+    per_prompt = params.get("n", 1)
+    if is_batch:
+        return len(prompts) * per_prompt
+    return None if per_prompt == 1 else per_prompt
+
+
+def parse_answer(
+    content: Any, body: Mapping[str, Any], layout: RouteLayout | None
+) -> GenerationOutput | list[GenerationOutput]:
+    """The result of the request `body`: one output, or a list (prompt-major) for a batch or n > 1.
+
+    Raises `ResponseFormatError`.
+    """
+    expected = num_samples(body)
+    if expected is None:
+        return parse_output(content, body, layout)
+    if not isinstance(content, list) or len(content) != expected:
+        got = f"{len(content)} samples" if isinstance(content, list) else type(content).__name__
+        raise ResponseFormatError(f"expected a list of {expected} samples, got {got}")
+    return [parse_output(item, body, layout) for item in content]
+
+
+def parse_event(event: bytes, body: Mapping[str, Any], layout: RouteLayout | None) -> GenerationOutput:
+    """The output inside one event of a stream.  Raises `ServerError` for an error event, `ResponseFormatError`."""
+    content = parse_json(event)
+    if isinstance(content, dict) and "error" in content:
+        error = content["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        raise ServerError(code if isinstance(code, int) else 500, error_message(event))
+    return parse_output(content, body, layout)
+
+
+def parse_output(content: Any, body: Mapping[str, Any], layout: RouteLayout | None) -> GenerationOutput:
+    """One sample, checked against the request `body`.  Raises `ResponseFormatError`."""
+    try:
+        output = _output(content, content["meta_info"], layout)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResponseFormatError(f"malformed /generate answer: {type(error).__name__}: {error}") from None
+    if output.finish_reason is not None:
+        _check_finished(output, body)
+    return output
+
+
+def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayout | None) -> GenerationOutput:
+    token_logprobs = _logprobs(meta, "output_token_logprobs")
+    return GenerationOutput(
+        rid=meta["id"],
+        text=content.get("text"),
+        output_ids=list(content["output_ids"]),
+        finish_reason=_finish_reason(meta.get("finish_reason")),
+        prompt_tokens=meta.get("prompt_tokens"),
+        completion_tokens=meta.get("completion_tokens"),
+        cached_tokens=meta.get("cached_tokens"),
+        weight_version=meta.get("weight_version"),
+        weight_versions=[VersionSpan(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions") or []],
+        logprobs=None if token_logprobs is None else [_number(entry.logprob) for entry in token_logprobs],
+        token_logprobs=token_logprobs,
+        top_logprobs=_logprob_lists(meta, "output_top_logprobs"),
+        chosen_logprobs=_logprob_lists(meta, "output_token_ids_logprobs"),
+        prompt_logprobs=_logprobs(meta, "input_token_logprobs"),
+        prompt_top_logprobs=_logprob_lists(meta, "input_top_logprobs"),
+        prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
+        routed_experts=_routed_experts(meta, layout),
+        index=content.get("index"),
+        meta_info=meta,
+    )
+
+
+def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
+    aborted = output.finish_reason is not None and output.finish_reason.type == "abort"
+    if body.get("return_logprob") and output.output_ids:
+        ids = [entry.token_id for entry in output.token_logprobs or []]
+        if ids != output.output_ids:
+            raise ResponseFormatError(
+                f"request {output.rid}: log-probabilities of {len(ids)} tokens do not belong to the "
+                f"{len(output.output_ids)} output tokens"
+            )
+    if not body.get("return_routed_experts") or aborted:
+        return
+    routed = output.routed_experts
+    if routed is None:
+        raise ResponseFormatError(f"request {output.rid}: routed experts were asked for and did not come")
+    if output.prompt_tokens is None:
+        raise ResponseFormatError(f"request {output.rid}: prompt_tokens is missing")
+    end = output.prompt_tokens + len(output.output_ids) - 1
+    if len(routed) != max(end - routed.start, 0) or not routed.complete:
+        raise ResponseFormatError(
+            f"request {output.rid}: {len(routed) - len(routed.missing_rows())} rows of routed experts from token "
+            f"{routed.start}, expected {max(end - routed.start, 0)}"
+        )
+
+
+def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> RoutedExperts | None:
+    text = meta.get("routed_experts")
+    if text is None:
+        return None
+    try:
+        if meta.get("routed_experts_format") == "compact":
+            return decode_compact(base64.b64decode(text, validate=True))
+        if layout is None:
+            raise ResponseFormatError(
+                "the server sent routed experts without a header: give the client route_layout=RouteLayout(...)"
+            )
+        start = meta.get("routed_experts_start_len", 0)
+        return decode_compatible(
+            text, layout.num_hidden_layers, layout.top_k, layout.moe_layer_ids, layout.num_experts, start
+        )
+    except (CaptureError, binascii.Error) as error:
+        raise ResponseFormatError(f"routed experts: {error}") from error
+
+
+def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason["type"] not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason['type']!r}")
+    names = ("type", "matched", "length", "message", "status_code")
+    return FinishReason(**{name: reason[name] for name in names if name in reason})
+
+
+def _logprobs(meta: Mapping[str, Any], key: str) -> list[TokenLogprob] | None:
+    entries = meta.get(key)
+    return None if entries is None else [TokenLogprob(*entry) for entry in entries]
+
+
+def _logprob_lists(meta: Mapping[str, Any], key: str) -> TopLogprobs | None:
+    positions = meta.get(key)
+    if positions is None:
+        return None
+    return [None if entries is None else [TokenLogprob(*entry) for entry in entries] for entries in positions]
+
+
+def _plain_ids(ids: Any) -> list:
+    """Nested lists of ints out of lists, tuples, arrays or tensors."""
+    if hasattr(ids, "tolist"):
+        return ids.tolist()
+    return [each if isinstance(each, int) else each.item() if _is_scalar(each) else _plain_ids(each) for each in ids]
+
+
+def _is_scalar(value: Any) -> bool:
+    return hasattr(value, "item") and getattr(value, "ndim", None) == 0
+
+
+def _number(logprob: float | None) -> float:
+    return math.nan if logprob is None else logprob

@@ -1,0 +1,30 @@
+"""Server-sent events out of a byte stream.
+
+Knows the framing only.  Works on bytes because text that a model produced may contain characters which line
+iterators over `str` take for ends of lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+DONE = b"[DONE]"
+
+
+class SseDecoder:
+    """Feed it chunks as they come; it yields the data of each complete event."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of every event that `chunk` completes.  Comments and other fields are ignored."""
+        *lines, self._tail = (self._tail + chunk).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                event, self._data = b"\n".join(self._data), []
+                yield event

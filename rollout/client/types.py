@@ -1,0 +1,118 @@
+"""What callers of the client see: options of a generation, its typed result, deadlines.
+
+Knows no wire format.  Shapes: see `capture.routed_experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from capture.routed_experts import RoutedExperts
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`; what is absent takes the server's default."""
+
+    input_ids: Sequence[int] | Sequence[Sequence[int]]  # instead of the prompt's text; nested: a batch
+    sampling_params: (
+        Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    )  # SGLang's names, `n` among them; or one per prompt
+    return_logprob: bool
+    logprob_start_len: int  # -1: no prompt log-probabilities
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int]  # ids whose log-probabilities are wanted at every position
+    return_text_in_logprobs: bool
+    return_routed_experts: bool
+    routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
+    rid: str | Sequence[str]
+    extra_key: str  # partitions the prefix cache
+    priority: int
+    extra_body: Mapping[str, Any]  # further fields of the request body, sent as they are
+    timeout: float  # seconds for this call, instead of `Timeouts.generate`
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Deadlines in seconds, each for a single wait.
+
+    `generate` is the wait for the whole answer, or for the next piece of a stream; a server that is paused answers only
+    after it continues, so it must outlast a pause.  `weights` is for refreshes, pause and
+    continue.
+    """
+
+    connect: float = 5.0
+    control: float = 60.0
+    generate: float = 1800.0
+    weights: float = 360.0
+
+
+@dataclass(frozen=True)
+class RouteLayout:
+    """The model's side of routed experts, needed only for servers that send the headerless int32 form."""
+
+    num_hidden_layers: int
+    top_k: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+
+
+class TokenLogprob(NamedTuple):
+    """`logprob` is None where there is none: the first prompt token, or a value that JSON cannot hold."""
+
+    logprob: float | None
+    token_id: int
+    text: str | None
+
+
+class VersionSpan(NamedTuple):
+    """Half-open span `[start, end)` of token positions that one weight version explains."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """`stop` has `matched`, `length` has `length`, `abort` has `message` and for refusals `status_code`."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | list[int] | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+TopLogprobs = list[list[TokenLogprob] | None]
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """One sample: finished, or as far as a stream has come (`finish_reason` is None).  Every field is cumulative.
+
+    `logprobs` runs parallel to `output_ids`; a value that JSON cannot hold is NaN.  Fields that were not asked for, or
+    that the server does not send, are None; `meta_info` is everything as it came.
+    `weight_versions` are spans over output tokens.
+    """
+
+    rid: str
+    text: str | None
+    output_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    weight_version: str | None
+    weight_versions: list[VersionSpan]
+    logprobs: list[float] | None = None
+    token_logprobs: list[TokenLogprob] | None = None
+    top_logprobs: TopLogprobs | None = None
+    chosen_logprobs: TopLogprobs | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_top_logprobs: TopLogprobs | None = None
+    prompt_chosen_logprobs: TopLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
+    index: int | None = None  # position in the batch, in a stream of several
+    meta_info: dict[str, Any] = field(default_factory=dict, repr=False)
