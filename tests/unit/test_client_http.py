@@ -1,0 +1,407 @@
+import asyncio
+import inspect
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from fastapi.responses import PlainTextResponse
+
+from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClient, Timeouts
+from rollout.client.errors import ServerError, ServerTimeout, ServerUnreachable
+from rollout.core.errors import BadRequest
+from tests.canned_server import CannedServer, event_stream, json_response, serving
+
+SAMPLE = {
+    "text": "a\u2028b",
+    "output_ids": [1, 2],
+    "meta_info": {"id": "r", "finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 1},
+}
+PARTIAL = {"text": "a", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": None, "prompt_tokens": 1}}
+OK = {"success": True, "message": "done"}
+
+
+def in_process(canned, **options):
+    transport = httpx.ASGITransport(canned.app())
+    return AsyncRolloutClient("http://server", transport=transport, **options)
+
+
+def run_async(canned, use, **options):
+    """`use(client)` on an asynchronous client wired straight into the canned application."""
+
+    async def main():
+        async with in_process(canned, **options) as client:
+            return await use(client)
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+# Each verb: what to call, the answer, and the request and result that must come of it.
+VERBS = [
+    (lambda c: c.abort("r1"), "", "POST", "/abort_request", {"rid": "r1", "abort_all": False}, None),
+    (lambda c: c.abort_all(), "", "POST", "/abort_request", {"rid": "", "abort_all": True}, None),
+    (lambda c: c.pause("retract"), {"paused": True}, "POST", "/pause_generation", {"mode": "retract"}, ...),
+    (lambda c: c.pause(), {"paused": True}, "POST", "/pause_generation", {"mode": "abort"}, ...),
+    (lambda c: c.continue_generation(), {"status": "ok"}, "POST", "/continue_generation", {}, ...),
+    (lambda c: c.flush_cache(), PlainTextResponse("Cache flushed.\n"), "POST", "/flush_cache", {}, "Cache flushed."),
+    (lambda c: c.model_info(), {"model_path": "m"}, "GET", "/model_info", None, ...),
+    (lambda c: c.server_info(), {"tp_size": 1}, "GET", "/server_info", None, ...),
+    (lambda c: c.loads(), {"loads": []}, "GET", "/v1/loads", None, ...),
+    (lambda c: c.weight_version(), {"weight_version": "v3"}, "GET", "/weight_version", None, "v3"),
+    (
+        lambda c: c.tokenize("hi"),
+        {"tokens": [1, 2]},
+        "POST",
+        "/tokenize",
+        {"prompt": "hi", "add_special_tokens": True},
+        [1, 2],
+    ),
+    (
+        lambda c: c.detokenize((1, 2)),
+        {"text": "hi"},
+        "POST",
+        "/detokenize",
+        {"tokens": [1, 2], "skip_special_tokens": True},
+        "hi",
+    ),
+    (
+        lambda c: c.init_weights_update_group("127.0.0.1", 29500, 1, 2, "g", "gloo"),
+        OK,
+        "POST",
+        "/init_weights_update_group",
+        {
+            "master_address": "127.0.0.1",
+            "master_port": 29500,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+            "backend": "gloo",
+        },
+        ...,
+    ),
+    (
+        lambda c: c.destroy_weights_update_group("g"),
+        OK,
+        "POST",
+        "/destroy_weights_update_group",
+        {"group_name": "g"},
+        ...,
+    ),
+    (lambda c: c.begin_weight_update(), OK, "POST", "/begin_weight_update", {"coverage": "full"}, ...),
+    (
+        lambda c: c.begin_weight_update("v1", "partial", [{"name": "w", "dtype": "float32", "shape": [2]}]),
+        OK,
+        "POST",
+        "/begin_weight_update",
+        {
+            "coverage": "partial",
+            "weight_version": "v1",
+            "manifest": [{"name": "w", "dtype": "float32", "shape": [2]}],
+        },
+        ...,
+    ),
+    (
+        lambda c: c.update_weights_from_distributed(("w",), ("bfloat16",), ((2, 3),), "g"),
+        OK,
+        "POST",
+        "/update_weights_from_distributed",
+        {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g", "flush_cache": False},
+        ...,
+    ),
+    (
+        lambda c: c.update_weights_from_distributed([], [], [], load_format="flattened_bucket", weight_version="v"),
+        OK,
+        "POST",
+        "/update_weights_from_distributed",
+        {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": "weight_update_group",
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+            "weight_version": "v",
+        },
+        ...,
+    ),
+    (lambda c: c.end_weight_update(), OK, "POST", "/end_weight_update", {}, ...),
+    (lambda c: c.abort_weight_update(), OK, "POST", "/abort_weight_update", {}, ...),
+    (
+        lambda c: c.update_weight_version("v2"),
+        OK,
+        "POST",
+        "/update_weight_version",
+        {"new_version": "v2", "abort_all_requests": False},
+        ...,
+    ),
+    (
+        lambda c: c.get_weights_by_name("w", 3),
+        [[1.0, 2.0]],
+        "POST",
+        "/get_weights_by_name",
+        {"name": "w", "truncate_size": 3},
+        ...,
+    ),
+    (lambda c: c.weights_checker(), OK, "POST", "/weights_checker", {"action": "checksum"}, ...),
+]
+
+
+def test_every_verb_asks_for_the_right_thing_on_both_clients():
+    for call, content, method, path, body, result in VERBS:
+        expected = content if result is ... else result
+        canned = CannedServer({path: PlainTextResponse("") if content == "" else content})
+        assert run_async(canned, call) == expected, path
+        asked = canned.asked[-1]
+        assert (asked.method, asked.path, asked.body) == (method, path, body)
+    merged = CannedServer()
+    with serving(merged) as url, RolloutClient(url) as client:
+        for call, content, method, path, body, result in VERBS:
+            merged.answers[path] = PlainTextResponse("") if content == "" else content
+            assert call(client) == (content if result is ... else result), path
+            asked = merged.asked[-1]
+            assert (asked.method, asked.path, asked.body) == (method, path, body)
+
+
+def test_both_clients_have_the_same_methods_and_every_verb_is_tested():
+    def surface(client_type):
+        methods = inspect.getmembers(client_type, inspect.isfunction)
+        return {name: list(inspect.signature(m).parameters.values()) for name, m in methods if name[0] != "_"}
+
+    assert surface(RolloutClient) == surface(AsyncRolloutClient)
+    names = {call.__code__.co_names[0] for call, *_ in VERBS}
+    assert surface(RolloutClient).keys() - names == {"generate", "stream", "health", "wait_until_ready", "close"}
+
+
+def test_generate_over_http_on_both_clients():
+    canned = CannedServer({"/generate": lambda body: [SAMPLE] * 2 if isinstance(body["text"], list) else SAMPLE})
+    with serving(canned) as url, RolloutClient(url) as client:
+        assert client.generate("hi").text == "a\u2028b"
+        assert [output.output_ids for output in client.generate(["a", "b"], rid=["x", "y"])] == [[1, 2], [1, 2]]
+        assert canned.asked[-1].body == {"text": ["a", "b"], "rid": ["x", "y"]}
+
+    async def many(client):
+        return await asyncio.gather(*(client.generate(f"p{i}") for i in range(50)))
+
+    assert len(run_async(canned, many)) == 50
+
+
+def test_a_stream_yields_every_event_in_order():
+    canned = CannedServer({"/generate": lambda body: event_stream([PARTIAL, SAMPLE])})
+    with serving(canned) as url, RolloutClient(url) as client:
+        outputs = list(client.stream("hi", sampling_params={"max_new_tokens": 2}))
+    assert [(o.text, o.finish_reason is None) for o in outputs] == [("a", True), ("a\u2028b", False)]
+    assert canned.asked[-1].body == {"text": "hi", "sampling_params": {"max_new_tokens": 2}, "stream": True}
+
+    async def collect(client):
+        return [output async for output in client.stream("hi")]
+
+    assert run_async(canned, collect) == outputs
+
+
+def test_a_stream_that_breaks_off_or_fails_is_an_error():
+    cases = [
+        (lambda body: event_stream([PARTIAL], done=False), ResponseFormatError),
+        (lambda body: event_stream([PARTIAL, {"error": {"message": "gone", "code": 503}}]), ServerError),
+        (lambda body: json_response({"error": {"message": "no"}}, 400), ServerError),
+        (lambda body: json_response({"error": {"message": "no"}}, 307), ServerError),
+        (lambda body: event_stream([{"text": "no meta"}]), ResponseFormatError),
+    ]
+    canned = CannedServer()
+
+    async def collect(client):
+        return [output async for output in client.stream("hi")]
+
+    with serving(canned) as url, RolloutClient(url) as client:
+        for answer, error in cases:
+            canned.answers["/generate"] = answer
+            with pytest.raises(error):
+                list(client.stream("hi"))
+            with pytest.raises(error):
+                run_async(canned, collect)
+
+
+def test_closing_a_stream_closes_the_connection():
+    canned = CannedServer()
+    event = b'data: {"text": "a", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": null}}\n\n'
+    canned.answers["/generate"] = canned.stream_forever(event)
+    with serving(canned) as url, RolloutClient(url) as client:
+        outputs = client.stream("hi")
+        assert next(outputs).text == "a"
+        assert not canned.disconnected.is_set()
+        outputs.close()
+        assert canned.disconnected.wait(10)
+
+    async def first_of(url):
+        async with AsyncRolloutClient(url) as client:
+            outputs = client.stream("hi")
+            async for output in outputs:
+                assert output.text == "a"
+                break
+            await outputs.aclose()
+
+    canned.disconnected.clear()
+    canned.answers["/generate"] = canned.stream_forever(event)
+    with serving(canned) as url:
+        asyncio.run(asyncio.wait_for(first_of(url), 20))
+        assert canned.disconnected.wait(10)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_refused_weight_verb_raises_what_the_server_said(status):
+    refusal = {"success": False, "message": "2 tensors are missing: a, b", "error": {"type": "CoverageError"}}
+    canned = CannedServer({"/end_weight_update": json_response(refusal, status)})
+    with pytest.raises(ServerError, match="2 tensors are missing: a, b") as caught:
+        run_async(canned, lambda client: client.end_weight_update())
+    assert caught.value.status == status
+
+
+def test_keys_go_where_they_belong():
+    canned = CannedServer({"/generate": SAMPLE, "/pause_generation": {}})
+    cases = [
+        ({}, None, None),
+        ({"api_key": "k"}, "Bearer k", "Bearer k"),
+        ({"api_key": "k", "admin_api_key": "a"}, "Bearer k", "Bearer a"),
+        ({"admin_api_key": "a"}, None, "Bearer a"),
+    ]
+    for options, generate_key, pause_key in cases:
+
+        async def use(client):
+            await client.generate("hi")
+            await client.pause()
+
+        run_async(canned, use, **options)
+        assert [asked.headers.get("authorization") for asked in canned.asked[-2:]] == [generate_key, pause_key]
+
+
+def test_answers_of_the_wrong_kind_are_errors():
+    wrong = [
+        ("/model_info", [1], lambda c: c.model_info()),
+        ("/weight_version", {}, lambda c: c.weight_version()),
+        ("/tokenize", {"tokens": "x"}, lambda c: c.tokenize("x")),
+        ("/end_weight_update", PlainTextResponse("fine"), lambda c: c.end_weight_update()),
+    ]
+    for path, content, call in wrong:
+        with pytest.raises(ResponseFormatError):
+            run_async(CannedServer({path: content}), call)
+
+
+# --- servers that are not there, slow or just starting ------------------------------------------------------------
+
+
+@pytest.fixture
+def nobody():
+    """The URL of a port on which nothing listens."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{reserved.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """The URL of a server that accepts and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_nobody_there_is_said_clearly(nobody):
+    async def use(call):
+        async with AsyncRolloutClient(nobody) as client:
+            return await call(client)
+
+    with RolloutClient(nobody) as client:
+        for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
+            with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
+                call(client)
+            with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
+                asyncio.run(use(call))
+        with pytest.raises(ServerUnreachable):
+            next(client.stream("hi"))
+        assert client.health() is False
+    assert asyncio.run(use(lambda c: c.health())) is False
+
+
+def test_every_wait_has_a_deadline(silent):
+    timeouts = Timeouts(connect=0.3, control=0.3, generate=0.3, weights=0.3)
+    with RolloutClient(silent, timeouts=timeouts) as client:
+        started = time.monotonic()
+        calls = [call for call, *_ in VERBS]
+        calls += [lambda c: c.generate("hi"), lambda c: next(c.stream("hi"))]
+        for call in (calls[0], calls[2], calls[-3], calls[-2], calls[-1]):
+            with pytest.raises(ServerTimeout, match=r"no answer within 0\.3 s"):
+                call(client)
+        assert client.health(0.2) is False
+        with pytest.raises(ServerTimeout, match=r"within 0\.1 s"):
+            client.generate("hi", timeout=0.1)
+        assert time.monotonic() - started < 10
+
+
+def test_a_connection_that_breaks_is_said_clearly():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+
+        def hang_up():
+            connection, _ = listener.accept()
+            connection.recv(100)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with (
+            RolloutClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as client,
+            pytest.raises(ServerUnreachable, match="the connection broke"),
+        ):
+            client.generate("hi")
+        thread.join(10)
+
+
+def test_waiting_for_a_server_that_starts():
+    countdown = iter(range(5))
+    canned = CannedServer({"/health": lambda body: PlainTextResponse("", 503 if next(countdown) < 3 else 200)})
+    with serving(canned) as url, RolloutClient(url) as client:
+        client.wait_until_ready(timeout=10, poll=0.01)
+    assert len(canned.asked) == 4
+    canned.answers["/health"] = PlainTextResponse("")
+    run_async(canned, lambda client: client.wait_until_ready(timeout=10))
+
+
+def test_waiting_ends_at_the_deadline(nobody):
+    started = time.monotonic()
+    with RolloutClient(nobody) as client, pytest.raises(ServerTimeout, match="not ready within"):
+        client.wait_until_ready(timeout=0.3, poll=0.05)
+
+    async def use():
+        async with AsyncRolloutClient(nobody) as client:
+            await client.wait_until_ready(timeout=0.3, poll=0.05)
+
+    with pytest.raises(ServerTimeout, match="not ready within"):
+        asyncio.run(use())
+    assert time.monotonic() - started < 5
+
+
+def test_a_health_check_that_is_refused_is_not_mistaken_for_starting():
+    with pytest.raises(ServerError):
+        run_async(CannedServer({"/health": PlainTextResponse("", 404)}), lambda client: client.wait_until_ready(5))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", "", "http://[::"])
+def test_a_base_url_that_is_none_is_refused(url):
+    with pytest.raises(BadRequest):
+        RolloutClient(url)
+
+
+def test_arguments_that_json_cannot_hold_are_refused():
+    with RolloutClient() as client:
+        for params in ({"temperature": float("nan")}, {"stop": {1, 2}}):
+            with pytest.raises(BadRequest, match="cannot be sent as JSON"):
+                client.generate("hi", sampling_params=params)
+
+
+def test_the_client_does_not_load_torch():
+    code = "import sys, rollout.client; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'fastapi')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
