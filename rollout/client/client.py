@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import httpx
 
@@ -167,9 +167,12 @@ class RolloutClient:
         rank_offset: int,
         world_size: int,
         group_name: str = wire.WEIGHT_UPDATE_GROUP,
-        backend: str = "gloo",
+        backend: str | None = None,
     ) -> dict[str, Any]:
-        """Make the server join a process group; returns once all ranks have met, so join on another thread."""
+        """Make the server join a process group; returns once all ranks have met, so join on another thread.
+
+        `backend` None: the one that fits the server's device.
+        """
         call = wire.init_weights_update_group(master_address, master_port, rank_offset, world_size, group_name, backend)
         return self._run(call)
 
@@ -180,10 +183,13 @@ class RolloutClient:
     def begin_weight_update(
         self,
         weight_version: str | None = None,
-        coverage: Literal["full", "partial"] = "full",
+        coverage: str = "full",
         manifest: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Open a refresh.  `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come."""
+        """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
+
+        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.
+        """
         return self._run(wire.begin_weight_update(weight_version, coverage, manifest))
 
     def update_weights_from_distributed(
@@ -192,7 +198,7 @@ class RolloutClient:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str = wire.WEIGHT_UPDATE_GROUP,
-        load_format: Literal["flattened_bucket"] | None = None,
+        load_format: str | None = None,
         weight_version: str | None = None,
         flush_cache: bool = False,
     ) -> dict[str, Any]:
@@ -218,6 +224,6 @@ class RolloutClient:
         """The first `truncate_size` entries of a tensor along its first dimension, as nested lists."""
         return self._run(wire.get_weights_by_name(name, truncate_size))
 
-    def weights_checker(self, action: Literal["checksum"] = "checksum") -> dict[str, Any]:
+    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
         """Fingerprints of all tensors that serve now."""
         return self._run(wire.weights_checker(action))

@@ -189,19 +189,18 @@ def _weight_verb(path: str, body: dict[str, Any]) -> Call[dict[str, Any]]:
 
 
 def init_weights_update_group(
-    master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str | None
 ) -> Call[dict[str, Any]]:
-    return _weight_verb(
-        "/init_weights_update_group",
-        {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        },
-    )
+    body: dict[str, Any] = {
+        "master_address": master_address,
+        "master_port": master_port,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "group_name": group_name,
+    }
+    if backend is not None:
+        body["backend"] = backend
+    return _weight_verb("/init_weights_update_group", body)
 
 
 def destroy_weights_update_group(group_name: str) -> Call[dict[str, Any]]:
@@ -209,7 +208,7 @@ def destroy_weights_update_group(group_name: str) -> Call[dict[str, Any]]:
 
 
 def begin_weight_update(
-    weight_version: str | None, coverage: Literal["full", "partial"], manifest: Sequence[Mapping[str, Any]] | None
+    weight_version: str | None, coverage: str, manifest: Sequence[Mapping[str, Any]] | None
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {"coverage": coverage}
     if weight_version is not None:
@@ -224,7 +223,7 @@ def update_weights_from_distributed(
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
     group_name: str,
-    load_format: Literal["flattened_bucket"] | None,
+    load_format: str | None,
     weight_version: str | None,
     flush_cache: bool,
 ) -> Call[dict[str, Any]]:
@@ -261,5 +260,5 @@ def get_weights_by_name(name: str, truncate_size: int) -> Call[Any]:
     return Call("POST", "/get_weights_by_name", _json, body, admin=True, timeout="weights")
 
 
-def weights_checker(action: Literal["checksum"]) -> Call[dict[str, Any]]:
+def weights_checker(action: str) -> Call[dict[str, Any]]:
     return _weight_verb("/weights_checker", {"action": action})

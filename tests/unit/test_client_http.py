@@ -14,6 +14,7 @@ from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClien
 from rollout.client.errors import ServerError, ServerTimeout, ServerUnreachable
 from rollout.core.errors import BadRequest
 from tests.canned_server import CannedServer, event_stream, json_response, serving
+from weight_sync.sender import EngineControl
 
 SAMPLE = {
     "text": "a\u2028b",
@@ -173,6 +174,13 @@ def test_both_clients_have_the_same_methods_and_every_verb_is_tested():
     assert surface(RolloutClient) == surface(AsyncRolloutClient)
     names = {call.__code__.co_names[0] for call, *_ in VERBS}
     assert surface(RolloutClient).keys() - names == {"generate", "stream", "health", "wait_until_ready", "close"}
+
+
+def test_the_client_is_the_control_side_that_a_weight_sender_asks_for():
+    for name, asked in inspect.getmembers(EngineControl, inspect.isfunction):
+        if name[0] != "_":
+            keywords = {key: None for key in inspect.signature(asked).parameters if key != "self"}
+            inspect.signature(getattr(RolloutClient, name)).bind(None, **keywords)
 
 
 def test_generate_over_http_on_both_clients():
