@@ -1,18 +1,12 @@
 import asyncio
 import inspect
-import socket
-import subprocess
-import sys
-import threading
-import time
 
 import httpx
 import pytest
 from fastapi.responses import PlainTextResponse
 
-from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClient, Timeouts
-from rollout.client.errors import ServerError, ServerTimeout, ServerUnreachable
-from rollout.core.errors import BadRequest
+from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClient
+from rollout.client.errors import ServerError
 from tests.canned_server import CannedServer, event_stream, json_response, serving
 from weight_sync.sender import EngineControl
 
@@ -294,122 +288,3 @@ def test_answers_of_the_wrong_kind_are_errors():
     for path, content, call in wrong:
         with pytest.raises(ResponseFormatError):
             run_async(CannedServer({path: content}), call)
-
-
-# --- servers that are not there, slow or just starting ------------------------------------------------------------
-
-
-@pytest.fixture
-def nobody():
-    """The URL of a port on which nothing listens."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{reserved.getsockname()[1]}"
-
-
-@pytest.fixture
-def silent():
-    """The URL of a server that accepts and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def test_nobody_there_is_said_clearly(nobody):
-    async def use(call):
-        async with AsyncRolloutClient(nobody) as client:
-            return await call(client)
-
-    with RolloutClient(nobody) as client:
-        for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
-            with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
-                call(client)
-            with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
-                asyncio.run(use(call))
-        with pytest.raises(ServerUnreachable):
-            next(client.stream("hi"))
-        assert client.health() is False
-    assert asyncio.run(use(lambda c: c.health())) is False
-
-
-def test_every_wait_has_a_deadline(silent):
-    timeouts = Timeouts(connect=0.3, control=0.3, generate=0.3, weights=0.3)
-    with RolloutClient(silent, timeouts=timeouts) as client:
-        started = time.monotonic()
-        calls = [call for call, *_ in VERBS]
-        calls += [lambda c: c.generate("hi"), lambda c: next(c.stream("hi"))]
-        for call in (calls[0], calls[2], calls[-3], calls[-2], calls[-1]):
-            with pytest.raises(ServerTimeout, match=r"no answer within 0\.3 s"):
-                call(client)
-        assert client.health(0.2) is False
-        with pytest.raises(ServerTimeout, match=r"within 0\.1 s"):
-            client.generate("hi", timeout=0.1)
-        assert time.monotonic() - started < 10
-
-
-def test_a_connection_that_breaks_is_said_clearly():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
-
-        def hang_up():
-            connection, _ = listener.accept()
-            connection.recv(100)
-            connection.close()
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        with (
-            RolloutClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as client,
-            pytest.raises(ServerUnreachable, match="the connection broke"),
-        ):
-            client.generate("hi")
-        thread.join(10)
-
-
-def test_waiting_for_a_server_that_starts():
-    countdown = iter(range(5))
-    canned = CannedServer({"/health": lambda body: PlainTextResponse("", 503 if next(countdown) < 3 else 200)})
-    with serving(canned) as url, RolloutClient(url) as client:
-        client.wait_until_ready(timeout=10, poll=0.01)
-    assert len(canned.asked) == 4
-    canned.answers["/health"] = PlainTextResponse("")
-    run_async(canned, lambda client: client.wait_until_ready(timeout=10))
-
-
-def test_waiting_ends_at_the_deadline(nobody):
-    started = time.monotonic()
-    with RolloutClient(nobody) as client, pytest.raises(ServerTimeout, match="not ready within"):
-        client.wait_until_ready(timeout=0.3, poll=0.05)
-
-    async def use():
-        async with AsyncRolloutClient(nobody) as client:
-            await client.wait_until_ready(timeout=0.3, poll=0.05)
-
-    with pytest.raises(ServerTimeout, match="not ready within"):
-        asyncio.run(use())
-    assert time.monotonic() - started < 5
-
-
-def test_a_health_check_that_is_refused_is_not_mistaken_for_starting():
-    with pytest.raises(ServerError):
-        run_async(CannedServer({"/health": PlainTextResponse("", 404)}), lambda client: client.wait_until_ready(5))
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://", "", "http://[::"])
-def test_a_base_url_that_is_none_is_refused(url):
-    with pytest.raises(BadRequest):
-        RolloutClient(url)
-
-
-def test_arguments_that_json_cannot_hold_are_refused():
-    with RolloutClient() as client:
-        for params in ({"temperature": float("nan")}, {"stop": {1, 2}}):
-            with pytest.raises(BadRequest, match="cannot be sent as JSON"):
-                client.generate("hi", sampling_params=params)
-
-
-def test_the_client_does_not_load_torch():
-    code = "import sys, rollout.client; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'fastapi')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
