@@ -6,7 +6,7 @@ Knows records and how their text grows.  Does not know sockets: whoever feeds th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ class GenerateHandle:
             self.abort()
             raise
 
-    async def stream(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    async def stream(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
         """(sample index, response so far) whenever a sample has grown; ends after every sample's last.
 
         Text, ids and log-probabilities are cumulative.  Raises what `fail` was given.  Leaving early aborts the

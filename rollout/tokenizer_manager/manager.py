@@ -96,6 +96,8 @@ class TokenizerManager:
         self.weight_version = server_args.weight_version  # the last one that the scheduler spoke of
         self.started_at = time.time()
         self.num_messages = 0
+        self.scheduler_failed = asyncio.Event()
+        self.failure_message: str | None = None  # the scheduler's last words
         self.communicator = Communicator(link.send)
         self._link = link
         self._observers = list(observers)
@@ -272,6 +274,8 @@ class TokenizerManager:
             self._ready = asyncio.get_running_loop().create_future()
         if isinstance(message, SchedulerFailed):
             logger.debug("scheduler traceback:\n%s", message.traceback)
+            self.failure_message = message.message
+            self.scheduler_failed.set()
             self.fail(message.message)
             if not self._ready.done():
                 self._ready.set_exception(StartupError(message.message))

@@ -1,0 +1,37 @@
+"""The command `lockstep`.  Knows the names of its subcommands; each lives in a module that is imported when it is run,
+so that help and typing errors do not wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+COMMANDS = {
+    "serve": ("rollout.entrypoints.launch", "serve a checkpoint over HTTP"),
+    "demo": ("rollout.entrypoints.demo.run", "run one whole step of reinforcement learning on a small model"),
+    "make-checkpoint": ("rollout.entrypoints.make_checkpoint", "write a small random checkpoint"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand with the words after its name; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="A serving engine for reinforcement-learning rollouts of Mixture-of-Experts models.",
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {version('lockstep-rl')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        # Each command parses its own words, help included.
+        commands.add_parser(name, help=text, description=text, add_help=False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    namespace, _ = parser.parse_known_args(words[:1])
+    module = importlib.import_module(COMMANDS[namespace.command][0])
+    return int(module.main(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""How bodies are read, errors written and disconnects noticed: what every route file shares.
+
+Knows ASGI and the one error shape.  Does not know any endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout.core.errors import BadRequest, LockstepError, TooLarge, UnsupportedFeature, status_of
+from rollout.entrypoints.protocol import UNSUPPORTED_SAMPLING_FIELDS, Body
+from rollout.tokenizer_manager.response import encode_json
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+THREAD_BODY_BYTES = 64 * 1024
+"""Bodies over this size are parsed off the event loop."""
+CLIENT_CLOSED_REQUEST = 499
+
+Model = TypeVar("Model", bound=Body)
+Result = TypeVar("Result")
+
+
+def json_response(content: Any, status_code: int = 200) -> Response:
+    return Response(encode_json(content), status_code, media_type="application/json")
+
+
+def error_content(error: BaseException) -> dict[str, str]:
+    """`{"type", "message"}`; what went wrong inside is logged, not told."""
+    if isinstance(error, HTTPException):
+        return {"type": "HTTPError", "message": str(error.detail)}
+    if isinstance(error, LockstepError) or hasattr(error, "status_code"):
+        return {"type": getattr(error, "kind", type(error).__name__), "message": str(error)}
+    return {"type": "InternalError", "message": f"internal error: {type(error).__name__}"}
+
+
+def error_response(error: BaseException) -> Response:
+    return json_response({"error": error_content(error)}, status_of(error))
+
+
+# --- bodies ------------------------------------------------------------------------------------------------------
+
+
+def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+    """A FastAPI dependency that reads a body as `model`, whatever its content type; no body counts as `{}`.
+
+    The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB.
+    """
+
+    async def read(request: Request) -> Model:
+        data = await _read_limited(request)
+        if len(data) > THREAD_BODY_BYTES:
+            return await asyncio.to_thread(parse_body, model, data)
+        return parse_body(model, data)
+
+    return read
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` that documents a body read by `json_body`."""
+    schema = model.model_json_schema()
+    content = _inline(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"content": {"application/json": {"schema": content}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    """`node` with `$ref`s replaced by what they name: a schema inside an operation has no place for definitions."""
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(value, definitions) for key, value in node.items()}
+
+
+def parse_body(model: type[Model], data: bytes) -> Model:
+    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
+    try:
+        raw = msgspec.json.decode(data) if data.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise BadRequest("the body must be a JSON object")
+    _refuse_unsupported(raw, model.unsupported)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise BadRequest(_describe(error)) from None
+
+
+def _refuse_unsupported(raw: dict[str, Any], names: frozenset[str]) -> None:
+    for name in sorted(names & raw.keys()):
+        if raw[name]:
+            raise UnsupportedFeature(f"{name} is not supported by this server")
+    sampling = raw.get("sampling_params")
+    for params in sampling if isinstance(sampling, list) else [sampling]:
+        if isinstance(params, dict):
+            for name in sorted(UNSUPPORTED_SAMPLING_FIELDS & params.keys()):
+                if params[name]:
+                    raise UnsupportedFeature(f"sampling_params: {name} is not supported by this server")
+
+
+def _describe(error: ValidationError) -> str:
+    """The first complaint of each field, without pydantic's names for the arms of a union."""
+    complaints: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        path = [str(part) for part in item["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        complaints.setdefault(path[0] if path else "body", f"{'.'.join(path[:3])}: {item['msg']}")
+    return "; ".join(complaints.values())
+
+
+def describe_query(error: RequestValidationError) -> str:
+    """What is wrong with the parameters in a URL."""
+    return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+
+
+async def _read_limited(request: Request) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise TooLarge(f"the body has {declared} bytes; the limit is {MAX_BODY_BYTES}")
+    chunks = bytearray()
+    async for chunk in request.stream():
+        chunks += chunk
+        if len(chunks) > MAX_BODY_BYTES:
+            raise TooLarge(f"the body is over the limit of {MAX_BODY_BYTES} bytes")
+    return bytes(chunks)
+
+
+# --- disconnects -------------------------------------------------------------------------------------------------
+
+
+class ClientGone(LockstepError):
+    """The client closed the connection before its answer was ready; nobody reads what is answered."""
+
+    status_code = CLIENT_CLOSED_REQUEST
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client goes away first.  Raises `ClientGone` then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone("the client closed the connection")
+    finally:
+        for future in (task, watcher):
+            future.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class SseResponse(Response):
+    """Server-sent events from a generator of JSON-like contents, ended by `data: [DONE]`.
+
+    An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[Any, None], on_close: Callable[[], None]) -> None:
+        """`on_close` is called however the stream ends, also when it never began."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone, OSError):
+                await until_disconnect(receive, self._send_all(send))
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events):
+            try:
+                async for event in self._events:
+                    await _send_data(send, encode_json(event))
+            except OSError:
+                raise
+            except Exception as error:
+                if status_of(error) == 500:
+                    logger.exception("a stream failed")
+                await _send_data(send, encode_json({"error": _stream_error(error)}))
+        await _send_data(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_data(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+def _stream_error(error: Exception) -> dict[str, Any]:
+    status = status_of(error)
+    return error_content(error) | {"code": status, "retryable": status == 503}

@@ -1,0 +1,63 @@
+"""The FastAPI application over a `TokenizerManager`.
+
+Knows which routes there are and how errors look.  Holds no state of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from rollout.core.errors import BadRequest, LockstepError
+from rollout.entrypoints.auth import KeyMiddleware
+from rollout.entrypoints.control_routes import ControlRoutes
+from rollout.entrypoints.http_io import describe_query, error_response
+from rollout.entrypoints.info_routes import InfoRoutes
+from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.native_routes import NativeRoutes
+from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.tokenizer_manager.manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
+    """The application.  `metrics` should also be one of the manager's observers."""
+    args = manager.server_args
+    app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
+    control = ControlRoutes(manager, metrics).router()
+    app.include_router(NativeRoutes(manager).router())
+    app.include_router(OpenAIRoutes(manager).router())
+    app.include_router(InfoRoutes(manager, metrics).router())
+    app.include_router(control)
+    app.add_middleware(
+        KeyMiddleware,
+        api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
+        control_paths={route.path for route in control.routes if isinstance(route, APIRoute)},
+    )
+    app.add_exception_handler(RequestValidationError, _on_bad_query)
+    for kind in (LockstepError, HTTPException):
+        app.add_exception_handler(kind, _on_known_error)
+    app.add_exception_handler(Exception, _on_unknown_error)
+    return app
+
+
+async def _on_bad_query(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(BadRequest(describe_query(error)))
+
+
+async def _on_known_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_unknown_error(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(error)

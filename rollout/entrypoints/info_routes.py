@@ -1,0 +1,230 @@
+"""Health, readiness, model and server facts, loads and metrics: endpoints that change nothing.
+
+Knows which names RL frameworks and routers look for.  Every number comes from the scheduler's own answer, which has
+a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Response
+from starlette.responses import PlainTextResponse
+
+from rollout.core.errors import LockstepError, Unavailable
+from rollout.core.io_struct import GetStateReqInput
+from rollout.entrypoints.http_io import json_response
+from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.server_info import launch_command, resolved_args
+from rollout.tokenizer_manager.manager import Phase, TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
+
+STATE_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 20.0
+
+
+class InfoRoutes:
+    """Read-only endpoints."""
+
+    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
+        self._manager = manager
+        self._metrics = metrics
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["info"])
+        add = router.add_api_route
+        add("/health", self.health)
+        add("/health_generate", self.health_generate)
+        add("/ready", self.ready)
+        add("/ping", self.ping)
+        for path in ("/model_info", "/get_model_info"):
+            add(path, self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            add(path, self.server_info)
+        for path in ("/weight_version", "/get_weight_version"):
+            add(path, self.weight_version)
+        add("/get_load", self.get_load)
+        add("/v1/loads", self.loads)
+        if self._manager.server_args.enable_metrics:
+            add("/metrics", self.metrics, response_class=PlainTextResponse)
+        return router
+
+    async def _state(self) -> dict[str, Any]:
+        answer = await self._manager.control(GetStateReqInput, STATE_TIMEOUT_S)
+        if not answer.success:
+            raise LockstepError(answer.message)
+        return answer.data
+
+    # --- health --------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """200 with an empty body while the scheduler answers, also when paused; else 503."""
+        state = await self._state()
+        if state.get("poisoned"):
+            raise Unavailable("the weights are inconsistent after a failed refresh; only a complete refresh heals them")
+        return Response(status_code=200)
+
+    async def health_generate(self) -> Response:
+        """Like /health, by way of one generated token unless the server is paused."""
+        state = await self._state()
+        if not state.get("paused"):
+            await self._generate_one()
+        return Response(status_code=200)
+
+    async def _generate_one(self) -> None:
+        """Any message from the scheduler counts, so that a full queue is not an illness."""
+        before = self._manager.num_messages
+        handle = await self._manager.submit(
+            GenerateReqInput(
+                rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+                input_ids=[0],
+                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+                return_routed_experts=False,
+            )
+        )
+        try:
+            await asyncio.wait_for(handle.results(), HEALTH_TIMEOUT_S)
+        except TimeoutError:
+            if self._manager.num_messages == before:
+                raise Unavailable(f"the scheduler made no token within {HEALTH_TIMEOUT_S:g} s") from None
+
+    async def ready(self) -> Response:
+        """200 when a request would be worked on now; 503 while starting, stopping or paused."""
+        self._manager.limits  # noqa: B018 - raises unless serving
+        if self._manager.paused:
+            raise Unavailable("generation is paused")
+        return Response(status_code=200)
+
+    async def ping(self) -> Response:
+        """200 as soon as the process listens, unless it has failed."""
+        if self._manager.phase is Phase.FAILED:
+            raise Unavailable("the server has failed")
+        return Response(status_code=200)
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    async def model_info(self) -> Response:
+        args, config = self._manager.server_args, self._manager.model_config
+        state = await self._state()
+        return json_response(
+            {
+                "model_path": args.model_path,
+                "served_model_name": args.name,
+                "tokenizer_path": args.tokenizer_path or args.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": state["weight_version"],
+                "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": config.model_type,
+                "architectures": [config.architecture],
+                "num_hidden_layers": config.num_hidden_layers,
+                "num_experts": config.num_experts,
+                "num_experts_per_tok": config.num_experts_per_tok,
+                "moe_layer_ids": list(config.moe_layer_ids),
+                "vocab_size": config.vocab_size,
+            }
+        )
+
+    async def server_info(self) -> Response:
+        """The launch arguments flat at the top, as external-engine clients compare them, and the scheduler's state."""
+        manager = self._manager
+        args, state = manager.server_args, await self._state()
+        resolved = resolved_args(args)
+        internal = resolved | state
+        internal |= {
+            "world_size": 1,
+            "effective_max_running_requests_per_dp": state.get("max_running_requests"),
+            "last_gen_throughput": state.get("gen_throughput"),
+            "memory_usage": {
+                "weight": state.get("model_bytes", 0) / 2**30,
+                "kvcache": state.get("kv_bytes", 0) / 2**30,
+                "token_capacity": state.get("max_total_num_tokens"),
+                "graph": 0.0,
+            },
+        }
+        scheduler_info = {
+            "status": "ready",
+            "max_total_num_tokens": state.get("max_total_num_tokens"),
+            "max_req_input_len": manager.limits.context_length - 1,
+            "startup_time": manager.started_at,
+        }
+        return json_response(
+            resolved
+            | {
+                "launch_command": launch_command(args),
+                "scheduler_info": scheduler_info,
+                "startup_time": manager.started_at,
+                "weight_version": state["weight_version"],
+                "weight_update": state.get("weight_update"),
+                "internal_states": [internal],
+                "kv_events": None,
+                "frontend": "python",
+                "version": version("lockstep-rl"),
+            }
+        )
+
+    async def weight_version(self) -> Response:
+        """The version in force, and the digest of its content where one was computed."""
+        state = await self._state()
+        facts = {"weight_version": state["weight_version"], "weight_epoch": state.get("weight_epoch")}
+        return json_response(facts | {"content_digest": state.get("content_digest")})
+
+    async def get_load(self) -> Response:
+        """One entry per data-parallel rank."""
+        state = await self._state()
+        running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
+        load = {
+            "dp_rank": 0,
+            "num_reqs": running + waiting,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_tokens": state.get("num_total_tokens"),
+        }
+        return json_response([load])
+
+    async def loads(self) -> Response:
+        """SGLang's /v1/loads: one entry per data-parallel rank, all sections always."""
+        state, now = await self._state(), time.time()
+        running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
+        capacity = max(1, state.get("max_running_requests") or 1)
+        same = (
+            "num_used_tokens", "num_total_tokens", "max_total_num_tokens", "max_running_requests", "token_usage",
+            "gen_throughput", "cache_hit_rate",
+        )  # fmt: skip
+        load = {
+            "timestamp": now,
+            "dp_rank": 0,
+            "num_reqs": running + waiting,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            **{name: state.get(name) for name in same},
+            "num_active_tokens": state.get("num_used_tokens"),
+            "utilization": running / capacity,
+        }
+        return json_response(
+            {
+                "timestamp": now,
+                "version": version("lockstep-rl"),
+                "accelerator": state.get("device"),
+                "num_accelerators": 1,
+                "loads": [load],
+            }
+        )
+
+    async def metrics(self) -> Response:
+        """Prometheus text.  Without an answer from the scheduler its gauges keep their values, and their age grows."""
+        if self._manager.phase is Phase.SERVING:
+            try:
+                self._metrics.update(await self._state())
+            except LockstepError as error:
+                self._metrics.note_scrape_failure(error)
+        return Response(self._metrics.render(), media_type=self._metrics.content_type)

@@ -1,0 +1,287 @@
+"""`lockstep serve`: from the command line to a server, and from a signal to its orderly end.
+
+Knows the order in which things start and stop.  Does not know any endpoint.
+
+    check settings -> bind the port -> start the scheduler, load the tokenizer -> serve
+    SIGTERM, SIGINT -> refuse new requests -> the scheduler drains -> answers are written -> exit 0
+    the scheduler dies -> what is in flight gets 503 -> exit 1 with the reason
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from rollout.core.errors import LockstepError, StartupError
+from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
+from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
+from rollout.entrypoints.http_server import build_app
+from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcess, describe_exit
+from rollout.tokenizer_manager.channel import SchedulerChannel
+from rollout.tokenizer_manager.manager import Phase, TokenizerManager
+from rollout.tokenizer_manager.tokenizer import Tokenizer
+
+PROGRESS_EVERY_S = 5.0
+DRAIN_MARGIN_S = 5.0
+RESPONSES_S = 5
+"""Seconds that answers get to be written once the scheduler has stopped."""
+LAST_WORDS_S = 1.0
+"""Seconds that a message of a scheduler process which has ended may be under way."""
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a server until it is told to stop; the exit status.  A startup error is one line on stderr and status 1."""
+    parser = argparse.ArgumentParser(prog="lockstep serve", description="Serve a checkpoint over HTTP.")
+    add_cli_args(parser)
+    namespace = parser.parse_args(argv)
+    logging.basicConfig(
+        level=namespace.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        return run_server(server_args_from_namespace(namespace))
+    except LockstepError as error:
+        return _fail(str(error))
+
+
+def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`."""
+    config = load_model_config(args.model_path)
+    if args.return_routed_experts_by_default and not config.is_moe:
+        raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
+    with contextlib.closing(_bind(args)) as listener, _private_folder() as folder:
+        return asyncio.run(_Server(args, config, listener, folder, worker_command).run())
+
+
+class _Server:
+    """One server's life."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        config: ModelConfig,
+        listener: socket.socket,
+        folder: Path,
+        worker_command: Sequence[str],
+    ) -> None:
+        self._args = args
+        self._config = config
+        self._listener = listener
+        self._folder = folder
+        self._worker_command = worker_command
+        self._stop = asyncio.Event()
+        self._scheduler: SchedulerProcess | None = None
+
+    async def run(self) -> int:
+        """Raises `StartupError`."""
+        self._install_signals()
+        channel = SchedulerChannel(self._folder)
+        metrics = Metrics(self._args.name)
+        manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
+        http = _HttpServer(_uvicorn_config(build_app(manager, metrics), self._args))
+        http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
+        reader = asyncio.create_task(manager.run())
+        try:
+            _say(f"loading {self._args.model_path}")
+            self._scheduler = await SchedulerProcess.start(self._args, channel, self._worker_command)
+            return await self._serve(manager, self._scheduler, http_task, reader)
+        finally:
+            http.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(http_task, RESPONSES_S + 2)
+            if self._scheduler is not None:
+                await self._scheduler.end(0.0)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            channel.close()
+
+    async def _serve(
+        self,
+        manager: TokenizerManager,
+        scheduler: SchedulerProcess,
+        http_task: asyncio.Task[None],
+        reader: asyncio.Task[None],
+    ) -> int:
+        death = asyncio.create_task(scheduler.wait())
+        stop = asyncio.create_task(self._stop.wait())
+        start = asyncio.create_task(self._start(manager))
+        try:
+            await _first_of(start, death, stop, http_task, reader)
+            if stop.done():
+                return await self._shut_down(manager, scheduler, death)
+            if not start.done():
+                raise StartupError(await _reason(manager, death, reader, "before it was ready"))
+            start.result()
+            _say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
+            await _first_of(death, stop, http_task, reader)
+            if stop.done():
+                return await self._shut_down(manager, scheduler, death)
+            reason = await _reason(manager, death, reader, "while serving")
+            manager.fail(reason)
+            return _fail(reason)
+        finally:
+            for task in (death, stop, start):
+                task.cancel()
+            await asyncio.gather(death, stop, start, return_exceptions=True)
+
+    async def _start(self, manager: TokenizerManager) -> None:
+        """Bring tokenizer and scheduler up side by side, with a word now and then."""
+        path = self._args.tokenizer_path or self._args.model_path
+        loading = (
+            None if self._args.skip_tokenizer_init else asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
+        )
+        progress = asyncio.create_task(_report_progress())
+        try:
+            tokenizer = None if loading is None else await loading
+            ready: SchedulerReady = await manager.scheduler_ready()
+        finally:
+            progress.cancel()
+        manager.serve(ready, tokenizer)
+
+    async def _shut_down(self, manager: TokenizerManager, scheduler: SchedulerProcess, death: asyncio.Task[int]) -> int:
+        """Drain and stop.  The HTTP server still runs, so that answers reach their clients."""
+        if manager.phase is Phase.STARTING:
+            return 0
+        manager.stop_admitting()
+        drain_s = self._args.drain_timeout
+        _say(f"stopping; {manager.num_in_flight} requests get {drain_s:g} s to finish (a second signal stops at once)")
+        drained = asyncio.create_task(
+            manager.communicator.call(ShutdownReqInput, drain_s + DRAIN_MARGIN_S, drain_s=drain_s)
+        )
+        await _first_of(drained, death)
+        # The answer may be in the socket still when the process is gone already.
+        await asyncio.wait({drained}, timeout=LAST_WORDS_S)
+        if not drained.done():
+            reason = f"the scheduler process ended while stopping: {describe_exit(death.result())}"
+            manager.fail(reason)
+            await asyncio.gather(drained, return_exceptions=True)
+            return _fail(reason)
+        try:
+            drained.result()
+        except LockstepError as error:
+            manager.fail(f"the server was stopped: {error}")
+            return _fail(f"requests were cut off: {error}")
+        await scheduler.end(DRAIN_MARGIN_S)
+        return 0
+
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            return
+        if self._scheduler is not None:
+            self._scheduler.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(128 + number)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: this module decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: object, args: ServerArgs) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        log_level="info" if args.log_level == "debug" else "warning",
+        access_log=args.log_level == "debug",
+        lifespan="off",
+        ws="none",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=RESPONSES_S,
+    )
+
+
+def _bind(args: ServerArgs) -> socket.socket:
+    """A listening socket, taken before anything expensive starts.  Raises `StartupError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"--host {args.host}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise StartupError(f"cannot listen on {args.host}:{args.port}: {reason}; choose another --port") from None
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder that only this user can enter, removed at the end."""
+    folder = tempfile.mkdtemp(prefix="lockstep-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _first_of(*tasks: asyncio.Task) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _reason(manager: TokenizerManager, death: asyncio.Task[int], reader: asyncio.Task[None], when: str) -> str:
+    """Why the server cannot go on, in one line."""
+    if reader.done() and not reader.cancelled() and reader.exception() is not None:
+        return f"a message of the scheduler process cannot be read: {reader.exception()}"
+    if not death.done():
+        return "the HTTP server ended by itself"
+    # Its last words may still be on their way.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(manager.scheduler_failed.wait(), LAST_WORDS_S)
+    said = manager.failure_message
+    return said if said else f"the scheduler process ended {when}: {describe_exit(death.result())}"
+
+
+async def _report_progress() -> None:
+    waited = 0.0
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        waited += PROGRESS_EVERY_S
+        _say(f"still loading ({waited:.0f} s)")
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _say(message: str, prefix: str = "lockstep: ") -> None:
+    print(prefix + message, file=sys.stderr, flush=True)
+
+
+def _fail(reason: str) -> int:
+    line = " ".join(reason.split())
+    print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,81 @@
+"""/generate, /tokenize and /detokenize.
+
+Knows their bodies and replies.  Does not know how text is made: `TokenizerManager` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from rollout.core.errors import BadRequest
+from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.response import encode_json
+from rollout.tokenizer_manager.validation import check_token_ids
+
+GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
+TokenizeBody = Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
+
+
+class NativeRoutes:
+    """SGLang's native data endpoints."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["native"])
+        add = router.add_api_route
+        add("/generate", self.generate, methods=["POST", "PUT"], openapi_extra=body_schema(GenerateRequest))
+        for prefix in ("", "/v1"):
+            add(f"{prefix}/tokenize", self.tokenize, methods=["POST"], openapi_extra=body_schema(TokenizeRequest))
+            add(f"{prefix}/detokenize", self.detokenize, methods=["POST"], openapi_extra=body_schema(DetokenizeRequest))
+        return router
+
+    async def generate(self, request: Request, body: GenerateBody) -> Response:
+        """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list."""
+        handle = await until_disconnect(request.receive, self._manager.submit(body.to_request()))
+        if body.stream:
+            return SseResponse(_events(handle), on_close=handle.abort)
+        result = await until_disconnect(request.receive, handle.result())
+        return Response(encode_json(result), media_type="application/json")
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a prompt, a list of prompts, or a chat under the model's template."""
+        tokenizer, limits = self._manager.tokenizer, self._manager.limits
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("give either prompt or messages")
+        if body.messages is not None:
+            tokens: Any = await tokenizer.render_chat(body.messages, tools=None, continue_final=False, extra={})
+        elif isinstance(body.prompt, str):
+            (tokens,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        else:
+            tokens = await tokenizer.encode(body.prompt or [], add_special_tokens=body.add_special_tokens)
+        count: Any = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
+        return json_response({"tokens": tokens, "count": count, "max_model_len": limits.context_length})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Text of token ids, or of each list of them."""
+        tokenizer, vocab_size = self._manager.tokenizer, self._manager.limits.vocab_size
+        is_batch = bool(body.tokens) and isinstance(body.tokens[0], list)
+        batch: list[Any] = list(body.tokens) if is_batch else [body.tokens]  # of lists of ids
+        texts = []
+        for token_ids in batch:
+            check_token_ids(token_ids, vocab_size, "tokens")
+            texts.append(tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens))
+        return json_response({"text": texts if is_batch else texts[0]})
+
+
+async def _events(handle: GenerateHandle) -> AsyncGenerator[dict[str, Any], None]:
+    """Cumulative responses as they grow; those of a list say which sample they are."""
+    async with contextlib.aclosing(handle.stream()) as stream:
+        async for index, response in stream:
+            yield response | {"index": index} if handle.replies_with_list else response

@@ -1,0 +1,202 @@
+"""Native responses as OpenAI's: choices, log-probabilities, usage, and SGLang's additions.
+
+Pure functions over the dicts that `tokenizer_manager.response` builds.  Knows layouts, not HTTP.
+
+A native log-probability entry is `[log-probability or None, token id, text or None]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for log-probabilities that JSON cannot hold, as clients of this format demand a number."""
+
+Native = dict[str, Any]
+Entry = list[Any]
+
+
+def response_head(object_name: str, model: str, created: int, first: Native) -> dict[str, Any]:
+    """The fields that every response and chunk begins with."""
+    return {"id": first["meta_info"]["id"], "object": object_name, "created": created, "model": model}
+
+
+def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
+    """`usage`, `metadata` and, where routes were asked for, `sglext` of the first choice."""
+    tail: dict[str, Any] = {"usage": usage(natives, request.n), "metadata": metadata(natives[0])}
+    extension = sglext(request, natives[0])
+    return tail | ({"sglext": extension} if extension else {})
+
+
+def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
+    """Tokens; the prompt of a group of n samples counts once."""
+    metas = [native["meta_info"] for native in natives]
+    prompt = sum(meta["prompt_tokens"] for meta in metas[::n])
+    completion = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::n])},
+    }
+
+
+def metadata(native: Native) -> dict[str, Any]:
+    meta = native["meta_info"]
+    return {"weight_version": meta["weight_version"], "weight_versions": meta["weight_versions"]}
+
+
+def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
+    """Routed experts of one choice; with `return_meta_info` every choice carries its own instead."""
+    if request.return_meta_info:
+        return {}
+    return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
+
+
+def choice_extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
+    """What RL clients ask for on every choice."""
+    extras: dict[str, Any] = {}
+    if request.return_meta_info:
+        extras["meta_info"] = native["meta_info"]
+    if request.wants_prompt_token_ids:
+        extras["prompt_token_ids"] = native["prompt_token_ids"]
+    if request.return_token_ids:
+        extras["token_ids"] = native["output_ids"]
+    return extras
+
+
+def finish_fields(native: Native) -> dict[str, Any]:
+    """`finish_reason` as one word (it may be `abort`) and what matched."""
+    reason = native["meta_info"]["finish_reason"]
+    if reason is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched")}
+
+
+# --- completions -------------------------------------------------------------------------------------------------
+
+
+def completion_choice(request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
+    """One choice; `prompt_text` is empty unless echoed."""
+    logprobs = None if request.logprobs is None else completion_logprobs(request, native["meta_info"], 0)
+    choice = {"index": index, "text": prompt_text + native.get("text", ""), "logprobs": logprobs}
+    return choice | finish_fields(native) | choice_extras(request, native)
+
+
+def completion_logprobs(request: CompletionRequest, meta: dict[str, Any], first: int) -> dict[str, Any]:
+    """Parallel lists over the tokens from `first` on; with echo the prompt's tokens come before the output's."""
+    entries: list[Entry] = list(meta["output_token_logprobs"])
+    tops: list[list[Entry] | None] = list(meta.get("output_top_logprobs", [[] for _ in entries]))
+    if request.echo:
+        prompt = meta["input_token_logprobs"]
+        entries = prompt + entries
+        tops = meta.get("input_top_logprobs", [[] for _ in prompt]) + tops
+    offsets, position = [], 0
+    for entry in entries:
+        offsets.append(position)
+        position += len(_token_text(entry))
+    entries, tops = entries[first:], tops[first:]
+    return {
+        "tokens": [_token_text(entry) for entry in entries],
+        "token_logprobs": [None if entry[0] is None else _finite(entry[0]) for entry in entries],
+        "top_logprobs": [
+            None if entry[0] is None else _top_dict(entry, top or []) for entry, top in zip(entries, tops)
+        ],
+        "text_offset": offsets[first:],
+    }
+
+
+def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
+    """Text -> log-probability, best first; of tokens with the same text the best counts."""
+    result: dict[str, float] = {}
+    for entry in [*top, sampled]:
+        result.setdefault(_token_text(entry), _finite(entry[0]))
+    return result
+
+
+# --- chat --------------------------------------------------------------------------------------------------------
+
+
+def chat_choice(request: ChatCompletionRequest, index: int, native: Native) -> dict[str, Any]:
+    logprobs = chat_logprobs(native["meta_info"], 0) if request.logprobs else None
+    message = {"role": "assistant", "content": native.get("text", "")}
+    choice = {"index": index, "message": message, "logprobs": logprobs}
+    return choice | finish_fields(native) | choice_extras(request, native)
+
+
+def chat_logprobs(meta: dict[str, Any], first: int) -> dict[str, Any]:
+    """One object per output token from `first` on."""
+    entries = meta["output_token_logprobs"]
+    tops = meta.get("output_top_logprobs", [[] for _ in entries])
+    content = [
+        _chat_entry(entry) | {"top_logprobs": [_chat_entry(item) for item in top]}
+        for entry, top in zip(entries[first:], tops[first:])
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(entry: Entry) -> dict[str, Any]:
+    """`bytes` is null for a token that is only part of a character: its text does not tell them."""
+    text = _token_text(entry)
+    encoded = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _finite(entry[0]), "bytes": encoded}
+
+
+# --- streams -----------------------------------------------------------------------------------------------------
+
+
+class StreamCursor:
+    """How much of one choice was sent: native responses are cumulative, OpenAI's chunks are not."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._num_logprobs = 0
+
+    def completion_chunk(
+        self, request: CompletionRequest, index: int, native: Native, prompt_text: str
+    ) -> dict[str, Any]:
+        """What is new as a choice of a completion chunk."""
+        is_first = self._num_tokens == 0 and self._num_chars == 0
+        text = (prompt_text if is_first else "") + self._new_text(native)
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = completion_logprobs(request, native["meta_info"], self._num_logprobs)
+            self._num_logprobs += len(logprobs["tokens"])
+        choice = {"index": index, "text": text, "logprobs": logprobs}
+        return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
+
+    def chat_chunk(self, request: ChatCompletionRequest, index: int, native: Native) -> dict[str, Any]:
+        """What is new as a choice of a chat chunk."""
+        logprobs = chat_logprobs(native["meta_info"], self._num_tokens) if request.logprobs else None
+        choice = {"index": index, "delta": {"content": self._new_text(native)}, "logprobs": logprobs}
+        return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
+
+    def _new_text(self, native: Native) -> str:
+        text = native.get("text", "")
+        new = text[self._num_chars :]
+        self._num_chars = len(text)
+        return new
+
+    def _ids(self, request: OpenAIRequest, native: Native) -> dict[str, Any]:
+        new = native["output_ids"][self._num_tokens :]
+        self._num_tokens += len(new)
+        return {"token_ids": new} if request.return_token_ids else {}
+
+    @staticmethod
+    def _extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
+        if native["meta_info"]["finish_reason"] is None:
+            return {}
+        return {key: value for key, value in choice_extras(request, native).items() if key != "token_ids"}
+
+
+def _token_text(entry: Entry) -> str:
+    """The token's text; on a server without a tokenizer its id."""
+    return f"token_id:{entry[1]}" if entry[2] is None else entry[2]
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST_LOGPROB)

@@ -1,0 +1,181 @@
+"""/v1/completions, /v1/chat/completions and /v1/models.
+
+Knows the order of a response's parts.  Their layout is `openai_format`, their request `openai_protocol`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from rollout.core.errors import NotFound, UnsupportedFeature
+from rollout.entrypoints import openai_format as fmt
+from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
+
+CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
+ChatBody = Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))]
+
+ChunkOf = Callable[[fmt.StreamCursor, int, fmt.Native], dict[str, Any]]
+
+
+class OpenAIRoutes:
+    """OpenAI's endpoints with SGLang's additions for RL."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/v1", tags=["openai"])
+        add = router.add_api_route
+        add("/completions", self.completions, methods=["POST"], openapi_extra=body_schema(CompletionRequest))
+        add("/chat/completions", self.chat, methods=["POST"], openapi_extra=body_schema(ChatCompletionRequest))
+        add("/models", self.models)
+        add("/models/{model:path}", self.model)
+        return router
+
+    # --- completions ---------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request, body: CompletionBody) -> Response:
+        """Complete one prompt or several, as text or token ids."""
+        handle = await until_disconnect(request.receive, self._manager.submit(body.to_request()))
+        prompt_texts = self._prompt_texts(body, handle)
+        if body.stream:
+
+            def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+                return cursor.completion_chunk(body, index, native, prompt_texts[index])
+
+            events = self._events(handle, body, "text_completion", chunk_of)
+            return SseResponse(events, on_close=handle.abort)
+        natives = await until_disconnect(request.receive, handle.results())
+        choices = [
+            fmt.completion_choice(body, index, native, prompt_texts[index]) for index, native in enumerate(natives)
+        ]
+        return self._response(body, "text_completion", natives, choices)
+
+    def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
+        """The text to put before each choice."""
+        if not body.echo:
+            return [""] * len(handle.records)
+        tokenizer = self._manager.tokenizer
+        if isinstance(body.prompt, str):
+            return [body.prompt] * len(handle.records)
+        return [tokenizer.decode(record.prompt_ids, skip_special_tokens=False) for record in handle.records]
+
+    # --- chat ----------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request, body: ChatBody) -> Response:
+        """Answer a chat under the model's template, or continue `input_ids`."""
+        handle = await until_disconnect(request.receive, self._submit_chat(body))
+        if body.stream:
+
+            def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+                return cursor.chat_chunk(body, index, native)
+
+            events = self._events(handle, body, "chat.completion.chunk", chunk_of, opens_with_role=True)
+            return SseResponse(events, on_close=handle.abort)
+        natives = await until_disconnect(request.receive, handle.results())
+        choices = [fmt.chat_choice(body, index, native) for index, native in enumerate(natives)]
+        return self._response(body, "chat.completion", natives, choices)
+
+    async def _submit_chat(self, body: ChatCompletionRequest) -> GenerateHandle:
+        prompt_ids = body.input_ids
+        if prompt_ids is None:
+            prompt_ids = await self._manager.tokenizer.render_chat(
+                body.template_messages(),
+                tools=body.template_tools(),
+                continue_final=body.continue_final_message,
+                extra=_template_extras(body.chat_template_kwargs),
+            )
+        request: GenerateReqInput = body.to_request(prompt_ids)
+        return await self._manager.submit(request)
+
+    # --- replies -------------------------------------------------------------------------------------------------
+
+    def _model_name(self, body: OpenAIRequest) -> str:
+        return body.model or self._manager.server_args.name
+
+    def _response(
+        self, body: OpenAIRequest, object_name: str, natives: list[fmt.Native], choices: list[dict[str, Any]]
+    ) -> Response:
+        head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
+        return json_response(head | {"choices": choices} | fmt.response_tail(body, natives))
+
+    async def _events(
+        self,
+        handle: GenerateHandle,
+        body: OpenAIRequest,
+        object_name: str,
+        chunk_of: ChunkOf,
+        *,
+        opens_with_role: bool = False,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of every choice as they come, then the routes of the first choice, then the usage."""
+        created = int(time.time())
+        cursors: defaultdict[int, fmt.StreamCursor] = defaultdict(fmt.StreamCursor)
+        finals: dict[int, fmt.Native] = {}
+        head = fmt.response_head(object_name, self._model_name(body), created, _first_native(handle))
+        async with contextlib.aclosing(handle.stream()) as stream:
+            async for index, native in stream:
+                if opens_with_role and index not in cursors:
+                    yield head | {"choices": [_role_choice(index)]}
+                yield head | {"choices": [chunk_of(cursors[index], index, native)]}
+                if native["meta_info"]["finish_reason"] is not None:
+                    finals[index] = native
+        natives = [finals[index] for index in sorted(finals)]
+        tail = fmt.response_tail(body, natives)
+        closing = head | {"choices": [], "metadata": tail["metadata"]}
+        if "sglext" in tail:
+            yield closing | {"sglext": tail["sglext"]}
+        if body.stream_options.include_usage:
+            yield closing | {"usage": tail["usage"]}
+
+    # --- models --------------------------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, model: str) -> Response:
+        if model != self._manager.server_args.name:
+            raise NotFound(f"the model {model!r} does not exist")
+        return json_response(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        args = self._manager.server_args
+        return {
+            "id": args.name,
+            "object": "model",
+            "created": int(self._manager.started_at),
+            "owned_by": "lockstep",
+            "root": args.model_path,
+            "parent": None,
+            "max_model_len": self._manager.limits.context_length,
+        }
+
+
+def _first_native(handle: GenerateHandle) -> fmt.Native:
+    """As much of the first choice as the head of a chunk needs."""
+    return {"meta_info": {"id": handle.records[0].rid}}
+
+
+def _role_choice(index: int) -> dict[str, Any]:
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _template_extras(extras: dict[str, Any]) -> dict[str, Any]:
+    """Variables for the template.  Those that steer the rendering itself are not the client's to set."""
+    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools"}
+    refused = reserved & extras.keys()
+    if refused:
+        raise UnsupportedFeature(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
+    return extras

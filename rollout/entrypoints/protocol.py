@@ -1,0 +1,165 @@
+"""Bodies of the native and control endpoints, as pydantic models; these are what /openapi.json shows.
+
+Knows names, types and defaults.  Does not check values against a model: `TokenizerManager` and the scheduler do.
+
+Rules for all bodies: unknown fields are ignored, null means the default, numeric strings count as numbers (but not as
+token ids), and a field that asks for a feature this server lacks is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
+
+TokenId = Annotated[int, Field(strict=True)]
+TokenIds = list[TokenId]
+
+UNSUPPORTED_GENERATE_FIELDS = frozenset(
+    {
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "return_hidden_states",
+        "return_indexer_topk",
+        "return_sampling_mask",
+        "return_entropy",
+        "return_flat_raw_top_logprobs",
+        "return_flat_raw_output_top_logprobs",
+        "session_params",
+        "lora_path",
+        "custom_logit_processor",
+    }
+)
+UNSUPPORTED_SAMPLING_FIELDS = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width"})
+
+
+class Body(BaseModel):
+    """Base of every request body.  `unsupported` names fields that are refused when they hold a true value."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, raw: Any) -> Any:
+        return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
+
+
+class GenerateRequest(Body):
+    """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
+
+    unsupported = UNSUPPORTED_GENERATE_FIELDS
+
+    text: str | list[str] | None = None
+    input_ids: Annotated[TokenIds | list[TokenIds] | None, Field(union_mode="left_to_right")] = None
+    rid: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: Annotated[TokenIds | list[TokenIds | None] | None, Field(union_mode="left_to_right")] = None
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    return_prompt_token_ids: bool = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    def to_request(self) -> GenerateReqInput:
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "cache_salt"}
+        return GenerateReqInput(**fields | {"extra_key": combined_extra_key(self.cache_salt, self.extra_key)})
+
+
+def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """Both partition the prefix cache; two requests share a prefix only if both agree."""
+    if cache_salt is None:
+        return extra_key
+    return f"{cache_salt}\x1f{extra_key or ''}"
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
+    skip_special_tokens: bool = True
+
+
+# --- control -----------------------------------------------------------------------------------------------------
+
+
+class EmptyRequest(Body):
+    """An endpoint whose body says nothing."""
+
+
+class AbortRequest(Body):
+    rid: str | list[str] = ""
+    abort_all: bool = False
+
+
+class PauseGenerationRequest(Body):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class InitWeightsUpdateGroupRequest(Body):
+    master_address: str
+    master_port: int = Field(ge=0, le=65535)
+    rank_offset: int = Field(ge=0, lt=2**31)
+    world_size: int = Field(ge=1, lt=2**31)
+    group_name: str = "weight_update_group"
+    backend: str | None = None
+
+
+class DestroyWeightsUpdateGroupRequest(Body):
+    group_name: str = "weight_update_group"
+
+
+class ManifestEntryBody(Body):
+    name: str
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0, lt=2**63)]]
+    fingerprint: str | None = None
+
+
+class BeginWeightUpdateRequest(Body):
+    weight_version: str | None = None
+    coverage: Literal["full", "partial"] = "full"
+    manifest: list[ManifestEntryBody] | None = None
+    selector: Literal["all", "target"] = "all"
+
+
+class UpdateWeightsFromDistributedRequest(Body):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
+    group_name: str = "weight_update_group"
+    load_format: Literal["flattened_bucket"] | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    selector: Literal["all", "target"] = "all"
+
+
+class UpdateWeightVersionRequest(Body):
+    new_version: str = Field(min_length=1)
+    abort_all_requests: bool = True
+
+
+class GetWeightsByNameRequest(Body):
+    name: str
+    truncate_size: int = Field(default=100, ge=0, lt=2**31)
+
+
+class WeightsCheckerRequest(Body):
+    action: Literal["checksum"] = "checksum"

@@ -1,0 +1,49 @@
+"""The launch settings as /server_info shows them.  Knows the names that clients compare; never shows a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
+
+from rollout.core.server_args import ServerArgs
+
+
+def resolved_args(args: ServerArgs) -> dict[str, Any]:
+    """`ServerArgs` without keys, plus settings of SGLang that this engine has only in their off state."""
+    return args.public_dict() | {
+        "served_model_name": args.name,
+        "tokenizer_path": args.tokenizer_path or args.model_path,
+        "gpu_id_step": 1,
+        "base_gpu_id": 0,
+        "num_gpus": args.tp_size * args.pp_size,
+        "moe_dp_size": 1,
+        "attn_dp_size": 1,
+        "attn_cp_size": 1,
+        "enable_dp_attention": False,
+        "disaggregation_mode": "null",
+        "disaggregation_bootstrap_port": None,
+        "encoder_only": False,
+        "enable_return_routed_experts": args.captures_routes,
+        "enable_return_indexer_topk": False,
+        "enable_lora": False,
+        "trust_remote_code": False,
+        "quantization": None,
+        "load_format": "auto",
+        "is_embedding": False,
+    }
+
+
+def launch_command(args: ServerArgs) -> str:
+    """The command line that gives these settings, keys left out."""
+    words = ["lockstep", "serve"]
+    for item in dataclasses.fields(args):
+        value = getattr(args, item.name)
+        if item.metadata.get("secret") or value == item.default or value is None:
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            words += [flag, str(value)]
+    return shlex.join(words)
