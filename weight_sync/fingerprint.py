@@ -84,7 +84,7 @@ def _part_of_block(words: torch.Tensor, offset: int, table: torch.Tensor) -> int
     if words.numel() == 0:
         return 0
     block, first = divmod(offset, BLOCK)
-    row = words.to(torch.int64).add_(1).mul_(table[first : first + words.numel()])
+    row = words.to(torch.int64, copy=True).add_(1).mul_(table[first : first + words.numel()])
     return int(row.sum()) * int(_mix_odd(torch.tensor([2 * block])))
 
 

@@ -30,6 +30,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 _POLL_S = 0.002
 _GRACE_S = 2.0
+_SETTLE_S = 0.5
 
 
 class EngineControl(Protocol):
@@ -264,7 +265,10 @@ class WeightSender:
         )
         try:
             work = group.start_broadcast(flat)
-            while not work.is_completed() and _refusal(call) is None and time.monotonic() < deadline:
+            give_up = deadline
+            while not work.is_completed() and time.monotonic() < give_up:
+                if give_up == deadline and _refusal(call) is not None:
+                    give_up = time.monotonic() + _SETTLE_S  # refused after it was received: soon done then
                 time.sleep(_POLL_S)
             if not work.is_completed():
                 raise TransportError(f"the engine did not take a bucket within {self._timeout_s:g} s")
@@ -275,7 +279,10 @@ class WeightSender:
         except TransportError as error:
             wait([call], timeout=_GRACE_S)  # the engine's own reason is the better one, if it has one
             self._leave_failed(group)
-            raise _refusal(call) or error from error
+            refusal = _refusal(call)
+            if refusal is not None:
+                raise refusal from error
+            raise
         call.result()
 
     def _leave_failed(self, group: GroupHandle) -> None:

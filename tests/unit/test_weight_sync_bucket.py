@@ -1,0 +1,111 @@
+"""Flattened buckets, and what a control call may say about tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import bits
+from weight_sync.bucket import pack, plan_buckets, unpack
+from weight_sync.errors import WeightRequestError
+from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
+from weight_sync.wire import parse_dtype, parse_manifest, parse_meta, parse_metas
+
+
+def metas_of(named: list[tuple[str, torch.Tensor]]) -> list[TensorMeta]:
+    return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+
+
+def mixed_tensors() -> list[tuple[str, torch.Tensor]]:
+    return [
+        ("bytes", torch.arange(5, dtype=torch.uint8)),
+        ("half", torch.randn(3, 3).to(torch.bfloat16)),
+        ("wide", torch.randn(2, 2, dtype=torch.float64)),
+        ("scalar", torch.tensor(2.5)),
+        ("empty", torch.empty(0, 4)),
+        ("transposed", torch.randn(3, 2).t()),
+    ]
+
+
+def test_pack_and_unpack_give_the_same_bits() -> None:
+    tensors = dict(mixed_tensors())
+    (planned,) = plan_buckets(metas_of(mixed_tensors()), 1 << 20)
+    bucket = pack([(meta.name, tensors[meta.name]) for meta in planned])
+    assert bucket.dtype == torch.uint8
+    assert bucket.numel() == sum(meta.nbytes for meta in planned)
+    unpacked = unpack(bucket, planned)
+    assert [name for name, _ in unpacked] == [meta.name for meta in planned]
+    for name, tensor in unpacked:
+        assert tensor.shape == tensors[name].shape
+        assert bits(tensor) == bits(tensors[name])
+        assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr()
+
+
+def test_layout_is_bytes_end_to_end() -> None:
+    bucket = pack([("a", torch.tensor([1.0])), ("b", torch.tensor([2.0, 3.0], dtype=torch.bfloat16))])
+    assert bytes(bucket.tolist()) == bytes([0, 0, 128, 63, 0, 64, 64, 64])
+
+
+def test_empty_bucket() -> None:
+    assert pack([]).numel() == 0
+    assert unpack(torch.empty(0, dtype=torch.uint8), []) == []
+    assert plan_buckets([], 10) == []
+
+
+def test_refuses_a_bucket_that_is_not_aligned() -> None:
+    named = [("small", torch.zeros(3, dtype=torch.uint8)), ("large", torch.zeros(1))]
+    with pytest.raises(WeightRequestError, match=r"not aligned: large .* byte 3"):
+        pack(named)
+    with pytest.raises(WeightRequestError, match="not aligned"):
+        unpack(torch.zeros(7, dtype=torch.uint8), metas_of(named))
+
+
+@pytest.mark.parametrize("size", [7, 9])
+def test_refuses_a_bucket_of_another_size(size: int) -> None:
+    with pytest.raises(WeightRequestError, match=f"bucket has {size} bytes, its tensors add up to 8"):
+        unpack(torch.zeros(size, dtype=torch.uint8), [TensorMeta("a", torch.float32, (2,))])
+
+
+def test_plan_fills_buckets_in_order() -> None:
+    metas = [TensorMeta(str(i), torch.bfloat16, (size,)) for i, size in enumerate([5, 5, 5, 100, 1, 1])]
+    metas.append(TensorMeta("wide", torch.float32, (2,)))
+    plan = [[meta.name for meta in bucket] for bucket in plan_buckets(metas, 30)]
+    assert plan == [["wide", "0", "1"], ["2"], ["3"], ["4", "5"]]
+    with pytest.raises(WeightRequestError):
+        plan_buckets(metas, 0)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtype_names(name: str) -> None:
+    assert parse_dtype(name) == parse_dtype(f"torch.{name}") == DTYPES[name]
+    assert dtype_name(DTYPES[name]) == name
+
+
+@pytest.mark.parametrize("name", ["complex64", "", "float", "torch.torch.float32", None, 3])
+def test_refuses_unknown_dtypes(name: str) -> None:
+    with pytest.raises(WeightRequestError, match="unknown dtype"):
+        parse_dtype(name)
+
+
+@pytest.mark.parametrize("shape", [[-1], [2, -3], [1.5], [True], ["2"], [2**30, 2**30], [1] * 9])
+def test_refuses_impossible_shapes(shape: list[int]) -> None:
+    with pytest.raises(WeightRequestError, match="w: "):
+        parse_meta("w", "float32", shape)
+
+
+def test_lists_must_be_equally_long() -> None:
+    assert parse_metas(["a"], ["float32"], [[2, 3]]) == [TensorMeta("a", torch.float32, (2, 3))]
+    with pytest.raises(WeightRequestError, match="got 2, 1 and 1"):
+        parse_metas(["a", "b"], ["float32"], [[1]])
+    with pytest.raises(WeightRequestError, match="name"):
+        parse_metas([""], ["float32"], [[1]])
+
+
+def test_manifest_entries() -> None:
+    entry = {"name": "a", "dtype": "bfloat16", "shape": [2], "fingerprint": "00000000000000ff"}
+    meta = TensorMeta("a", torch.bfloat16, (2,))
+    assert parse_manifest([entry]) == [(meta, 255)]
+    assert parse_manifest([{**entry, "fingerprint": None}]) == [(meta, None)]
+    for bad in ({"name": "a"}, {**entry, "fingerprint": "ff"}, {**entry, "dtype": "int4"}, {**entry, "shape": None}):
+        with pytest.raises(WeightRequestError):
+            parse_manifest([bad])

@@ -1,0 +1,343 @@
+"""`WeightTransaction`: what each state refuses, what is verified, and that a failed commit leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import (
+    DOWN,
+    EMBED,
+    GATE_UP,
+    LM_HEAD,
+    NORM,
+    FakeWeights,
+    bits,
+    expert_name,
+    fused,
+    version,
+)
+from weight_sync.errors import (
+    CommitError,
+    ContentError,
+    CoverageError,
+    DtypeMismatchError,
+    ShapeMismatchError,
+    TransactionStateError,
+    UnknownTensorError,
+    WeightRequestError,
+    WeightSyncError,
+)
+from weight_sync.fingerprint import fingerprint
+from weight_sync.tensor_meta import TensorMeta
+from weight_sync.transaction import TransactionState, WeightTransaction
+
+Tensors = dict[str, torch.Tensor]
+Entry = tuple[TensorMeta, int | None]
+
+
+def manifest_of(tensors: Tensors, stated: bool = True) -> list[Entry]:
+    return [
+        (TensorMeta(name, tensor.dtype, tuple(tensor.shape)), fingerprint(tensor) if stated else None)
+        for name, tensor in tensors.items()
+    ]
+
+
+def agree(mine: bool) -> bool:
+    return mine
+
+
+@pytest.fixture
+def weights() -> FakeWeights:
+    return FakeWeights(seed=0)
+
+
+def expect_content(weights: FakeWeights, seed: int) -> None:
+    assert weights.snapshot() == FakeWeights(seed).snapshot()
+
+
+@pytest.mark.parametrize("form", [dict, fused], ids=["per expert", "fused"])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_full_refresh(weights: FakeWeights, form: Callable[[Tensors], Tensors], with_manifest: bool) -> None:
+    sent = form(version(1))
+    manifest = manifest_of(sent, stated=form is dict) if with_manifest else None
+    addresses = [t.data_ptr() for t in (weights.embed, weights.norm, weights.w13, weights.w2)]
+    transaction = WeightTransaction(weights, "v1", manifest=manifest)
+    for name, tensor in sent.items():
+        assert len(transaction.missing) > 0
+        transaction.receive([(name, tensor)])
+        expect_content(weights, 0)
+    transaction.verify()
+    expect_content(weights, 0)
+    votes: list[bool] = []
+    names = transaction.commit(lambda mine: votes.append(mine) or mine)
+    assert votes == [True]
+    assert sorted(names) == sorted(weights.metas())
+    assert transaction.state is TransactionState.COMMITTED
+    expect_content(weights, 1)
+    assert addresses == [t.data_ptr() for t in (weights.embed, weights.norm, weights.w13, weights.w2)]
+
+
+def test_a_partial_refresh_changes_only_what_came(weights: FakeWeights) -> None:
+    new = version(1)
+    name = expert_name(1, "up_proj")
+    transaction = WeightTransaction(weights, coverage="partial")
+    transaction.receive([(name, new[name])])
+    assert bits(transaction.read_staged(name)) == bits(new[name])  # type: ignore[arg-type]
+    assert transaction.read_staged(NORM) is None
+    transaction.verify()
+    assert transaction.commit(agree) == [name]
+    for other in weights.metas():
+        assert bits(weights.read(other)) == bits(version(1 if other == name else 0)[other])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda m: [*m, (TensorMeta("ghost", torch.float32, (1,)), None)], UnknownTensorError, "ghost"),
+        (lambda m: m[1:], CoverageError, f"manifest lacks 1 tensors: {EMBED}"),
+        (lambda m: [*m, m[2]], CoverageError, "twice"),
+        (lambda m: [], CoverageError, "lacks 11 tensors"),
+        (lambda m: [(TensorMeta(EMBED, torch.bfloat16, (4, 6)), None), *m[1:]], ShapeMismatchError, "embed"),
+        (lambda m: [(TensorMeta(EMBED, torch.float16, (6, 4)), None), *m[1:]], DtypeMismatchError, "got float16"),
+        (lambda m: [*m, (TensorMeta(LM_HEAD, torch.bfloat16, (6, 4)), 1)], WeightRequestError, "two fingerprints"),
+        (lambda m: [*m, (TensorMeta(DOWN, torch.bfloat16, (3, 4, 2)), 1)], WeightRequestError, "split by the model"),
+    ],
+)
+def test_begin_refuses_a_wrong_manifest(
+    weights: FakeWeights, change: Callable[[list[Entry]], list[Entry]], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        WeightTransaction(weights, manifest=change(manifest_of(version(1))))
+
+
+def test_an_empty_manifest_is_refused_for_a_subset_too(weights: FakeWeights) -> None:
+    with pytest.raises(CoverageError, match="empty"):
+        WeightTransaction(weights, coverage="partial", manifest=[])
+
+
+def test_a_manifest_may_name_both_of_tied_tensors(weights: FakeWeights) -> None:
+    sent = version(1)
+    sent[LM_HEAD] = sent[EMBED].clone()
+    transaction = WeightTransaction(weights, manifest=manifest_of(sent))
+    transaction.receive(sent.items())
+    transaction.verify()
+    transaction.commit(agree)
+    expect_content(weights, 1)
+
+
+def test_a_declared_subset_must_come_exactly(weights: FakeWeights) -> None:
+    new = version(1)
+    subset = {name: new[name] for name in (NORM, EMBED)}
+
+    def open_subset() -> WeightTransaction:
+        return WeightTransaction(weights, coverage="partial", manifest=manifest_of(subset))
+
+    transaction = open_subset()
+    transaction.receive([(NORM, new[NORM])])
+    with pytest.raises(CoverageError, match=f"1 of 2 tensors missing: {EMBED}"):
+        transaction.verify()
+    transaction = open_subset()
+    other = expert_name(0, "up_proj")
+    with pytest.raises(CoverageError, match="was not announced"):
+        transaction.receive([(other, new[other])])
+    transaction = open_subset()
+    transaction.receive(subset.items())
+    transaction.verify()
+    assert sorted(transaction.commit(agree)) == sorted(subset)
+
+
+def with_value(value: float, name: str = expert_name(2, "down_proj")) -> Tensors:
+    sent = version(1)
+    sent[name] = sent[name].clone()
+    sent[name].view(-1)[-1] = value
+    return sent
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [NORM, EMBED, expert_name(2, "down_proj")])
+def test_verify_refuses_values_that_are_not_finite(weights: FakeWeights, value: float, name: str) -> None:
+    transaction = WeightTransaction(weights)
+    transaction.receive(with_value(value, name).items())
+    with pytest.raises(ContentError, match=f"not finite in {name}$"):
+        transaction.verify()
+    assert transaction.state is TransactionState.FAILED
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_no_position_hides_a_nan(dtype: torch.dtype) -> None:
+    """The finite check is a vectorised reduction; every lane and the remainder count."""
+    for position in range(6 * 4):
+        weights = FakeWeights(dtype=dtype)
+        embed = torch.full((6, 4), 3.0, dtype=dtype)
+        embed.view(-1)[position] = float("nan")
+        transaction = WeightTransaction(weights, coverage="partial")
+        transaction.receive([(EMBED, embed)])
+        with pytest.raises(ContentError):
+            transaction.verify()
+
+
+def test_large_values_are_finite() -> None:
+    weights = FakeWeights(dtype=torch.float16)
+    transaction = WeightTransaction(weights, coverage="partial")
+    transaction.receive([(EMBED, torch.full((6, 4), 65504.0, dtype=torch.float16))])
+    transaction.verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_checked_too(dtype: torch.dtype) -> None:
+    for value, refused in ((1.5, False), (float("nan"), True)):
+        weights = FakeWeights(dtype=dtype)
+        transaction = WeightTransaction(weights, coverage="partial")
+        transaction.receive([(EMBED, torch.full((6, 4), value).to(dtype))])
+        if refused:
+            with pytest.raises(ContentError):
+                transaction.verify()
+        else:
+            transaction.verify()
+
+
+def test_verify_compares_fingerprints(weights: FakeWeights) -> None:
+    transaction = WeightTransaction(weights, manifest=manifest_of(version(1)))
+    name = expert_name(2, "down_proj")
+    sent = version(1)
+    sent[name] = sent[name].clone()
+    sent[name].view(torch.int16)[0, 0] ^= 1
+    transaction.receive(sent.items())
+    with pytest.raises(ContentError, match=f"{name}: fingerprint [0-9a-f]{{16}}, the manifest says"):
+        transaction.verify()
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        [("ghost", torch.zeros(1))],
+        [(NORM, torch.zeros(5))],
+        [(NORM, torch.zeros(4, dtype=torch.float64))],
+        [(EMBED, version(1)[EMBED])],
+    ],
+    ids=["unknown", "shape", "dtype", "again"],
+)
+def test_one_bad_bucket_spoils_the_transaction(weights: FakeWeights, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    transaction = WeightTransaction(weights)
+    sent = version(1)
+    transaction.receive([(EMBED, sent.pop(EMBED))])
+    with pytest.raises(WeightRequestError) as first:
+        transaction.receive(bucket)
+    assert transaction.state is TransactionState.FAILED
+    assert transaction.failure == str(first.value)
+    for step in (lambda: transaction.receive(sent.items()), transaction.verify, lambda: transaction.commit(agree)):
+        with pytest.raises(TransactionStateError, match="failed: "):
+            step()
+    transaction.abort()
+    expect_content(weights, 0)
+
+
+def test_missing_tensors_fail_verify(weights: FakeWeights) -> None:
+    transaction = WeightTransaction(weights)
+    sent = version(1)
+    del sent[NORM]
+    transaction.receive(sent.items())
+    assert transaction.missing == [NORM]
+    with pytest.raises(CoverageError, match=f"1 of 11 tensors missing: {NORM}"):
+        transaction.verify()
+
+
+def verified(weights: FakeWeights) -> WeightTransaction:
+    transaction = WeightTransaction(weights)
+    transaction.receive(version(1).items())
+    transaction.verify()
+    return transaction
+
+
+def refuse(mine: bool) -> bool:
+    return False
+
+
+def late(mine: bool) -> bool:
+    raise TimeoutError("no vote in time")
+
+
+@pytest.mark.parametrize("vote", [refuse, late])
+def test_a_lost_vote_restores_every_bit(weights: FakeWeights, vote: Callable[[bool], bool]) -> None:
+    weights.embed[0, 0] = float("nan")  # whatever was there comes back, not only decent values
+    before = weights.snapshot()
+    transaction = verified(weights)
+    with pytest.raises(CommitError, match="restored") as caught:
+        transaction.commit(vote)
+    assert caught.value.restored
+    assert weights.snapshot() == before
+    assert transaction.state is TransactionState.ABORTED
+
+
+@pytest.mark.parametrize("failing_write", range(15))
+def test_a_write_that_fails_anywhere_restores_every_bit(weights: FakeWeights, failing_write: int) -> None:
+    """11 logical tensors, 3 of which also have a replica: 14 writes, and the derived tensor."""
+    before = weights.snapshot()
+    transaction = verified(weights)
+    countdown = iter(range(15))
+    broken = [True]
+
+    def fault(name: str = "") -> None:
+        if broken[0] and next(countdown) == failing_write:
+            broken[0] = False
+            raise RuntimeError("device lost")
+
+    weights.fault = fault
+    weights.derived_fault = fault
+    votes: list[bool] = []
+    with pytest.raises(CommitError, match=r"device lost; the old weights were restored"):
+        transaction.commit(lambda mine: votes.append(mine) or mine)
+    assert votes == [False]
+    assert weights.snapshot() == before
+
+
+def test_a_restore_that_fails_says_so(weights: FakeWeights) -> None:
+    transaction = verified(weights)
+
+    def fault(name: str) -> None:
+        if name == NORM:
+            raise RuntimeError("device lost")
+
+    weights.fault = fault
+    with pytest.raises(CommitError, match="could NOT be restored") as caught:
+        transaction.commit(agree)
+    assert not caught.value.restored
+
+
+def test_order_of_calls(weights: FakeWeights) -> None:
+    transaction = WeightTransaction(weights)
+    with pytest.raises(TransactionStateError, match="cannot commit: the weight update is open"):
+        transaction.commit(agree)
+    transaction.receive(version(1).items())
+    transaction.verify()
+    for step in (lambda: transaction.receive([]), transaction.verify):
+        with pytest.raises(TransactionStateError, match="verified"):
+            step()
+    transaction.commit(agree)
+    for over in (transaction.verify, lambda: transaction.commit(agree), transaction.abort):
+        with pytest.raises(TransactionStateError, match="committed"):
+            over()
+    transaction = verified(weights)
+    transaction.abort()
+    assert transaction.read_staged(NORM) is None
+    with pytest.raises(TransactionStateError, match="aborted"):
+        transaction.abort()
+
+
+def test_every_error_has_a_status() -> None:
+    def below(kind: type[WeightSyncError]) -> list[type[WeightSyncError]]:
+        return [kind, *(deeper for child in kind.__subclasses__() for deeper in below(child))]
+
+    assert {kind.status_code for kind in below(WeightSyncError)} <= {400, 404, 409, 500, 502}
+
+
+def test_gate_up_halves_go_where_they_belong(weights: FakeWeights) -> None:
+    gate_up = torch.arange(3 * 4 * 4).view(3, 4, 4).to(torch.bfloat16)
+    transaction = WeightTransaction(weights, coverage="partial")
+    transaction.receive([(GATE_UP, gate_up)])
+    transaction.verify()
+    transaction.commit(agree)
+    assert torch.equal(weights.w13, gate_up[[0, 1, 2, 1]])
