@@ -97,7 +97,7 @@ def choose_strategy(counts: list[int], w2_PDI: torch.Tensor) -> Strategy:
     weight_numel = 3 * hidden_size * intermediate
     weight_bytes = weight_numel * w2_PDI.element_size()
     seconds_per_row = 2 * weight_numel / machine.flops_per_s
-    padded_s = experts * (weight_bytes / machine.batched_bytes_per_s + max(counts) * seconds_per_row)
+    padded_s = experts * (weight_bytes / machine.batched_bytes_per_s + padded_capacity(max(counts)) * seconds_per_row)
     used = len(counts) - counts.count(0)
     single_s = used * (weight_bytes / machine.single_bytes_per_s + machine.seconds_per_expert)
     single_s += sum(counts) * seconds_per_row
@@ -113,11 +113,20 @@ def has_grouped(w2_PDI: torch.Tensor) -> bool:
     return aligned and w2_PDI.dtype in GROUPED_DTYPES.get(w2_PDI.device.type, ())
 
 
+def padded_capacity(busiest: int) -> int:
+    """`busiest` rounded up to one of eight sizes per octave.
+
+    The CPU's half-precision matmul compiles a kernel for every new shape, at about a millisecond each.
+    """
+    step = 1 << max(0, busiest.bit_length() - 4)
+    return -(-busiest // step) * step
+
+
 def padded(
     hidden_RD: torch.Tensor, assigned: Assignments, counts: list[int], w13_PID: torch.Tensor, w2_PDI: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert on C rows: its own, then copies of row 0 that nobody reads.  Returns [A, D]."""
-    experts, capacity = len(counts), max(counts)
+    """Every expert on `padded_capacity(C)` rows: its own, then copies of row 0 that nobody reads.  Returns [A, D]."""
+    experts, capacity = len(counts), padded_capacity(max(counts))
     starts_P = assigned.counts_P.cumsum(0).sub_(assigned.counts_P)
     # Sorted position a is row a - starts[expert] of its expert, so it lies at expert * C + that.
     first_place_P = torch.arange(experts, device=hidden_RD.device).mul_(capacity).sub_(starts_P)

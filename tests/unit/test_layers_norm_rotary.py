@@ -1,0 +1,69 @@
+"""Norm, rotation and projections equal transformers' Qwen3 bit for bit where the arithmetic is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from rollout.layers.norm_rotary import QueryKeyNormRotary, RMSNorm, RotaryTable, rotate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_equals_transformers(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    theirs, ours = Qwen3RMSNorm(64, eps=1e-6).to(dtype), RMSNorm(64, 1e-6, dtype, "cpu")
+    theirs.weight.data = torch.randn(64, generator=generator).to(dtype)
+    ours.weight.copy_(theirs.weight.data)
+    hidden = (3 * torch.randn(50, 64, generator=generator)).to(dtype)
+    with torch.no_grad():
+        expected = theirs(hidden)
+    # The mean of squares may be summed in another order: at most one unit in the last place of the rounded norm.
+    torch.testing.assert_close(ours(hidden), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert (ours(hidden) == expected).float().mean() > (0.99 if dtype != torch.float32 else 0.5)
+
+
+def test_add_and_norm_is_add_then_norm() -> None:
+    norm = RMSNorm(8, 1e-6, torch.float64, "cpu")
+    norm.weight.copy_(torch.randn(8))
+    hidden, residual = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    expected_residual = residual + hidden
+    normed, returned = norm.add_and_norm(hidden, residual)
+    assert returned is residual
+    assert torch.equal(returned, expected_residual)
+    assert torch.equal(normed, norm(expected_residual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rotation_equals_rotate_half(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(9, 3, 16, generator=generator).to(dtype)
+    positions = torch.tensor([0, 1, 2, 5, 17, 100, 511, 4096, 30000])
+    cos, signed_sin = RotaryTable(16, 10000.0, dtype, "cpu").angles(positions)
+    half = signed_sin.shape[-1] // 2
+    sin = torch.cat((-signed_sin[..., :half], signed_sin[..., half:]), dim=-1)
+    expected, _ = apply_rotary_pos_emb(
+        heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos.transpose(0, 1), sin.transpose(0, 1)
+    )
+    assert torch.equal(rotate(heads, cos, signed_sin), expected[0].transpose(0, 1))
+
+
+def test_float64_angles_are_float64() -> None:
+    cos, _ = RotaryTable(4, 10000.0, torch.float64, "cpu").angles(torch.tensor([12345]))
+    expected = torch.tensor([12345.0, 123.45], dtype=torch.float64).cos()
+    torch.testing.assert_close(cos[0, 0, :2], expected, atol=1e-10, rtol=0)
+
+
+def test_queries_and_keys_have_norms_of_their_own() -> None:
+    layer = QueryKeyNormRotary(4, 2, 8, 1e-6, torch.float64, "cpu")
+    q_norm, k_norm = torch.rand(8, dtype=torch.float64) + 0.5, torch.rand(8, dtype=torch.float64) + 2.5
+    entries = {entry.name: entry for entry in layer.weight_entries("layer.self_attn.qk_norm")}
+    for name, value in (("layer.self_attn.q_norm.weight", q_norm), ("layer.self_attn.k_norm.weight", k_norm)):
+        assert entries[name].shape == (8,)
+        for view in entries[name].views():
+            view.copy_(value)
+    heads = torch.randn(5, 6, 8, dtype=torch.float64)
+    rotary = RotaryTable(8, 10000.0, torch.float64, "cpu").angles(torch.zeros(5, dtype=torch.int64))
+    unit = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = torch.cat((unit[:, :4] * q_norm, unit[:, 4:] * k_norm), dim=1)
+    torch.testing.assert_close(layer(heads, rotary), expected, atol=1e-14, rtol=1e-14)
