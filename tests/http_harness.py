@@ -1,0 +1,128 @@
+"""A real HTTP server, a real `TokenizerManager` and real sockets in one process, over the stand-in scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from rollout.core.model_config import load_model_config
+from rollout.core.server_args import ServerArgs
+from rollout.entrypoints.http_server import build_app
+from rollout.entrypoints.metrics import Metrics
+from rollout.tokenizer_manager.channel import SchedulerChannel
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.tokenizer import Tokenizer
+from tests.stand_in_scheduler import StandInScheduler
+
+WAIT_S = 10.0
+
+
+@dataclass
+class Live:
+    """A running server; `manager` belongs to the server's thread and may only be read."""
+
+    url: str
+    client: httpx.Client
+    manager: TokenizerManager
+    scheduler: StandInScheduler
+    loop: asyncio.AbstractEventLoop
+
+    def generate(self, **body: Any) -> Any:
+        """The JSON reply of /generate, which must be 200."""
+        response = self.client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def refused(self, path: str = "/generate", **body: Any) -> tuple[int, str]:
+        """Status and message of a request that must fail with the one error shape."""
+        response = self.client.post(path, json=body)
+        error = response.json()["error"]
+        assert set(error) == {"type", "message"} and error["message"]
+        return response.status_code, error["message"]
+
+    def call_in_loop(self, function: Callable[[], Any]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "condition did not come true"
+            time.sleep(0.005)
+
+    def sent(self, kind: type) -> list[Any]:
+        """Messages of one type that reached the scheduler."""
+        return [message for message in list(self.scheduler.received) if isinstance(message, kind)]
+
+
+@contextlib.contextmanager
+def live_server(folder: Path, *, with_tokenizer: bool = True, captures: bool = True, **args: Any) -> Iterator[Live]:
+    """Serve the model folder until the block ends."""
+    server_args = ServerArgs(model_path=str(folder), served_model_name="tiny", **args)
+    box: list[Live] = []
+    up, down = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    async def run() -> None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as sockets:
+            channel = SchedulerChannel(sockets)
+            metrics = Metrics(server_args.name)
+            manager = TokenizerManager(server_args, load_model_config(folder), channel, [metrics])
+            scheduler = StandInScheduler(
+                channel.input_addr, channel.output_addr, str(folder / "tokenizer.json"), eos=264
+            )
+            scheduler.captures = captures
+            thread = threading.Thread(target=scheduler.run)
+            thread.start()
+            reader = asyncio.create_task(manager.run())
+            tokenizer = Tokenizer.load(folder) if with_tokenizer else None
+            manager.serve(await manager.scheduler_ready(), tokenizer)
+            listener = socket.socket()
+            listener.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            config = uvicorn.Config(build_app(manager, metrics), log_config=None, lifespan="off", ws="none")
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            client = httpx.Client(base_url=url, timeout=WAIT_S)
+            box.append(Live(url, client, manager, scheduler, asyncio.get_running_loop()))
+            up.set()
+            await asyncio.to_thread(down.wait)
+            client.close()
+            server.should_exit = True
+            await serving
+            scheduler.stopped.set()
+            await asyncio.to_thread(thread.join)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            channel.close()
+
+    def target() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            failures.append(error)
+            up.set()
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    assert up.wait(30.0)
+    try:
+        if failures:
+            raise failures[0]
+        yield box[0]
+    finally:
+        down.set()
+        thread.join(30.0)
+        assert not thread.is_alive() and not failures, failures

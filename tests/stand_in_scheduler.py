@@ -1,0 +1,296 @@
+"""A stand-in for the scheduler: speaks the messages of `rollout.core.io_struct` over real sockets, without a model.
+
+It answers with the prompt, repeated: output token i is `prompt[i % len(prompt)]`, so that a test chooses the output.
+Log-probabilities and routes are functions of token and position.  `extra_key` "hold" keeps a request from producing
+anything until it is aborted; "slow" gives it one token in 20 ms.  Run as a program it takes the worker's command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from tokenizers import Tokenizer
+
+from rollout.core.io_struct import (
+    AbortReqInput,
+    BatchTokenOutput,
+    ContinueGenerationReqInput,
+    ControlReqInput,
+    ControlReqOutput,
+    FinishedRecord,
+    FinishReason,
+    GetStateReqInput,
+    LogprobDelta,
+    PauseGenerationReqInput,
+    PromptLogprobs,
+    ReqOutput,
+    RoutedExpertsPayload,
+    SchedulerFailed,
+    SchedulerReady,
+    ShutdownReqInput,
+    TokenizedGenerateReqInput,
+    VersionSpan,
+    decode_input,
+    encode,
+)
+
+SLOW_STEP_S = 0.02
+NUM_MOE_LAYERS, TOP_K, NUM_EXPERTS, VOCAB_SIZE = 1, 2, 8, 300
+
+
+def logprob_of(token_id: int) -> float:
+    return -(token_id % 7 + 1) / 8
+
+
+def route_rows(start: int, end: int) -> bytes:
+    """Rows [end - start, 1, 2] of uint8: position p goes to experts p mod 8 and p + 1 mod 8."""
+    return bytes((p + k) % NUM_EXPERTS for p in range(start, end) for k in range(TOP_K))
+
+
+@dataclass
+class _Running:
+    source: TokenizedGenerateReqInput
+    token_ids: list[int] = field(default_factory=list)
+    num_sent: int = 0
+    next_at: float = 0.0
+
+
+class StandInScheduler:
+    """`answers[verb type]` makes the reply to a control verb, None for no reply; `received` keeps every message."""
+
+    def __init__(self, input_addr: str, output_addr: str, tokenizer_file: str | None = None, eos: int = -1) -> None:
+        self.received: list[Any] = []
+        self.answers: dict[type, Callable[[Any], ControlReqOutput | None]] = {}
+        self.refusal: FinishReason | None = None
+        self.misreport = False
+        self.version = "v0"
+        self.context_length = 160
+        self.max_total_num_tokens = 200
+        self.captures = True
+        self.paused = False
+        self.stopped = threading.Event()
+        self._eos = eos
+        self._tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file else None
+        self._addresses = input_addr, output_addr
+        self._running: dict[str, _Running] = {}
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        context = zmq.Context()
+        self._pull, self._push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._pull.connect(self._addresses[0])
+        self._push.connect(self._addresses[1])
+        self._send(
+            SchedulerReady(
+                max_total_num_tokens=self.max_total_num_tokens,
+                max_running_requests=8,
+                context_length=self.context_length,
+                capture_routed_experts=self.captures,
+                num_threads=1,
+                model_bytes=1,
+                weight_version=self.version,
+            )
+        )
+        while not self.stopped.is_set():
+            if self._pull.poll(1 if self._running else 20):
+                self._handle(decode_input(self._pull.recv()))
+            elif not self.paused:
+                self._step()
+        context.destroy(linger=200)
+
+    def _send(self, message: Any) -> None:
+        self._push.send(encode(message))
+
+    def _handle(self, message: Any) -> None:
+        self.received.append(message)
+        if isinstance(message, TokenizedGenerateReqInput):
+            self._running[message.rid] = _Running(message)
+            if self.refusal is not None:
+                self._finish(message.rid, self.refusal)
+        elif isinstance(message, AbortReqInput):
+            for rid in list(self._running) if message.abort_all else message.rids:
+                if rid in self._running:
+                    self._finish(rid, FinishReason(type="abort", message="Aborted"))
+        else:
+            self._control(message)
+
+    def _control(self, verb: ControlReqInput) -> None:
+        answer = self.answers.get(type(verb), self._default_answer)(verb)
+        if answer is not None:
+            self._send(answer)
+
+    def _default_answer(self, verb: ControlReqInput) -> ControlReqOutput:
+        data: dict[str, Any] = {}
+        if isinstance(verb, PauseGenerationReqInput):
+            self.paused = True
+            data = {"paused": True, "num_running": len(self._running)}
+        elif isinstance(verb, ContinueGenerationReqInput):
+            self.paused = False
+            data = {"paused": False}
+        elif isinstance(verb, GetStateReqInput):
+            data = self._state()
+        elif isinstance(verb, ShutdownReqInput):
+            until = time.monotonic() + verb.drain_s
+            while self._running and time.monotonic() < until:
+                self._step()
+                time.sleep(0.001)
+            for rid in list(self._running):
+                self._finish(rid, FinishReason(type="abort", message="Aborted"))
+            self.stopped.set()
+        return ControlReqOutput(request_id=verb.request_id, success=True, message="done", data=data)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": 0,
+            "num_used_tokens": 5,
+            "num_total_tokens": 7,
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "max_running_requests": 8,
+            "token_usage": 0.05,
+            "gen_throughput": 12.5,
+            "cache_hit_rate": 0.25,
+            "num_retracted_reqs": 0,
+            "paused": self.paused,
+            "weight_version": self.version,
+            "weight_epoch": 0,
+            "weight_update": {"state": "idle"},
+            "dtype": "float32",
+            "device": "cpu",
+            "model_bytes": 2**30,
+            "kv_bytes": 2**29,
+            "num_threads": 1,
+            "step_time_ms": {},
+        }
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        for running in list(self._running.values()):
+            source = running.source
+            if source.extra_key == "hold" or now < running.next_at:
+                continue
+            if source.extra_key == "slow":
+                running.next_at = now + SLOW_STEP_S
+            reason = self._advance(running)
+            if reason is not None:
+                self._finish(source.rid, reason)
+            elif source.stream:
+                self._report(running, None)
+
+    def _advance(self, running: _Running) -> FinishReason | None:
+        source, params = running.source, running.source.sampling_params
+        if params.max_new_tokens == 0:
+            return FinishReason(type="length", length=0)
+        token_id = source.input_ids[len(running.token_ids) % len(source.input_ids)]
+        running.token_ids.append(token_id)
+        if token_id in params.stop_token_ids or (token_id == self._eos and not params.ignore_eos):
+            return FinishReason(type="stop", matched=token_id)
+        if params.stop and self._tokenizer is not None:
+            text = self._tokenizer.decode(running.token_ids)
+            for stop in params.stop:
+                if stop in text:
+                    return FinishReason(type="stop", matched=stop)
+        if len(running.token_ids) >= params.max_new_tokens:
+            return FinishReason(type="length", length=len(running.token_ids))
+        return None
+
+    def _finish(self, rid: str, reason: FinishReason) -> None:
+        running = self._running.pop(rid)
+        source, output_len = running.source, len(running.token_ids)
+        prompt_len = len(source.input_ids)
+        record = FinishedRecord(
+            reason=reason,
+            cached_tokens=1,
+            weight_versions=[VersionSpan(self.version, 0, output_len)] if output_len else [],
+            prefill_weight_versions=[VersionSpan(self.version, 0, prompt_len)],
+            kv_weight_version_oldest=self.version,
+            routed_experts=self._routes(source, prompt_len + output_len - 1),
+            prompt_logprobs=self._prompt_logprobs(source),
+        )
+        self._report(running, record)
+
+    def _routes(self, source: TokenizedGenerateReqInput, end: int) -> RoutedExpertsPayload | None:
+        if not source.return_routed_experts:
+            return None
+        start = min(source.routed_experts_start_len, end)
+        spans = [VersionSpan(self.version, 0, end - start)] if end > start else []
+        return RoutedExpertsPayload(
+            data=route_rows(start, end), dtype="uint8", num_rows=end - start, start=start, versions=spans
+        )
+
+    def _prompt_logprobs(self, source: TokenizedGenerateReqInput) -> PromptLogprobs | None:
+        start = source.logprob_start_len
+        if not source.return_logprob or start < 0:
+            return None
+        ids = source.input_ids[start:]
+        values: list[float | None] = [None if i == 0 else logprob_of(t) for i, t in enumerate(ids)]
+        return PromptLogprobs(
+            start=start,
+            values=values,
+            top=[None if i == 0 else self._top(source, t) for i, t in enumerate(ids)],
+            chosen=[None if i == 0 else self._chosen(source) for i, t in enumerate(ids)],
+        )
+
+    def _top(self, source: TokenizedGenerateReqInput, token_id: int) -> tuple[list[float], list[int]]:
+        ids = [(token_id + rank) % VOCAB_SIZE for rank in range(source.top_logprobs_num)]
+        return [logprob_of(i) for i in ids], ids
+
+    def _chosen(self, source: TokenizedGenerateReqInput) -> list[float]:
+        return [logprob_of(i) for i in source.token_ids_logprob or []]
+
+    def _report(self, running: _Running, record: FinishedRecord | None) -> None:
+        source = running.source
+        new = running.token_ids[running.num_sent :]
+        running.num_sent = len(running.token_ids)
+        logprobs = None
+        if source.return_logprob:
+            logprobs = LogprobDelta(
+                values=[logprob_of(t) for t in new],
+                top=[self._top(source, t) for t in new] if source.top_logprobs_num else None,
+                chosen=[self._chosen(source) for _ in new] if source.token_ids_logprob else None,
+            )
+        output = ReqOutput(
+            rid=source.rid,
+            token_ids=new,
+            num_output_tokens=len(running.token_ids) + self.misreport,
+            weight_version=self.version,
+            logprobs=logprobs,
+            finished=record,
+        )
+        self._send(BatchTokenOutput(outputs=[output]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--behaviour", choices=("serve", "fail", "die", "garbage"), default="serve")
+    parser.add_argument("--config", required=True)
+    namespace = parser.parse_args()
+    config = json.loads(namespace.config)
+    assert "api_key" not in config["server_args"] and os.getppid() == config["parent_pid"]
+    stand_in = StandInScheduler(config["input_addr"], config["output_addr"])
+    if namespace.behaviour == "die":
+        os._exit(7)
+    if namespace.behaviour == "serve":
+        stand_in.run()
+        return
+    context = zmq.Context()
+    push = context.socket(zmq.PUSH)
+    push.connect(config["output_addr"])
+    push.send(
+        encode(SchedulerFailed(message="model.safetensors\nis truncated")) if namespace.behaviour == "fail" else b"?"
+    )
+    time.sleep(0.0 if namespace.behaviour == "fail" else 30.0)
+    context.destroy(linger=1000)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

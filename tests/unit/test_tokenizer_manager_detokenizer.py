@@ -1,0 +1,114 @@
+"""Text grows, never changes, and equals what a single decode of all ids gives."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.tokenizer_manager.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
+from rollout.tokenizer_manager.tokenizer import Tokenizer
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tiny_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer._encode([text], False)[0]
+
+
+# The ids 0..255 are single bytes: most sequences are broken UTF-8, which random models produce.
+token_ids = st.lists(st.one_of(st.integers(0, 265), st.sampled_from([127, 220, 100, 101, 94, 161])), max_size=24)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=token_ids, cuts=st.lists(st.integers(1, 5), max_size=24), skip=st.booleans())
+def test_any_chunking_gives_the_text_of_one_decode(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    def decode(part: list[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=skip)
+
+    detokenizer = IncrementalDetokenizer(decode)
+    position, before = 0, ""
+    for size in [*cuts, len(ids)]:
+        detokenizer.feed(ids[position : position + size])
+        position += size
+        assert detokenizer.decided.startswith(before)
+        before = detokenizer.decided
+    assert detokenizer.complete == decode(ids)
+    assert detokenizer.complete.startswith(before)
+
+
+def test_half_a_character_is_not_shown(tokenizer: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
+    shown = []
+    for token_id in ids_of(tokenizer, "a😀b"):
+        detokenizer.feed([token_id])
+        shown.append(detokenizer.shown)
+    assert shown == ["a", "a", "a", "a", "a😀", "a😀b"]
+
+
+def test_naive_decoding_would_show_half_a_character(tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, "a😀b")
+    assert "\ufffd" in tokenizer.decode(ids[:3])
+    assert "".join(tokenizer.decode([token_id]) for token_id in ids) != "a😀b"
+
+
+def test_a_possible_stop_string_is_held_back_until_it_is_decided(tokenizer: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer.decode, stop=["END", "\n\n"])
+    shown = []
+    for character in "xE\ny":
+        detokenizer.feed(ids_of(tokenizer, character))
+        shown.append(detokenizer.shown)
+    assert shown == ["x", "x", "xE", "xE\ny"]
+
+
+@given(text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+def test_longest_partial_stop_agrees_with_its_definition(text: str, stop: list[str]) -> None:
+    lengths = [k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])]
+    assert longest_partial_stop(text, stop) == max(lengths, default=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("abEND\n é", max_size=14), stop=st.text("abEND\n é", min_size=1, max_size=4))
+def test_streaming_to_a_stop_string_shows_only_prefixes_of_the_trimmed_text(
+    tokenizer: Tokenizer, text: str, stop: str
+) -> None:
+    ids = ids_of(tokenizer, text)
+    ends = [i for i in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:i])]
+    ids = ids[: ends[0]] if ends else ids
+    streamed = IncrementalDetokenizer(tokenizer.decode, [stop])
+    shown = []
+    for token_id in ids[:-1]:
+        streamed.feed([token_id])
+        shown.append(streamed.shown)
+    matched = stop if ends else None
+    final = final_text(streamed, ids[-1:], matched, trim=True)
+    at_once = final_text(IncrementalDetokenizer(tokenizer.decode, [stop]), ids, matched, trim=True)
+    assert final == at_once
+    assert all(final.startswith(part) for part in shown)
+    assert (final == tokenizer.decode(ids).partition(stop)[0]) if ends else stop not in final
+
+
+@pytest.mark.parametrize(
+    ("text", "matched", "trim", "expected"),
+    [
+        ("abcEND", "END", True, "abc"),
+        ("abcEND", "END", False, "abcEND"),
+        ("ENDabcEND", "END", True, "ENDabc"),  # the first one was passed over by min_new_tokens
+        ("abc", None, True, "abc"),
+    ],
+)
+def test_trimming(tokenizer: Tokenizer, text: str, matched: str | None, trim: bool, expected: str) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer.decode, ["END"])
+    assert final_text(detokenizer, ids_of(tokenizer, text), matched, trim=trim) == expected
+
+
+def test_a_matched_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, "abc")
+    assert final_text(IncrementalDetokenizer(tokenizer.decode), ids, ids[-1], trim=True) == "ab"
+    assert final_text(IncrementalDetokenizer(tokenizer.decode), ids, ids[-1], trim=False) == "abc"
