@@ -110,11 +110,12 @@ class Harness:
         return request_id
 
     def wait(self, request_id: str, timeout_s: float = 30.0) -> ControlReqOutput:
-        """Turn the loop until the verb is answered."""
+        """Turn the loop until the verb is answered, slowly, so that requests do not end meanwhile."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self.answers:
-            if not self.tick():
-                time.sleep(0.001)
+            self.tick()
+            if request_id not in self.answers:
+                time.sleep(0.005)
             assert time.monotonic() < deadline, f"no answer to {request_id}"
         return self.answers[request_id]
 

@@ -1,0 +1,87 @@
+"""A trainer in a process of its own that only broadcasts: rank 0 of a gloo group, told over its standard input what to
+send.  The control calls are the test's, so that a test decides at which step of the engine each of them comes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from weight_sync.bucket import pack
+from weight_sync.process_group import free_port, init_process_group
+from weight_sync.tensor_meta import dtype_name
+
+TIMEOUT_S = 30.0
+
+
+class TrainerProcess:
+    """Holds `tensors`; `join_fields` and `bucket_fields` are the fields of the matching control calls."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        self.tensors = tensors
+        self.port = free_port()
+        self.group_name = f"group-{self.port}"  # a process can hold a name only once
+        file = folder / f"trainer-{self.port}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer_process", str(self.port), self.group_name, str(file)],
+            stdin=subprocess.PIPE,
+            cwd=Path(__file__).parents[1],
+        )
+
+    def join_fields(self) -> dict[str, Any]:
+        return {
+            "master_address": "127.0.0.1",
+            "master_port": self.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": self.group_name,
+            "backend": "gloo",
+        }
+
+    def send(
+        self, names: list[str], load_format: str | None = "flattened_bucket", cut_bytes: int = 0
+    ) -> dict[str, Any]:
+        """Start to broadcast a bucket, its last `cut_bytes` left out; returns the fields that announce it."""
+        command = {"names": names, "load_format": load_format, "cut_bytes": cut_bytes}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+        return {
+            "names": names,
+            "dtypes": [dtype_name(self.tensors[name].dtype) for name in names],
+            "shapes": [list(self.tensors[name].shape) for name in names],
+            "group_name": self.group_name,
+            "load_format": load_format,
+        }
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait(10)
+
+
+def _main(port: str, group_name: str, file: str) -> None:
+    tensors = load_file(file)
+    group = init_process_group("127.0.0.1", int(port), 0, 2, group_name, "gloo", TIMEOUT_S)
+    for line in sys.stdin:
+        command = json.loads(line)
+        named = [(name, tensors[name]) for name in command["names"]]
+        if command["load_format"] == "flattened_bucket":
+            flat = pack(named)
+            messages = [flat[: flat.numel() - command["cut_bytes"]].clone()]
+        else:
+            messages = [tensor for _, tensor in named]
+        for message in messages:
+            group.start_broadcast(message).wait()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
