@@ -180,12 +180,18 @@ def _drop_tensor(path: Path) -> Path:
     return path
 
 
+def _remove(*paths: Path) -> list[Path]:
+    for path in paths:
+        path.unlink()
+    return list(paths)
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda f: _second_shard(f).unlink(), "model-00002-of-00003.safetensors is missing"),
+    "missing shard": (lambda f: _remove(_second_shard(f)), "model-00002-of-00003.safetensors is missing"),
     "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*is truncated"),
     "empty shard": (lambda f: _second_shard(f).write_bytes(b""), "model-00002.*is truncated"),
     "not safetensors": (lambda f: _second_shard(f).write_bytes(b"hello" * 100), "model-00002.*not a safetensors file"),
@@ -193,18 +199,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index is not JSON": (lambda f: (f / INDEX).write_text("{"), "index.json cannot be read"),
     "index has no map": (lambda f: (f / INDEX).write_text("{}"), "index.json cannot be read"),
     "index leaves the folder": (lambda f: _edit_index(f, x="../y.safetensors"), "same folder"),
-    "no safetensors": (lambda f: [p.unlink() for p in f.glob("model*")], "no \\*.safetensors"),
+    "no safetensors": (lambda f: _remove(*f.glob("model*")), "no \\*.safetensors"),
     "tensor in two files": (
-        lambda f: ((f / INDEX).unlink(), shutil.copy(_second_shard(f), f / "extra.safetensors")),
+        lambda f: (_remove(f / INDEX), shutil.copy(_second_shard(f), f / "extra.safetensors")),
         "is both in extra.safetensors and in model-00002",
     ),
-    "tensor missing": (lambda f: ((f / INDEX).unlink(), _drop_tensor(_second_shard(f))), "1 of .* tensors missing"),
+    "tensor missing": (lambda f: (_remove(f / INDEX), _drop_tensor(_second_shard(f))), "1 of .* tensors missing"),
     "unknown tensor": (
         lambda f: save_file({"model.layers.0.mlp.bias": torch.zeros(1)}, _new_shard(f)),
         "no tensor 'model.layers.0.mlp.bias'",
     ),
     "wrong shape": (
-        lambda f: ((f / INDEX).unlink(), _replace_norm(f, torch.zeros(49))),
+        lambda f: (_remove(f / INDEX), _replace_norm(f, torch.zeros(49))),
         r"model.norm.weight has shape \[49\], the model expects \[48\]",
     ),
 }
