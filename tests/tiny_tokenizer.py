@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with 256 bytes, a few merges and three special tokens, written as a Hugging Face folder."""
+"""A byte-level BPE tokenizer with 256 bytes, a few merges and three special tokens, as a Hugging Face folder."""
 
 from __future__ import annotations
 

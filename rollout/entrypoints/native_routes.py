@@ -34,7 +34,8 @@ class NativeRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["native"])
         add = router.add_api_route
-        add("/generate", self.generate, methods=["POST", "PUT"], openapi_extra=body_schema(GenerateRequest))
+        for method in ("POST", "PUT"):  # one route each, so that each has an operation id of its own
+            add("/generate", self.generate, methods=[method], openapi_extra=body_schema(GenerateRequest))
         for prefix in ("", "/v1"):
             add(f"{prefix}/tokenize", self.tokenize, methods=["POST"], openapi_extra=body_schema(TokenizeRequest))
             add(f"{prefix}/detokenize", self.detokenize, methods=["POST"], openapi_extra=body_schema(DetokenizeRequest))

@@ -163,7 +163,8 @@ class StreamCursor:
         is_first = self._num_tokens == 0 and self._num_chars == 0
         text = (prompt_text if is_first else "") + self._new_text(native)
         logprobs = None
-        if request.logprobs is not None:
+        # The prompt's log-probabilities come first but are known last: with echo all go into the last chunk.
+        if request.logprobs is not None and (not request.echo or _is_finished(native)):
             logprobs = completion_logprobs(request, native["meta_info"], self._num_logprobs)
             self._num_logprobs += len(logprobs["tokens"])
         choice = {"index": index, "text": text, "logprobs": logprobs}
@@ -188,9 +189,13 @@ class StreamCursor:
 
     @staticmethod
     def _extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-        if native["meta_info"]["finish_reason"] is None:
+        if not _is_finished(native):
             return {}
         return {key: value for key, value in choice_extras(request, native).items() if key != "token_ids"}
+
+
+def _is_finished(native: Native) -> bool:
+    return native["meta_info"]["finish_reason"] is not None
 
 
 def _token_text(entry: Entry) -> str:

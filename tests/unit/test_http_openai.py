@@ -1,0 +1,233 @@
+"""The OpenAI endpoints, called by the `openai` package."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from capture.codec import decode_compact
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from tests.http_harness import Live, live_server
+from tests.stand_in_scheduler import logprob_of, route_rows
+from tests.tiny_tokenizer import write_model_folder
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = write_model_folder(Path(tmp_path_factory.mktemp("model")))
+    with live_server(folder, enable_return_routed_experts=True) as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    live.scheduler.received.clear()
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=10) as made:
+        yield made
+
+
+def tokens(live: Live, text: str) -> list[int]:
+    return live.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+
+
+def test_completion(live: Live, client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt="hello", max_tokens=2, suffix="ignored", seed=5)
+    choice = reply.choices[0]
+    assert (reply.object, reply.model, choice.text, choice.finish_reason) == (
+        "text_completion", "tiny", "hellohello", "length",
+    )  # fmt: skip
+    assert choice.logprobs is None
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (1, 2, 3)
+    assert reply.model_extra is not None
+    assert reply.model_extra["metadata"]["weight_version"] == "v0"
+    params = live.sent(TokenizedGenerateReqInput)[0].sampling_params
+    assert (params.max_new_tokens, params.sampling_seed) == (2, 5)
+
+
+def test_completion_default_length_is_16(live: Live, client: openai.OpenAI) -> None:
+    assert client.completions.create(model="tiny", prompt="a").choices[0].text == "a" * 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("a", ["aa"]), (["a", "b"], ["aa", "bb"]), ("IDS", ["aa"]), ("LISTS", ["aa", "bb"])],
+)
+def test_prompt_forms(live: Live, client: openai.OpenAI, prompt: Any, texts: list[str]) -> None:
+    forms = {"IDS": tokens(live, "a"), "LISTS": [tokens(live, "a"), tokens(live, "b")]}
+    given = forms[prompt] if isinstance(prompt, str) and prompt in forms else prompt
+    reply = client.completions.create(model="tiny", prompt=given, max_tokens=2)
+    assert [choice.text for choice in reply.choices] == texts
+    assert [choice.index for choice in reply.choices] == list(range(len(texts)))
+
+
+def test_n_counts_the_prompt_once(live: Live, client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt=["ab", "c"], max_tokens=2, n=3)
+    assert [choice.text for choice in reply.choices] == ["ab"] * 3 + ["cc"] * 3
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 12)
+
+
+def test_echo_and_logprobs(live: Live, client: openai.OpenAI) -> None:
+    a, b = tokens(live, "a")[0], tokens(live, "b")[0]
+    reply = client.completions.create(model="tiny", prompt="ab", max_tokens=1, echo=True, logprobs=2)
+    choice = reply.choices[0]
+    assert choice.text == "aba"
+    logprobs = choice.logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    assert logprobs.tokens == ["a", "b", "a"]
+    assert logprobs.token_logprobs == [None, logprob_of(b), logprob_of(a)]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.top_logprobs[0] is None
+    assert [len(top) for top in logprobs.top_logprobs[1:]] == [2, 2]
+    assert logprobs.top_logprobs[2]["a"] == logprob_of(a)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_completion_stream_adds_up_to_the_plain_reply(live: Live, client: openai.OpenAI, echo: bool) -> None:
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": ["é!", "b"], "max_tokens": 4, "echo": echo, "logprobs": 1}
+    plain = client.completions.create(**arguments)
+    texts, names, logprobs, finishes, usages = ["", ""], [[], []], [[], []], [None, None], []
+    for chunk in client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                names[choice.index] += choice.logprobs.tokens
+                logprobs[choice.index] += choice.logprobs.token_logprobs
+            finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+        if chunk.usage is not None:
+            usages.append(chunk.usage)
+    assert texts == [choice.text for choice in plain.choices]
+    assert names == [choice.logprobs.tokens for choice in plain.choices]
+    assert logprobs == [choice.logprobs.token_logprobs for choice in plain.choices]
+    assert finishes == ["length", "length"]
+    assert [usage.total_tokens for usage in usages] == [plain.usage.total_tokens]
+
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def test_chat_uses_the_template_and_the_whole_context(live: Live, client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True})
+    sent = live.sent(TokenizedGenerateReqInput)[0]
+    shown = live.manager.tokenizer.decode(sent.input_ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert len(sent.input_ids) + sent.sampling_params.max_new_tokens == 160
+    choice = reply.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content is not None
+    assert choice.finish_reason == "length"
+
+
+def test_chat_stops_at_the_end_token(live: Live, client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=30)
+    assert reply.choices[0].message.content == "user\nhello"
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_chat_logprobs(live: Live, client: openai.OpenAI) -> None:
+    ids = tokens(live, "é")
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=3,
+        extra_body={"input_ids": [*ids, 66]},
+    )  # fmt: skip
+    content = reply.choices[0].logprobs.content
+    assert [entry.logprob for entry in content] == [logprob_of(t) for t in (*ids, 66)]
+    assert content[0].bytes is None  # half a character
+    assert content[2].bytes == list(content[2].token.encode())
+    assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+
+
+def test_chat_stream(live: Live, client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, logprobs=True, n=2)
+    texts, roles, counts = ["", ""], [None, None], [0, 0]
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=12, logprobs=True, n=2, stream=True
+    ):
+        assert chunk.object == "chat.completion.chunk" and chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] = choice.delta.role or roles[choice.index]
+            counts[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+    assert texts == [choice.message.content for choice in plain.choices]
+    assert roles == ["assistant"] * 2
+    assert counts == [len(choice.logprobs.content) for choice in plain.choices]
+
+
+def test_routes_at_response_level_are_the_first_choice(live: Live, client: openai.OpenAI) -> None:
+    body = {"return_routed_experts": True, "input_ids": [1, 2, 3], "routed_experts_format": "compact"}
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, n=2, extra_body=body)
+    extension = reply.model_extra["sglext"]
+    routed = decode_compact(base64.b64decode(extension["routed_experts"]))
+    assert routed.logical_ids_TLK.tobytes() == route_rows(0, 4)
+    assert extension["routed_experts_format"] == "compact"
+    chunks = list(
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, stream=True, extra_body=body)
+    )
+    streamed = chunks[-1].model_extra["sglext"]["routed_experts"]
+    assert chunks[-1].choices == [] and decode_compact(base64.b64decode(streamed)) == routed
+
+
+def test_meta_info_on_every_choice(live: Live, client: openai.OpenAI) -> None:
+    body = {
+        "return_routed_experts": True, "input_ids": [1, 2, 3], "return_meta_info": True, "return_token_ids": True,
+    }  # fmt: skip
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, n=2, extra_body=body)
+    assert "sglext" not in reply.model_extra
+    for choice in reply.choices:
+        meta = choice.model_extra["meta_info"]
+        assert meta["routed_experts"] and len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 2
+        assert choice.model_extra["prompt_token_ids"] == [1, 2, 3]
+        assert choice.model_extra["token_ids"] == [1, 2]
+
+
+def test_models(live: Live, client: openai.OpenAI) -> None:
+    [card] = client.models.list().data
+    assert card.id == "tiny" and card.model_extra["max_model_len"] == 160
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": [{"role": "forbidden", "content": "x"}]}, "no such role"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "n": 0}, "n must be"),
+        ({"messages": MESSAGES, "max_tokens": -1}, "max_new_tokens"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": MESSAGES, "extra_body": {"regex": "a"}}, "regex"),
+        ({"messages": MESSAGES, "extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template"),
+        ({"messages": MESSAGES, "extra_body": {"input_ids": [300]}}, "vocabulary"),
+    ],
+)
+def test_bad_chat_requests(live: Live, client: openai.OpenAI, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", **arguments)
+    assert message in str(caught.value)
+    assert live.sent(TokenizedGenerateReqInput) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"prompt": []}, {"prompt": ""}, {"prompt": "a", "best_of": 3}, {"prompt": "a", "logprobs": 5000}, {"prompt": 5}],
+)
+def test_bad_completion_requests(live: Live, client: openai.OpenAI, arguments: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", **arguments)
+    assert live.sent(TokenizedGenerateReqInput) == []
+
+
+def test_content_parts_of_text_are_joined(live: Live, client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    reply = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+    assert reply.choices[0].message.content == "user\nhello"
