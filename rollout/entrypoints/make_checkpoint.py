@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from rollout.core.errors import BadRequest, StartupError
+from rollout.core.errors import BadRequest, LockstepError, StartupError
 from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
 from weight_sync.tensor_meta import DTYPES
 
@@ -245,17 +245,27 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, type=type(default), choices=choices, default=default, help=text)
 
 
-def run(namespace: argparse.Namespace) -> None:
-    """The command, for a namespace that `add_cli_args` describes.  Raises as `make_checkpoint`."""
+def main(argv: Sequence[str]) -> int:
+    """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep make-checkpoint", description="Write a small random checkpoint in Hugging Face format."
+    )
+    add_cli_args(parser)
+    namespace = parser.parse_args(argv)
     spec = CheckpointSpec(**{name: getattr(namespace, name) for name in _HELP})
     num_bytes = 0
 
     def progress(done: int, total: int) -> None:
         nonlocal num_bytes
         num_bytes = total
-        print(f"\rwriting weights: {done / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
+        end = "\n" if done == total else ""
+        print(f"\rwriting weights: {done / 1e6:.1f} of {total / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True)
 
-    folder = make_checkpoint(namespace.path, spec, force=namespace.force, progress=progress)
-    print(file=sys.stderr)
+    try:
+        folder = make_checkpoint(namespace.path, spec, force=namespace.force, progress=progress)
+    except LockstepError as error:
+        print(f"lockstep make-checkpoint: {error}", file=sys.stderr)
+        return 1
     millions = num_bytes / DTYPES[spec.dtype].itemsize / 1e6
     print(f"{folder}: {millions:.1f} million parameters, {spec.dtype}, seed {spec.seed}")
+    return 0

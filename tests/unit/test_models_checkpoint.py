@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from rollout.core.errors import BadRequest, StartupError
 from rollout.core.model_config import load_model_config
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, add_cli_args, make_checkpoint, run
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, add_cli_args, main, make_checkpoint
 from rollout.models.checkpoint import open_checkpoint, read_tensors
 from rollout.models.load import load_model
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
@@ -127,10 +127,15 @@ def test_command_line_reaches_every_field(tmp_path: Path, capsys: pytest.Capture
     defaults = vars(parser.parse_args(["DIR"]))
     assert {name: defaults[name] for name in CheckpointSpec.__dataclass_fields__} == vars(CheckpointSpec())
     flags = "--layers 1 --hidden-size 32 --experts 4 --top-k 2 --dense-first 0 --dtype float32 --tie --seed 5"
-    run(parser.parse_args([str(tmp_path / "model"), *flags.split()]))
+    assert main([str(tmp_path / "model"), *flags.split()]) == 0
     config = load_model_config(tmp_path / "model")
     assert (config.num_hidden_layers, config.num_experts, config.tie_word_embeddings) == (1, 4, True)
     assert "million parameters" in capsys.readouterr().out
+    assert main([str(tmp_path / "model")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "--force" in said.err
 
 
 def test_config_saved_by_transformers_is_read(tmp_path: Path) -> None:
