@@ -1,1 +1,1 @@
-"""`rollout.demo`."""
+"""`lockstep demo`: one whole step of reinforcement learning, end to end, with its checks."""

@@ -1,0 +1,48 @@
+"""How far a trainer's view of sampled tokens is from the engine's: log-probabilities and routes.
+
+Pure functions over tensors of output tokens.  Does not know models, requests or bounds.
+
+Shapes: T output tokens, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+
+class LogprobMismatch(msgspec.Struct, frozen=True):
+    """`mean_abs` and `max_abs` in nats; `kl` estimates KL(engine || trainer) per token in nats."""
+
+    num_tokens: int
+    mean_abs: float
+    max_abs: float
+    kl: float
+
+
+class RouteMismatch(msgspec.Struct, frozen=True):
+    """Share of tokens with a different set of experts in any layer, and of (token, layer) pairs."""
+
+    token_share: float
+    token_layer_share: float
+
+
+def logprob_mismatch(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> LogprobMismatch:
+    """Of tokens that the engine sampled.  The KL is the "k3" estimator exp(d) - 1 - d, d = trainer - engine (Schulman,
+    "Approximating KL divergence", 2020): unbiased, never negative, of low variance."""
+    difference = trainer_T.double() - engine_T.double()
+    return LogprobMismatch(
+        num_tokens=difference.numel(),
+        mean_abs=difference.abs().mean().item(),
+        max_abs=difference.abs().max().item(),
+        kl=(difference.expm1() - difference).mean().item(),
+    )
+
+
+def route_mismatch(engine_TLK: torch.Tensor, trainer_TLK: torch.Tensor) -> RouteMismatch:
+    """Logical expert ids of both sides, compared as sets: the order within K carries no meaning for the output."""
+    differs_TL = (engine_TLK.sort(dim=-1).values != trainer_TLK.sort(dim=-1).values).any(dim=-1)
+    return RouteMismatch(
+        token_share=differs_TL.any(dim=-1).double().mean().item(),
+        token_layer_share=differs_TL.double().mean().item(),
+    )

@@ -1,0 +1,50 @@
+"""What the demo trains for: rewards of answers, advantages, and the policy-gradient loss.
+
+Pure functions.  The model starts from random weights, so almost no answer is right; a second term, the share of digits
+in the answer, tells samples apart from the first step on.  It shows that learning moves weights, not that a
+small random model learns arithmetic.
+
+Shapes: N samples of one prompt, O output positions.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import torch
+
+PROMPT_TEMPLATE = "Question: {question}\nAnswer:"
+DIGITS_WEIGHT = 0.5
+
+
+def load_questions() -> list[tuple[str, int]]:
+    """The arithmetic questions that ship with the package, with their answers."""
+    text = files("rollout.entrypoints.demo").joinpath("questions.txt").read_text(encoding="utf-8")
+    pairs = [line.split("\t") for line in text.splitlines() if line]
+    return [(question, int(answer)) for question, answer in pairs]
+
+
+def reward(text: str, answer: int) -> float:
+    """1 if the first whole number in `text` is `answer`, plus `DIGITS_WEIGHT` times the share of digits in `text`."""
+    first = re.search(r"-?[0-9]+", text)
+    right = first is not None and int(first.group()) == answer
+    digits = sum(character in "0123456789" for character in text)
+    return float(right) + DIGITS_WEIGHT * digits / max(len(text), 1)
+
+
+def group_advantages(rewards_N: torch.Tensor) -> torch.Tensor:
+    """Reward minus the mean of the prompt's samples [N]: the baseline of GRPO (Shao et al. 2024, arXiv:2402.03300),
+    without its division by the standard deviation."""
+    return rewards_N - rewards_N.mean()
+
+
+def policy_gradient_loss(
+    logprobs_NO: torch.Tensor, mask_NO: torch.Tensor, advantages_N: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """REINFORCE (Williams 1992) with one advantage per sample, as the mean over all `num_tokens` of the step.
+
+    The losses of the step's groups add up.  `mask_NO` is false beyond the end of a sample.
+    """
+    weighted_NO = torch.where(mask_NO, advantages_N[:, None] * logprobs_NO, 0.0)
+    return -weighted_NO.sum() / num_tokens

@@ -1,0 +1,135 @@
+"""Samples of prompts as a trainer uses them, and the checks of what came with them.
+
+Knows the client's typed outputs.  Does not know models or losses.
+
+Shapes: N samples of one prompt, S positions (prompt and longest output), O output positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+
+from capture.routed_experts import RoutedExperts
+from rollout.client import GenerationOutput, RolloutClient
+from rollout.entrypoints.demo.objective import PROMPT_TEMPLATE, reward
+
+SEEDS_PER_ROUND = 1 << 20
+GENERATE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """The samples of one prompt.  Output position o of a row is token `prompt_len + o`; rows are padded at the end.
+
+    `input_ids_NS` int64; `mask_NO` true where a sample has an output token; `engine_logprobs_NO` float32, zero
+    elsewhere; `routes` one record per sample with a row for every token but the last; `rewards_N` float32.
+    """
+
+    prompt_len: int
+    input_ids_NS: torch.Tensor
+    mask_NO: torch.Tensor
+    engine_logprobs_NO: torch.Tensor
+    routes: list[RoutedExperts]
+    rewards_N: torch.Tensor
+    outputs: list[GenerationOutput]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.mask_NO.sum())
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What to sample: `samples` answers of at most `max_new_tokens` tokens to each question (with its answer)."""
+
+    questions: Sequence[tuple[str, int]]
+    samples: int
+    max_new_tokens: int
+    seed: int
+
+
+def roll_out(
+    client: RolloutClient, plan: RolloutPlan, round_index: int, progress: Callable[[int, int], None]
+) -> list[SampleGroup]:
+    """One group per question, sampled at temperature 1, seeded: same plan, round and weights, same tokens.
+
+    All questions are asked at once, so that the engine batches them; `progress(done, total)` counts questions.
+    """
+
+    def ask(index: int) -> SampleGroup:
+        question, answer = plan.questions[index]
+        prompt_ids = client.tokenize(PROMPT_TEMPLATE.format(question=question))
+        outputs = client.generate(
+            input_ids=[prompt_ids],
+            sampling_params={
+                "temperature": 1.0,
+                "max_new_tokens": plan.max_new_tokens,
+                "n": plan.samples,
+                "sampling_seed": plan.seed + SEEDS_PER_ROUND * round_index + plan.samples * index,
+            },
+            return_logprob=True,
+            return_routed_experts=True,
+            timeout=GENERATE_TIMEOUT_S,
+        )
+        assert isinstance(outputs, list)  # of a batch
+        return sample_group(prompt_ids, outputs, answer)
+
+    with ThreadPoolExecutor(max_workers=len(plan.questions)) as pool:
+        futures = [pool.submit(ask, index) for index in range(len(plan.questions))]
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            progress(done, len(futures))
+    return [future.result() for future in futures]
+
+
+def sample_group(prompt_ids: Sequence[int], outputs: list[GenerationOutput], answer: int) -> SampleGroup:
+    """Tensors of the samples of one prompt.  The client has checked that log-probabilities and routes are complete."""
+    lengths = [len(output.output_ids) for output in outputs]
+    prompt_len, longest = len(prompt_ids), max(lengths)
+    input_ids_NS = torch.zeros(len(outputs), prompt_len + longest, dtype=torch.int64)
+    input_ids_NS[:, :prompt_len] = torch.tensor(prompt_ids)
+    logprobs_NO = torch.zeros(len(outputs), longest)
+    for row, (output, length) in enumerate(zip(outputs, lengths)):
+        input_ids_NS[row, prompt_len : prompt_len + length] = torch.tensor(output.output_ids)
+        logprobs_NO[row, :length] = torch.tensor(output.logprobs)
+    return SampleGroup(
+        prompt_len=prompt_len,
+        input_ids_NS=input_ids_NS,
+        mask_NO=torch.arange(longest) < torch.tensor(lengths)[:, None],
+        engine_logprobs_NO=logprobs_NO,
+        routes=[_routes_of(output) for output in outputs],
+        rewards_N=torch.tensor([reward(output.text or "", answer) for output in outputs]),
+        outputs=outputs,
+    )
+
+
+def version_problem(output: GenerationOutput, version: str) -> str | None:
+    """What is wrong with the weight versions that a sample reports, if `version` alone made it; None if nothing.
+
+    Looks at the output tokens, the prompt's KV, the oldest KV and the rows of routed experts.
+    """
+    meta, num_tokens = output.meta_info, len(output.output_ids)
+    routes = _routes_of(output)
+    found = {
+        "weight_version": (output.weight_version, version),
+        "weight_versions": ([tuple(span) for span in output.weight_versions], [(version, 0, num_tokens)]),
+        "weight_version_start": (meta.get("weight_version_start"), version),
+        "weight_version_end": (meta.get("weight_version_end"), version),
+        "prefill_weight_versions": (
+            meta.get("prefill_weight_versions"),
+            [{"version": version, "start": 0, "end": output.prompt_tokens}],
+        ),
+        "kv_weight_version_oldest": (meta.get("kv_weight_version_oldest"), version),
+        "versions of the routes": (list(routes.weight_versions), [(version, 0, len(routes))]),
+    }
+    wrong = [f"{name} is {got}, expected {expected}" for name, (got, expected) in found.items() if got != expected]
+    return f"{output.rid}: {'; '.join(wrong)}" if wrong else None
+
+
+def _routes_of(output: GenerationOutput) -> RoutedExperts:
+    assert output.routed_experts is not None  # asked for, so the client has checked it
+    return output.routed_experts

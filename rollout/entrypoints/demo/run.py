@@ -1,0 +1,265 @@
+"""`lockstep demo`: one whole step of reinforcement learning on a small Mixture-of-Experts model.
+
+    write a checkpoint -> `lockstep serve` -> a trainer process -> its report -> checks, one table, the exit status
+
+Knows the order of things and their deadlines.  The loop itself is `trainer.py`, the checks are `checks.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from rollout.client import RolloutClient
+from rollout.core.errors import LockstepError
+from rollout.entrypoints.demo.checks import Row, rows_of
+from rollout.entrypoints.demo.display import Display, make_display, results_table
+from rollout.entrypoints.demo.messages import Failure, Progress, TrainerReport, decode
+from rollout.entrypoints.demo.objective import load_questions
+from rollout.entrypoints.demo.processes import ChildProcess, seconds_left
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+
+READY_TIMEOUT_S = 120.0
+TRAINER_TIMEOUT_S = 600.0
+POLL_S = 0.2
+INTERRUPTED = 130
+PLAIN_WIDTH = 118
+
+SIZES = {
+    "standard": CheckpointSpec(shards=4),
+    "tiny": CheckpointSpec(
+        vocab_size=384, hidden_size=64, layers=3, heads=4, head_dim=16, kv_heads=2, intermediate_size=128,
+        experts=16, moe_intermediate_size=32, shards=2,
+    ),
+}  # fmt: skip
+
+
+class DemoError(LockstepError):
+    """The demo cannot go on; the message says why and shows what the process in question said last."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it: 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
+    args = _parse(argv)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    started = time.monotonic()
+    try:
+        with _signals_interrupt(), _work_folder(args) as folder:
+            rows = _run(args, folder, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; every process has been stopped", markup=False)
+        return INTERRUPTED
+    except LockstepError as error:
+        console.print(f"lockstep demo: error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return _conclude(rows, time.monotonic() - started, console)
+
+
+def _run(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
+    with make_display(console) as display:
+        checkpoint = folder / "checkpoint"
+        spec = replace(SIZES[args.size], seed=args.seed)
+        make_checkpoint(
+            checkpoint, spec, progress=lambda done, total: display.update("write a checkpoint", done, total)
+        )
+        port = args.port or _free_port()
+        url = f"http://127.0.0.1:{port}"
+        with ChildProcess("server", _server_command(checkpoint, port), folder / "server.log") as server:
+            _wait_until_ready(server, url, display)
+            command = _trainer_command(args, checkpoint, url)
+            with ChildProcess("trainer", command, folder / "trainer.log", reads_output=True) as trainer:
+                report = _follow(trainer, server, display)
+            status = _stop_server(server, display)
+    stopped = Row("End", "server's exit status after SIGTERM", str(status), "0", status == 0)
+    return [*rows_of(report), stopped]
+
+
+def _conclude(rows: Sequence[Row], seconds: float, console: Console) -> int:
+    """Print the table; the exit status."""
+    console.print(results_table(rows))
+    checks = [row for row in rows if row.ok is not None]
+    failed = [row for row in checks if not row.ok]
+    verdict = f"{len(failed)} of {len(checks)} checks FAILED" if failed else f"all {len(checks)} checks ok"
+    console.print(f"{verdict}, {seconds:.0f} s in all", style="bold red" if failed else "bold green", highlight=False)
+    return 1 if failed else 0
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+def _server_command(checkpoint: Path, port: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve"),
+        *("--model-path", str(checkpoint), "--port", str(port), "--dtype", "bfloat16"),
+        *("--weight-version", "0", "--enable-return-routed-experts"),
+    ]
+
+
+def _trainer_command(args: argparse.Namespace, checkpoint: Path, url: str) -> list[str]:
+    flags = {
+        "--url": url,
+        "--model-path": checkpoint,
+        "--prompts": args.prompts,
+        "--samples": args.samples,
+        "--max-new-tokens": args.max_new_tokens,
+        "--seed": args.seed,
+        "--steps": args.steps,
+        "--learning-rate": args.learning_rate,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", "rollout.entrypoints.demo.trainer", *words]
+
+
+def _wait_until_ready(server: ChildProcess, url: str, display: Display) -> None:
+    """Raises `DemoError` if the server ends or is not ready in time."""
+    phase = "start the server"
+    display.update(phase, 0, None)
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with RolloutClient(url) as client:
+        while not client.health(timeout=2.0):
+            _require_running(server)
+            if not seconds_left(deadline):
+                raise _broken(server, f"was not ready within {READY_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+    _require_running(server)  # it is this server that answered, not another one on the port
+    display.finish(phase)
+
+
+def _follow(trainer: ChildProcess, server: ChildProcess, display: Display) -> TrainerReport:
+    """Show the trainer's progress up to its report.  Raises `DemoError`, also if the server ends meanwhile."""
+    deadline = time.monotonic() + TRAINER_TIMEOUT_S
+    display.update("start the trainer", 0, None)
+    starting = True
+    while seconds_left(deadline):
+        try:
+            line = trainer.next_line(POLL_S)
+        except queue.Empty:
+            _require_running(server)
+            continue
+        if line is None:
+            raise _broken(trainer, f"ended with status {trainer.stop()} and without a report")
+        if starting:
+            display.finish("start the trainer")
+            starting = False
+        message = _decoded(trainer, line)
+        if isinstance(message, TrainerReport):
+            return message
+        if isinstance(message, Failure):
+            _require_running(server)
+            raise DemoError(
+                f"the trainer failed: {message.message}\n--- end of {server.log_path}\n{server.last_words()}"
+            )
+        display.update(message.phase, message.done, message.total)
+    raise _broken(trainer, f"did not finish within {TRAINER_TIMEOUT_S:g} s")
+
+
+def _decoded(trainer: ChildProcess, line: bytes) -> Progress | TrainerReport | Failure:
+    try:
+        return decode(line)
+    except msgspec.MsgspecError as error:
+        raise _broken(trainer, f"said something unexpected: {error}") from error
+
+
+def _stop_server(server: ChildProcess, display: Display) -> int:
+    display.update("stop the server", 0, None)
+    _require_running(server)
+    status = server.stop()
+    display.finish("stop the server")
+    return status
+
+
+def _require_running(process: ChildProcess) -> None:
+    status = process.exit_status()
+    if status is not None:
+        raise _broken(process, f"ended with status {status}")
+
+
+def _broken(process: ChildProcess, what: str) -> DemoError:
+    return DemoError(f"the {process.name} {what}\n--- end of {process.log_path}\n{process.last_words()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP act like Ctrl-C, so that every way out ends the child processes."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> Any:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _work_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """`--workdir`, or a temporary folder that is removed at the end unless `--keep` is given."""
+    if args.workdir is not None:
+        args.workdir.mkdir(parents=True, exist_ok=True)
+        yield args.workdir
+        return
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-demo-"))
+    try:
+        yield folder
+    finally:
+        if args.keep:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    num_questions = len(load_questions())
+    parser = argparse.ArgumentParser(
+        prog="lockstep demo", description="Run one whole step of reinforcement learning on a small model."
+    )
+    add = parser.add_argument
+    add("--workdir", type=Path, help="folder for checkpoint and logs, kept (default: a temporary one)")
+    add("--keep", action="store_true", help="keep the temporary folder")
+    add("--size", choices=sorted(SIZES), default="standard", help="model to train (default: standard, 15 M parameters)")
+    add("--seed", type=int, default=0, help="seed of weights and sampling (default: 0)")
+    add("--steps", type=_count(8), default=1, help="policy-gradient steps, each with a refresh (default: 1)")
+    add("--prompts", type=_count(num_questions), default=12, help=f"questions, at most {num_questions} (default: 12)")
+    add("--samples", type=_count(64), default=6, help="samples per question (default: 6)")
+    add("--max-new-tokens", type=_count(256), default=32, help="longest answer in tokens (default: 32)")
+    add("--learning-rate", type=float, default=3e-4, help="Adam's (default: 3e-4)")
+    add("--port", type=int, default=0, help="the server's port (default: a free one)")
+    return parser.parse_args(argv)
+
+
+def _count(most: int) -> Any:
+    """A whole number in 1..most."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be in 1..{most}")
+        return value
+
+    return parse
