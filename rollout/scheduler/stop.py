@@ -13,6 +13,8 @@ from rollout.core.errors import StartupError, UnsupportedFeature
 from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from rollout.scheduler.req import Req
 
+_INCOMPLETE = "\ufffd"  # what half a character decodes to
+
 
 class StopChecker:
     """Decides after every sampled token.  `tokenizer_file` is a `tokenizer.json`, or None to refuse stop strings."""
@@ -53,13 +55,17 @@ class StopChecker:
         return None
 
     def _matched_string(self, req: Req) -> str | None:
-        """The stop string that appears first in the text of the last tokens."""
+        """The stop string that appears first in the text of the last tokens and ends in the newest one.
+
+        One that ended earlier can only have been passed over because of `min_new_tokens`, and stays so.
+        """
         assert self._tokenizer is not None
-        params = req.sampling_params
-        tail = self._tokenizer.decode(
-            req.output.token_ids[-req.stop_window :], skip_special_tokens=params.skip_special_tokens
-        )
-        found = [(tail.find(text), text) for text in params.stop if text in tail]
+        skip = req.sampling_params.skip_special_tokens
+        window = req.output.token_ids[-req.stop_window :]
+        tail = self._tokenizer.decode(window, skip_special_tokens=skip)
+        old = len(self._tokenizer.decode(window[:-1], skip_special_tokens=skip).rstrip(_INCOMPLETE))
+        matches = [(tail.find(text, max(0, old - len(text) + 1)), text) for text in req.sampling_params.stop]
+        found = [match for match in matches if match[0] >= 0]
         return min(found)[1] if found else None
 
 
