@@ -47,7 +47,7 @@ class GroupHandle:
     world_size: int
     backend: str
     timeout_s: float
-    process_group: dist.ProcessGroup = field(repr=False)
+    process_group: dist.ProcessGroup | None = field(repr=False)  # None once destroyed
     broken: bool = False
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
@@ -55,8 +55,8 @@ class GroupHandle:
 
         Raises `TransportError`.
         """
-        if self.broken:
-            raise TransportError(f"group {self.name!r} failed before; join it again")
+        if self.broken or self.process_group is None:
+            raise TransportError(f"group {self.name!r} failed before or was left; join it again")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -80,10 +80,14 @@ class GroupHandle:
             raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
 
     def destroy(self) -> None:
-        """Leave the group.  Never raises because the peer is gone."""
+        """Leave the group.  A peer that still waits in it is told at once; one that is gone is no error."""
+        process_group, self.process_group = self.process_group, None
+        if process_group is None:
+            return
         if self.broken and self.backend == "nccl":
-            self.process_group.abort()  # a hung kernel would keep the shutdown waiting
-        dist.destroy_process_group(self.process_group)
+            process_group.abort()  # a hung kernel would keep the shutdown waiting
+        dist.destroy_process_group(process_group)
+        # With the last reference gone gloo closes its connections, which is what the peer notices.
 
     def _poll(self, work: dist.Work, deadline: float) -> None:
         """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode."""

@@ -1,0 +1,129 @@
+"""A process that holds a `WeightUpdater` over the small test model, driven by JSON lines on stdin and stdout.
+
+    {"verb": "begin", "arguments": {...}}  ->  {"result": ...}
+                                            |  {"error": "ContentError", "status": 400, "message": ...}
+
+`Engine` is the other end: it starts the process and offers the control calls of `weight_sync.sender.EngineControl`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from tests.logical_weights_fake import FakeWeights
+from weight_sync.errors import WeightSyncError
+from weight_sync.updater import WeightUpdater
+from weight_sync.wire import parse_manifest
+
+
+class Refused(Exception):
+    """The engine's answer was an error."""
+
+    def __init__(self, kind: str, status: int, message: str) -> None:
+        super().__init__(f"{kind} ({status}): {message}")
+        self.kind, self.status = kind, status
+
+
+class Engine:
+    """One engine process.  `timeout_s` is its deadline for a rendezvous and for a bucket."""
+
+    def __init__(self, timeout_s: float = 3.0, rank: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.weight_engine_process", str(timeout_s), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lock = threading.Lock()
+        self._ask({"verb": "status", "arguments": {}})
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait(10)
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+    def call(self, verb: str, **arguments: Any) -> Any:
+        return self._ask({"verb": verb, "arguments": arguments})
+
+    def init_weights_update_group(self, **arguments: Any) -> dict[str, Any]:
+        return {"success": self.call("init_group", **arguments)}
+
+    def destroy_weights_update_group(self, **arguments: Any) -> dict[str, Any]:
+        return {"success": self.call("destroy_group", **arguments)}
+
+    def begin_weight_update(self, **arguments: Any) -> dict[str, Any]:
+        return {"success": self.call("begin", **arguments)}
+
+    def update_weights_from_distributed(self, **arguments: Any) -> dict[str, Any]:
+        return {"success": self.call("receive_distributed", **arguments)}
+
+    def end_weight_update(self) -> dict[str, Any]:
+        return {"success": self.call("end")}
+
+    def abort_weight_update(self) -> dict[str, Any]:
+        return {"success": self.call("abort")}
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        with self._lock:
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        if not line:
+            raise ConnectionError("the engine process has ended")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Refused(reply["error"], reply["status"], reply["message"])
+        return reply["result"]
+
+
+class _Server:
+    def __init__(self, timeout_s: float, rank: int) -> None:
+        self.weights = FakeWeights(seed=0)
+        self.updater = WeightUpdater(self.weights, device="cpu", timeout_s=timeout_s, vote=lambda mine: mine)
+        self.rank = rank
+
+    def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        if verb == "init_group":
+            rank = arguments.pop("rank_offset") + self.rank
+            return self.updater.init_group(rank=rank, **arguments)
+        if verb == "begin":
+            manifest = arguments.pop("manifest", None)
+            return self.updater.begin(manifest=None if manifest is None else parse_manifest(manifest), **arguments)
+        if verb == "end":
+            self.updater.verify()
+            return self.updater.commit().weight_version
+        if verb == "content":
+            return [block.hex() for block in self.weights.snapshot()]
+        if verb in ("status", "checksums", "content_digest", "abort", "destroy_group", "receive_distributed"):
+            return getattr(self.updater, verb)(**arguments)
+        raise ValueError(verb)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    server = _Server(float(sys.argv[1]), int(sys.argv[2]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = {"result": server.answer(request["verb"], request["arguments"])}
+        except WeightSyncError as error:
+            reply = {"error": type(error).__name__, "status": error.status_code, "message": str(error)}
+        print(json.dumps(reply), flush=True)
+    server.updater.close()
+
+
+if __name__ == "__main__":
+    main()
