@@ -49,6 +49,14 @@ def agree(mine: bool) -> bool:
     return mine
 
 
+def recording(votes: list[bool]) -> Callable[[bool], bool]:
+    def vote(mine: bool) -> bool:
+        votes.append(mine)
+        return mine
+
+    return vote
+
+
 @pytest.fixture
 def weights() -> FakeWeights:
     return FakeWeights(seed=0)
@@ -72,7 +80,7 @@ def test_a_full_refresh(weights: FakeWeights, form: Callable[[Tensors], Tensors]
     transaction.verify()
     expect_content(weights, 0)
     votes: list[bool] = []
-    names = transaction.commit(lambda mine: votes.append(mine) or mine)
+    names = transaction.commit(recording(votes))
     assert votes == [True]
     assert sorted(names) == sorted(weights.metas())
     assert transaction.state is TransactionState.COMMITTED
@@ -289,7 +297,7 @@ def test_a_write_that_fails_anywhere_restores_every_bit(weights: FakeWeights, fa
     weights.derived_fault = fault
     votes: list[bool] = []
     with pytest.raises(CommitError, match=r"device lost; the old weights were restored"):
-        transaction.commit(lambda mine: votes.append(mine) or mine)
+        transaction.commit(recording(votes))
     assert votes == [False]
     assert weights.snapshot() == before
 

@@ -1,0 +1,91 @@
+"""What a trainer's tensors become before they are sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, bits, fused, version
+from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.sender import WeightSender, named_tensors_of, split_fused_experts
+
+
+class TiedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(5, 3)
+        self.norm = torch.nn.LayerNorm(3, bias=False)
+        self.lm_head = torch.nn.Linear(3, 5, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("bias", torch.ones(3))
+        self.register_buffer("step", torch.tensor(7))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def test_named_tensors_are_those_of_a_checkpoint_once_each() -> None:
+    model = TiedModel()
+    named = dict(named_tensors_of(model))
+    assert list(named) == ["bias", "step", "embed_tokens.weight", "norm.weight"]
+    assert named["embed_tokens.weight"].data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert not any(tensor.requires_grad for tensor in named.values())
+    assert dict(named_tensors_of(model.state_dict())).keys() == named.keys()
+
+
+def test_cast_leaves_integers_and_the_model_alone() -> None:
+    model = TiedModel()
+    named = dict(named_tensors_of(model, torch.bfloat16))
+    assert {name: tensor.dtype for name, tensor in named.items()} == {
+        "bias": torch.bfloat16,
+        "step": torch.int64,
+        "embed_tokens.weight": torch.bfloat16,
+        "norm.weight": torch.bfloat16,
+    }
+    assert model.norm.weight.dtype == torch.float32
+
+
+def test_equal_content_in_other_memory_is_not_a_tie() -> None:
+    same = torch.ones(3)
+    assert [name for name, _ in named_tensors_of({"a": same, "b": same.clone(), "c": same, "d": same[:2]})] == [
+        "a",
+        "b",
+        "d",
+    ]
+
+
+def test_fused_experts_split_into_checkpoint_tensors() -> None:
+    expected = version(1)
+    split = dict(split_fused_experts(fused(expected).items()))
+    assert split.keys() == expected.keys()
+    for name, tensor in split.items():
+        assert bits(tensor) == bits(expected[name])
+
+
+def test_split_gives_views() -> None:
+    gate_up = fused(version(1))[GATE_UP]
+    addresses = {tensor.untyped_storage().data_ptr() for _, tensor in split_fused_experts([(GATE_UP, gate_up)])}
+    assert addresses == {gate_up.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 3, 4)])
+def test_split_refuses_what_is_not_fused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(WeightRequestError, match="not a fused expert tensor"):
+        split_fused_experts([(GATE_UP, torch.zeros(shape))])
+
+
+def test_dense_names_pass() -> None:
+    named = [("model.layers.0.mlp.down_proj.weight", torch.zeros(2, 2)), (LM_HEAD, torch.zeros(1)), (EMBED, None)]
+    assert split_fused_experts(named) == named  # type: ignore[arg-type]
+    assert split_fused_experts([(DOWN, torch.zeros(1, 2, 3))])[0][0].endswith("experts.0.down_proj.weight")
+
+
+class NoEngine:
+    """Nothing may be asked of the engine."""
+
+
+def test_refresh_refuses_before_anything_is_asked() -> None:
+    sender = WeightSender(NoEngine())  # type: ignore[arg-type]
+    with pytest.raises(TransactionStateError, match="not connected"):
+        sender.refresh([("a", torch.zeros(1))])
+    with pytest.raises(WeightRequestError, match="given twice"):
+        sender.refresh([("a", torch.zeros(1)), ("a", torch.zeros(1))])
+    sender.close()

@@ -1,0 +1,188 @@
+"""`WeightUpdater` without a network: states, versions, what it tells of the live weights; backends and arguments."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
+from tests.loopback_updater import LoopbackUpdater
+from weight_sync.errors import (
+    CoverageError,
+    TransactionStateError,
+    TransportError,
+    UnknownGroupError,
+    WeightRequestError,
+)
+from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.process_group import init_process_group, resolve_backend
+from weight_sync.updater import WeightUpdater
+
+
+def loopback(weights: FakeWeights | None = None) -> LoopbackUpdater:
+    return LoopbackUpdater(weights or FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
+
+
+def test_status_through_a_refresh() -> None:
+    updater = loopback()
+    closed = {
+        "open": False,
+        "implicit": False,
+        "state": None,
+        "weight_version": None,
+        "received": None,
+        "missing": None,
+        "failed": None,
+    }
+    assert updater.status() == closed
+    assert (updater.is_open, updater.is_implicit, updater.pending_version, updater.staged(NORM)) == (
+        False,
+        False,
+        None,
+        None,
+    )
+    updater.begin("v1")
+    sent = version(1)
+    updater.send([(NORM, sent[NORM])])
+    opened = {**closed, "open": True, "state": "open", "weight_version": "v1", "received": 1, "missing": 10}
+    assert updater.status() == opened
+    assert torch.equal(updater.staged(NORM), sent[NORM])  # type: ignore[arg-type]
+    with pytest.raises(CoverageError):
+        updater.send([(NORM, sent[NORM])])
+    assert updater.status()["failed"] == f"{NORM} came twice"
+    updater.abort()
+    assert updater.status() == closed
+
+
+def test_commit_tells_what_it_wrote() -> None:
+    weights = FakeWeights()
+    updater = loopback(weights)
+    updater.begin(coverage="partial")
+    updater.send([(EMBED, version(1)[EMBED])], weight_version="v7")
+    assert updater.pending_version == "v7"
+    updater.set_pending_version("v8")
+    updater.verify()
+    result = updater.commit()
+    assert (result.weight_version, result.names, result.num_bytes) == ("v8", [EMBED], 6 * 4 * 2)
+    assert result.seconds > 0
+    assert torch.equal(weights.embed, version(1)[EMBED])
+
+
+def test_buckets_of_two_versions_do_not_mix() -> None:
+    updater = loopback()
+    updater.begin()
+    updater.send([(EMBED, version(1)[EMBED])], weight_version="v1")
+    with pytest.raises(TransactionStateError, match="'v2', the open weight update of 'v1'"):
+        updater.send([(NORM, version(1)[NORM])], weight_version="v2")
+    with pytest.raises(TransactionStateError, match="failed"):
+        updater.verify()
+
+
+def test_implicit_transactions() -> None:
+    weights = FakeWeights()
+    updater = loopback(weights)
+    updater.open_implicit("full")
+    assert updater.is_implicit
+    with pytest.raises(TransactionStateError):
+        updater.begin()
+    updater.send(list(version(1).items()))
+    updater.verify()
+    updater.commit()
+    assert not updater.is_implicit
+    assert weights.snapshot() == FakeWeights(1).snapshot()
+
+
+def test_checksums_are_of_the_live_weights() -> None:
+    weights = FakeWeights(seed=3)
+    updater = loopback(weights)
+    live = version(3)
+    assert updater.checksums() == {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in live.items()}
+    before = updater.content_digest()
+    assert before == digest((weights.metas()[name], fingerprint(tensor)) for name, tensor in live.items())
+    updater.begin()
+    updater.send(list(version(4).items()))
+    assert updater.content_digest() == before
+    updater.verify()
+    updater.commit()
+    assert updater.content_digest() == LoopbackUpdater.content_digest(loopback(FakeWeights(seed=4))) != before
+
+
+def test_the_other_rank_has_a_say_at_verify() -> None:
+    updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: False)
+    updater.begin(coverage="partial")
+    updater._transaction.receive([(NORM, torch.ones(4))])  # type: ignore[union-attr]
+    with pytest.raises(TransactionStateError, match="another rank"):
+        updater.verify()
+    assert not updater.is_open
+
+
+def test_a_vote_that_raises_drops_the_transaction() -> None:
+    def late(mine: bool) -> bool:
+        raise TimeoutError("no vote in time")
+
+    updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=late)
+    updater.begin(coverage="partial")
+    updater._transaction.receive([(NORM, torch.ones(4))])  # type: ignore[union-attr]
+    with pytest.raises(TimeoutError):
+        updater.verify()
+    assert not updater.is_open
+
+
+def test_close_drops_what_is_open() -> None:
+    updater = loopback()
+    updater.begin()
+    updater.close()
+    assert not updater.is_open
+    updater.close()
+
+
+def test_unknown_groups() -> None:
+    updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
+    with pytest.raises(UnknownGroupError, match="'g' does not exist; joined groups: none"):
+        updater.destroy_group("g")
+    updater.begin()
+    with pytest.raises(UnknownGroupError):
+        updater.receive_distributed([NORM], ["float32"], [[4]], "g")
+    with pytest.raises(TransactionStateError, match="failed"):
+        updater.verify()
+
+
+def test_one_call_cannot_announce_the_moon() -> None:
+    updater = loopback()
+    updater.begin()
+    with pytest.raises(WeightRequestError, match="at most 67108864"):
+        updater.receive_distributed(["a"], ["uint8"], [[67108865]], "group")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, "cpu", "gloo"),
+        ("nccl", "cpu", "gloo"),
+        ("gloo", "cpu", "gloo"),
+        (None, "cuda:0", "nccl"),
+        ("nccl", "cuda", "nccl"),
+        ("gloo", "cuda", "gloo"),
+    ],
+)
+def test_backends(backend: str | None, device: str, expected: str) -> None:
+    assert resolve_backend(backend, device) == expected
+    with pytest.raises(WeightRequestError, match="unknown backend 'mpi'"):
+        resolve_backend("mpi", device)
+
+
+def test_a_name_that_torch_already_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_names, object(), "taken")  # type: ignore[misc]
+    with pytest.raises(WeightRequestError, match="already has a process group named 'taken'"):
+        init_process_group("127.0.0.1", 1234, 0, 2, "taken", "gloo", 1.0)
+
+
+def test_a_master_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start = time.monotonic()
+        with pytest.raises(TransportError, match="cannot join group 'g'"):
+            init_process_group("127.0.0.1", listener.getsockname()[1], 0, 2, "g", "gloo", 1.0)
+        assert time.monotonic() - start < 8
