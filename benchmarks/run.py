@@ -1,0 +1,39 @@
+"""`make bench`: all benchmarks, or those named.  Results as tables, and as JSON lines with `--json FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import capture, throughput
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("throughput", "capture"), nargs="+", default=["throughput", "capture"])
+    parser.add_argument("--shapes", choices=("S", "M"), nargs="+", default=["S", "M"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    console = Console()
+    rows: list[dict] = []
+    for shape in args.shapes:
+        if "throughput" in args.only:
+            rows += throughput.run(shape, args.batches, args.rounds, args.new_tokens, console)
+        if "capture" in args.only:
+            rounds = args.rounds * (5 if shape == "S" else 1)
+            rows += capture.run(shape, 32, rounds, args.new_tokens, console)
+    if args.json is not None:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The two model shapes that are measured, and where their checkpoints are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+
+CACHE = Path(__file__).resolve().parents[1] / "build" / "bench"
+
+SHAPES = {
+    "S": CheckpointSpec(
+        hidden_size=256, layers=4, dense_first=0, heads=8, kv_heads=4, head_dim=32, experts=32, top_k=4,
+        moe_intermediate_size=128, vocab_size=4096, context_length=4096,
+    ),
+    "M": CheckpointSpec(
+        hidden_size=1024, layers=12, dense_first=0, heads=16, kv_heads=4, head_dim=64, experts=48, top_k=8,
+        moe_intermediate_size=384, vocab_size=32000, context_length=4096,
+    ),
+}  # fmt: skip
+
+
+def checkpoint(name: str) -> Path:
+    """The checkpoint of shape `name`, written on first use."""
+    folder = CACHE / name
+    if not (folder / "config.json").exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        print(f"writing the checkpoint of shape {name} to {folder}")
+        make_checkpoint(folder, SHAPES[name], force=True)
+    return folder
