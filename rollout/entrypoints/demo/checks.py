@@ -51,6 +51,7 @@ def rollout_rows(report: RolloutReport) -> list[Row]:
     rows = [
         row("samples, tokens", f"{report.num_samples}, {report.num_tokens}"),
         row("mean reward", f"{report.reward_mean:.4f}"),
+        row("prompts whose samples differ in reward", f"{report.num_groups_with_signal} of {report.num_groups}"),
         row(
             "samples that carry this version, KV and routes too",
             f"{right_versions} of {report.num_samples}",

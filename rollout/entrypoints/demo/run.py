@@ -11,7 +11,6 @@ import argparse
 import queue
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from rollout.entrypoints.demo.messages import Failure, Progress, TrainerReport, 
 from rollout.entrypoints.demo.objective import load_questions
 from rollout.entrypoints.demo.processes import ChildProcess, seconds_left
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from weight_sync.process_group import free_port
 
 READY_TIMEOUT_S = 120.0
 TRAINER_TIMEOUT_S = 600.0
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
         make_checkpoint(
             checkpoint, spec, progress=lambda done, total: display.update("write a checkpoint", done, total)
         )
-        port = args.port or _free_port()
+        port = args.port or free_port()
         url = f"http://127.0.0.1:{port}"
         with ChildProcess("server", _server_command(checkpoint, port), folder / "server.log") as server:
             _wait_until_ready(server, url, display)
@@ -193,12 +193,6 @@ def _broken(process: ChildProcess, what: str) -> DemoError:
     return DemoError(f"the {process.name} {what}\n--- end of {process.log_path}\n{process.last_words()}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # --- surroundings ------------------------------------------------------------------------------------------------
 
 
@@ -246,20 +240,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of weights and sampling (default: 0)")
     add("--steps", type=_count(8), default=1, help="policy-gradient steps, each with a refresh (default: 1)")
     add("--prompts", type=_count(num_questions), default=12, help=f"questions, at most {num_questions} (default: 12)")
-    add("--samples", type=_count(64), default=6, help="samples per question (default: 6)")
+    add("--samples", type=_count(64, least=2), default=6, help="samples per question (default: 6)")
     add("--max-new-tokens", type=_count(256), default=32, help="longest answer in tokens (default: 32)")
     add("--learning-rate", type=float, default=3e-4, help="Adam's (default: 3e-4)")
     add("--port", type=int, default=0, help="the server's port (default: a free one)")
     return parser.parse_args(argv)
 
 
-def _count(most: int) -> Any:
-    """A whole number in 1..most."""
+def _count(most: int, least: int = 1) -> Any:
+    """A whole number in least..most."""
 
     def parse(text: str) -> int:
         value = int(text)
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be in 1..{most}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be in {least}..{most}")
         return value
 
     return parse

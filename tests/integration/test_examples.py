@@ -1,0 +1,72 @@
+"""The programs in `examples/`, run as their users run them, against one real server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout.client import RolloutClient
+from rollout.entrypoints.demo.processes import ChildProcess
+from tests.model_zoo import tiny_checkpoint
+from weight_sync.process_group import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TESTED = {"minimal_trainer.py", "openai_client.py"}
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("examples")
+    checkpoint = tiny_checkpoint(folder / "checkpoint", dtype="bfloat16", vocab_size=384)
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(checkpoint)),
+        *("--port", str(port), "--enable-return-routed-experts"),
+    ]
+    with ChildProcess("server", command, folder / "server.log") as process:
+        url = f"http://127.0.0.1:{port}"
+        with RolloutClient(url) as client:
+            client.wait_until_ready(60.0)
+        assert process.exit_status() is None, process.last_words()
+        yield Running(url, checkpoint)
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == TESTED
+
+
+def test_minimal_trainer_refreshes_the_server(server: Running) -> None:
+    words = ("--model-path", str(server.checkpoint), "--url", server.url, "--steps", "2", "--samples", "4")
+    lines = run(sys.executable, str(EXAMPLES / "minimal_trainer.py"), *words).splitlines()
+    assert len(lines) == 2
+    sampled_by = [re.search(r"sampled by (\S+),", line) for line in lines]
+    assert [match and match.group(1) for match in sampled_by] == ["default", "step-1"]
+    mismatches = [float(re.search(r"log-prob\| ([0-9.]+)", line).group(1)) for line in lines]  # type: ignore[union-attr]
+    assert max(mismatches) < 0.15
+    assert httpx.get(f"{server.url}/weight_version").json()["weight_version"] == "step-2"
+
+
+def test_openai_client(server: Running) -> None:
+    out = run(sys.executable, str(EXAMPLES / "openai_client.py"), "--url", server.url)
+    assert re.search(r"token ids: \[\d+(, \d+)*\]", out)
+    assert {line.split(":")[0] for line in out.splitlines()} == {"completion", "chat", "weight version", "stream"}
