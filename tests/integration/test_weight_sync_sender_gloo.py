@@ -1,0 +1,173 @@
+"""A real `WeightSender` and a real engine process over gloo: refreshes, and refusals on either side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import NORM, fused, version
+from tests.weight_engine_process import Engine, Refused
+from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
+from weight_sync.errors import TransportError
+from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.process_group import GroupHandle
+from weight_sync.sender import WeightSender
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[Engine]:
+    engine = Engine(TIMEOUT_S)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    yield shared_engine
+    if shared_engine.call("status")["open"]:
+        shared_engine.call("abort")
+
+
+@pytest.fixture
+def sender(engine: Engine) -> Iterator[WeightSender]:
+    sender = WeightSender(engine, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    yield sender
+    sender.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_refresh(engine: Engine, sender: WeightSender, bucket_bytes: int, with_manifest: bool) -> None:
+    seed = next(seeds)
+    sent = version(seed)
+    progress: list[tuple[int, int]] = []
+    report = sender.refresh(
+        sent.items(),
+        f"v{seed}",
+        bucket_bytes=bucket_bytes,
+        progress=lambda done, total: progress.append((done, total)),
+        with_manifest=with_manifest,
+    )
+    assert engine.call("content") == content_of(seed)
+    total = sum(tensor.nbytes for tensor in sent.values())
+    assert report.num_bytes == total
+    assert progress[-1] == (total, total)
+    assert len(progress) == report.num_buckets == {1: 11, 60: 5, 1 << 20: 1}[bucket_bytes]
+    checksums = engine.call("checksums")
+    assert checksums == {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in sent.items()}
+    if with_manifest:
+        assert report.fingerprints == checksums
+        assert report.digest == engine.call("content_digest")
+    else:
+        assert report.digest is None
+
+
+@pytest.mark.parametrize("split_experts", [True, False])
+def test_refresh_from_fused_tensors(engine: Engine, sender: WeightSender, split_experts: bool) -> None:
+    seed = next(seeds)
+    report = sender.refresh(fused(version(seed)).items(), split_experts=split_experts)
+    assert engine.call("content") == content_of(seed)
+    assert report.digest == (engine.call("content_digest") if split_experts else None)
+
+
+class Meddling:
+    """Passes control calls on, with one of them changed."""
+
+    def __init__(self, engine: Engine, verb: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._engine, self._verb, self._change = engine, verb, change
+        self.calls: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            self.calls.append(verb)
+            changed = self._change(arguments) if verb == self._verb else arguments
+            return getattr(self._engine, verb)(**changed)
+
+        return call
+
+
+def test_sender_is_told_at_once_when_the_engine_will_not_join(engine: Engine) -> None:
+    control = Meddling(engine, "init_weights_update_group", lambda sent: {**sent, "rank_offset": 0})
+    start = time.monotonic()
+    with pytest.raises(Refused, match="rank 0"):
+        WeightSender(control, timeout_s=TIMEOUT_S).connect(group_name=next(names))
+    assert time.monotonic() - start < 2
+
+
+def test_sender_is_told_at_once_when_the_engine_refuses_before_receiving(engine: Engine) -> None:
+    """The broadcast is under way and nobody takes it; the sender leaves, aborts, and can connect again."""
+    control = Meddling(engine, "update_weights_from_distributed", lambda sent: {**sent, "dtypes": ["int4"] * 11})
+    sender = WeightSender(control, timeout_s=TIMEOUT_S)
+    sender.connect(group_name="meddled")
+    start = time.monotonic()
+    with pytest.raises(Refused, match="int4"):
+        sender.refresh(version(99).items(), "v99")
+    assert time.monotonic() - start < 5
+    assert control.calls[-1] == "abort_weight_update"
+    assert "end_weight_update" not in control.calls
+    assert not engine.call("status")["open"]
+    sender = WeightSender(engine, timeout_s=TIMEOUT_S)
+    sender.connect(group_name="meddled")
+    seed = next(seeds)
+    sender.refresh(version(seed).items())
+    assert engine.call("content") == content_of(seed)
+    sender.close()
+
+
+def test_a_bit_that_flips_on_the_way(engine: Engine, sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine.call("content")
+    send = GroupHandle.start_broadcast
+
+    def flip(group: GroupHandle, tensor: torch.Tensor, timeout_s: float | None = None) -> Any:
+        damaged = tensor.clone()
+        damaged[0] ^= 1
+        return send(group, damaged, timeout_s)
+
+    monkeypatch.setattr(GroupHandle, "start_broadcast", flip)
+    with pytest.raises(Refused, match=r"ContentError.*fingerprint"):
+        sender.refresh(version(99).items())
+    assert engine.call("content") == before
+
+
+def test_sender_refusals_change_nothing(engine: Engine, sender: WeightSender) -> None:
+    before = engine.call("content")
+    with_nan = version(99)
+    with_nan[NORM] = torch.tensor([1.0, float("nan"), 1.0, 1.0])
+    with pytest.raises(Refused, match=r"ContentError.*not finite"):
+        sender.refresh(with_nan.items(), with_manifest=False)
+    incomplete = version(99)
+    del incomplete[NORM]
+    with pytest.raises(Refused, match=r"CoverageError.*manifest lacks 1"):
+        sender.refresh(incomplete.items())
+    with pytest.raises(Refused, match=r"CoverageError.*1 of 11 tensors missing"):
+        sender.refresh(incomplete.items(), with_manifest=False)
+    with pytest.raises(Refused, match="UnknownTensorError"):
+        sender.refresh({**version(99), "ghost": torch.ones(2)}.items(), with_manifest=False)
+
+    def lose_patience(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sender.refresh(version(99).items(), progress=lose_patience)
+    assert not engine.call("status")["open"]
+    assert engine.call("content") == before
+    seed = next(seeds)
+    sender.refresh(version(seed).items())
+    assert engine.call("content") == content_of(seed)
+
+
+def test_an_engine_that_dies() -> None:
+    """The sender notices within its deadline and says what it could not clean up."""
+    engine = Engine(TIMEOUT_S)
+    sender = WeightSender(engine, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    start = time.monotonic()
+    with pytest.raises((TransportError, ConnectionError, BrokenPipeError)) as caught:
+        sender.refresh(version(99).items(), bucket_bytes=1, progress=lambda done, total: engine.kill())
+    assert time.monotonic() - start < 6
+    assert any("aborting the weight update failed" in note for note in caught.value.__notes__)
