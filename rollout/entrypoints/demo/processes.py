@@ -18,6 +18,8 @@ from typing import IO, Self
 STOP_S = 20.0
 KILL_S = 5.0
 LOG_LINES = 15
+# Server and trainer share the cores: compute threads that spin while they wait would slow the other one down tenfold.
+DEFAULT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 
 class ChildProcess:
@@ -37,7 +39,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE if reads_output else log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=DEFAULT_ENVIRONMENT | os.environ,
             )
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         if self._process.stdout is not None:
