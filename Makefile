@@ -14,6 +14,7 @@ test: install-dev lint
 
 lint: install-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 bench: install
@@ -23,6 +24,7 @@ install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.torch:
+	@echo "installing $(TORCH) into $(VENV) (once; a few minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@touch $@

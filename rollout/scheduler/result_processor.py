@@ -31,8 +31,11 @@ class ResultProcessor:
         self._info_reqs: list[Req] = []
         self._info = SamplingBatchInfo([], vocab_size, device)
 
-    def process(self, plan: StepPlan, hidden_TD: torch.Tensor, logits_rows: torch.Tensor) -> list[Req]:
-        """Enter the step into the records.  Returns the requests that got a token or finished."""
+    def process(self, plan: StepPlan, hidden_TD: torch.Tensor, logits_NV: torch.Tensor) -> list[Req]:
+        """Enter the step into the records.  Returns the requests that got a token or finished.
+
+        `logits_NV` has a row for each sampling request: those that complete their prompt, then those that decode.
+        """
         self._score_prompts(plan.extends, hidden_TD)
         for item in plan.extends:
             item.req.device_len += item.count
@@ -43,7 +46,7 @@ class ResultProcessor:
             req.finished = FinishReason(type="length", length=0)
         sampled = [item.req for item in plan.extends if item.completes and item.req.samples] + plan.decodes
         if sampled:
-            self._sample(sampled, self._runner.logits(hidden_TD[logits_rows]))
+            self._sample(sampled, logits_NV)
         return scored + sampled
 
     @torch.inference_mode()
