@@ -31,6 +31,7 @@ $(VENV)/.torch:
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/lockstep build-kernels
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml

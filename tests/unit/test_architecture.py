@@ -27,6 +27,7 @@ LAYERS = {
     "weight_sync": 0,
     "rollout.core": 1,
     "rollout.mem_cache": 2,
+    "rollout.kernels": 2,
     "rollout.attention": 3,
     "rollout.sampling": 3,
     "rollout.layers": 4,

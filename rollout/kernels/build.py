@@ -1,0 +1,175 @@
+"""Compiles the operators in `csrc/` for this machine and loads them into torch.
+
+Knows compilers, the cache and its lock.  Does not know what the operators compute, nor who calls them.
+
+    <cache>/<key>/kernels.so   key = hash of the sources, the flags, torch's version and the CPU's features
+    <cache>/<key>/lock         held while compiling; the kernel of the OS frees it if the holder dies
+
+The cache is `$LOCKSTEP_KERNEL_CACHE`, or `~/.cache/lockstep/kernels`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.kernels.fakes import register_fakes
+
+SOURCES = Path(__file__).parent / "csrc"
+# No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
+COMPILERS = ("g++", "clang++", "c++")
+COMPILE_TIMEOUT_S = 300.0
+LOCK_POLL_S = 0.1
+
+Progress = Callable[[str], None]
+
+
+class KernelBuildError(Exception):
+    """The operators cannot be compiled or their cache cannot be used; one line that says why."""
+
+
+@dataclass(frozen=True)
+class KernelStatus:
+    """Whether `torch.ops.lockstep` is there; `reason` says why not, `isa` the instruction set it was compiled for."""
+
+    available: bool
+    reason: str = ""
+    isa: str = ""
+
+
+def load_kernels(progress: Progress | None = None) -> KernelStatus:
+    """Register the operators as `torch.ops.lockstep`, compiling them first if need be.  Once per process; never raises
+    for a machine that cannot: the caller goes on without."""
+    if not hasattr(torch.ops.lockstep, "isa"):
+        try:
+            torch.ops.load_library(build_kernels(progress))
+        except (KernelBuildError, OSError) as error:
+            return KernelStatus(available=False, reason=str(error))
+        register_fakes()
+    return KernelStatus(available=True, isa=torch.ops.lockstep.isa())
+
+
+def build_kernels(progress: Progress | None = None, timeout_s: float = COMPILE_TIMEOUT_S) -> Path:
+    """The compiled library of these sources on this machine, from the cache or compiled now.
+
+    `progress` is called with one line if there is something to wait for; `timeout_s` bounds the wait for another
+    process that compiles the same, and each run of the compiler.  Raises `KernelBuildError`.
+    """
+    try:
+        folder = _private_folder(cache_folder() / cache_key())
+        library = folder / "kernels.so"
+        if library.exists():
+            return library
+        compiler = find_compiler()
+        if progress is not None:
+            progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, under a minute")
+        with _lock(folder / "lock", timeout_s):
+            if not library.exists():
+                _compile(compiler, library, timeout_s)
+    except OSError as error:
+        raise KernelBuildError(f"the cache of compiled operators cannot be used: {error}") from error
+    return library
+
+
+def cache_folder() -> Path:
+    """Where compiled operators are kept, one folder for each key."""
+    given = os.environ.get("LOCKSTEP_KERNEL_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
+
+
+def cache_key() -> str:
+    """Changes with everything that the compiled library depends on, except the compiler."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update("\0".join((*FLAGS, torch.__version__, *_cpu_features())).encode())
+    return digest.hexdigest()[:24]
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler as command words: `$CXX`, else the first of `COMPILERS` there is.  Raises `KernelBuildError`."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    for words in [given] if given else [[name] for name in COMPILERS]:
+        if shutil.which(words[0]) is not None:
+            return words
+    raise KernelBuildError(f"no C++ compiler found: {given[0] if given else ', '.join(COMPILERS)}")
+
+
+def _cpu_features() -> tuple[str, ...]:
+    """What `-march=native` depends on.  Linux lists it; elsewhere the processor's name has to do."""
+    info = Path("/proc/cpuinfo")
+    features = [platform.machine(), platform.processor()]
+    if info.is_file():
+        wanted = ("model name", "flags", "Features", "CPU part")
+        features += sorted({line for line in info.read_text().splitlines() if line.startswith(wanted)})
+    return tuple(features)
+
+
+def _private_folder(folder: Path) -> Path:
+    """Create it for this user alone.  What lies there is loaded as code, so nobody else may write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KernelBuildError(f"{folder} can be written by other users: choose another with $LOCKSTEP_KERNEL_CACHE")
+    return folder
+
+
+@contextmanager
+def _lock(path: Path, timeout_s: float) -> Iterator[None]:
+    deadline = time.monotonic() + timeout_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise KernelBuildError(f"another process has held {path} for {timeout_s:.0f} s") from None
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _compile(compiler: list[str], library: Path, timeout_s: float) -> None:
+    """Every source on its own, two at a time, then one link; the library appears whole or not at all."""
+    torch_root = Path(torch.__file__).parent
+    includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+
+        def compile_one(source: Path) -> str:
+            target = f"{scratch}/{source.stem}.o"
+            _run([*compiler, *FLAGS, *includes, "-c", str(source), "-o", target], timeout_s)
+            return target
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+        linked = Path(scratch) / library.name
+        # The OpenMP runtime is found by its soname, which is that of the one torch has loaded: one pool of threads.
+        _run([*compiler, "-shared", "-fopenmp", *objects, *libraries, "-o", str(linked)], timeout_s)
+        linked.replace(library)
+
+
+def _run(words: list[str], timeout_s: float) -> None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelBuildError(f"{words[0]} did not finish within {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise KernelBuildError(f"{words[0]} failed: {lines[0].strip()}")

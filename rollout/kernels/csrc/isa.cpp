@@ -1,0 +1,10 @@
+// The instruction set that these operators were compiled for.
+#include <string>
+
+#include <torch/library.h>
+
+#include "simd.h"
+
+TORCH_LIBRARY_FRAGMENT(lockstep, m) {
+  m.def("isa() -> str", []() { return std::string(lockstep::kIsa); });
+}
