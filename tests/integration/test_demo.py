@@ -17,7 +17,8 @@ import pytest
 from rich.console import Console
 
 from rollout.entrypoints.demo import run
-from rollout.entrypoints.demo.display import make_display
+from rollout.entrypoints.demo.checks import Row
+from rollout.entrypoints.demo.display import make_display, results_table
 from rollout.entrypoints.demo.messages import Failure, Progress, encode
 from rollout.entrypoints.demo.processes import ChildProcess
 
@@ -167,6 +168,27 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
         started = time.monotonic()
         assert child.stop() == -signal.SIGKILL
         assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("width", [80, 118])
+def test_the_table_keeps_values_bounds_and_verdicts_at_any_width(width: int) -> None:
+    rows = [
+        Row(
+            "A section",
+            "a fact with a name that is long enough to be cut off",
+            "+0.00007, -0.00155",
+            "<= 0.001942",
+            True,
+        ),
+        Row("A section", "another fact", "1", "> 2", False),
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(results_table(rows))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text and max(len(line) for line in text.splitlines()) <= width
+    for word in ("+0.00007, -0.00155", "<= 0.001942", "ok", "FAILED", "off"):
+        assert word in text
 
 
 def test_bars_on_a_terminal() -> None:

@@ -95,7 +95,7 @@ class _Lines:
 def results_table(rows: Sequence[Row]) -> Table:
     """One line per row, a section per section; the last column is `ok`, `FAILED`, or empty for rows without a bound."""
     table = Table(title="One step of reinforcement learning, engine (bfloat16) and trainer (float32)")
-    table.add_column("fact", no_wrap=True)
+    table.add_column("fact", overflow="fold")  # the one column that gives way on a narrow terminal
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("bound", justify="right", no_wrap=True)
     table.add_column("check", no_wrap=True)
