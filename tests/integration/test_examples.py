@@ -70,3 +70,18 @@ def test_openai_client(server: Running) -> None:
     out = run(sys.executable, str(EXAMPLES / "openai_client.py"), "--url", server.url)
     assert re.search(r"token ids: \[\d+(, \d+)*\]", out)
     assert {line.split(":")[0] for line in out.splitlines()} == {"completion", "chat", "weight version", "stream"}
+
+
+def test_first_requests_of_the_readme(server: Running) -> None:
+    """The Python blocks that name the default address, as they stand there, against this server."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = [block.replace("http://127.0.0.1:30000", server.url) for block in blocks if "127.0.0.1:30000" in block]
+    assert len(blocks) == 2
+    outputs = [run(sys.executable, "-c", block) for block in blocks]
+    assert "VersionSpan(version=" in outputs[0] and "2, 3)" in outputs[0].splitlines()[-1]
+
+
+def test_curl_request_of_the_readme(server: Running) -> None:
+    (body,) = re.findall(r"-d '(\{.*?\})'", (ROOT / "README.md").read_text())
+    reply = httpx.post(f"{server.url}/generate", content=body, headers={"content-type": "application/json"}, timeout=30)
+    assert reply.status_code == 200 and len(reply.json()["meta_info"]["output_token_logprobs"]) == 8
