@@ -1,11 +1,22 @@
-// The instruction set, named once for all operators.
+// Sixteen float lanes: the one vector type of the operators, for AVX-512, for AVX2 with FMA, and in plain C++.
+//
+// Every operation works lane by lane in one fixed order, so that a result depends on its inputs and the instruction set
+// only.  Without FMA hardware `fma` rounds twice.  bf16 rounding is to nearest even.
 #pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include <c10/util/BFloat16.h>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace lockstep {
+
+using bf16 = c10::BFloat16;
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
@@ -15,9 +26,233 @@ inline constexpr const char* kIsa = "avx512_bf16";
 #define LOCKSTEP_AVX512 1
 inline constexpr const char* kIsa = "avx512";
 #elif defined(__AVX2__) && defined(__FMA__)
+#define LOCKSTEP_AVX2 1
 inline constexpr const char* kIsa = "avx2";
 #else
 inline constexpr const char* kIsa = "portable";
 #endif
+
+inline constexpr int kLanes = 16;
+
+#if LOCKSTEP_AVX512
+
+struct F32x16 {
+  __m512 v;
+};
+
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline F32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F32x16 load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+inline F32x16 widen(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
+inline F32x16 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline F32x16 load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+inline void store(float* p, F32x16 x) { _mm512_storeu_ps(p, x.v); }
+inline void store(float* p, F32x16 x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// A NaN in `a` becomes `b`; callers that must keep NaN pass it as `b`.
+inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32x16 round_to_integer(F32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT)}; }
+// a * 2^n for integral n.
+inline F32x16 scale_by_power(F32x16 a, F32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
+#if LOCKSTEP_AVX512_BF16
+inline __m256i narrow(F32x16 x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+#else
+inline __m256i narrow(F32x16 x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+}
+#endif
+inline void store(bf16* p, F32x16 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+inline void store(bf16* p, F32x16 x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x)); }
+inline F32x16 round_bf16(F32x16 x) { return widen(narrow(x)); }
+
+// The sums of four vectors.  Each is ((0+2)+(1+3)) within every quarter, then the quarters as ((0+2)+(1+3)).
+inline void sum4(const F32x16 (&x)[4], float* out) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0].v, x[1].v), _mm512_unpackhi_ps(x[0].v, x[1].v));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2].v, x[3].v), _mm512_unpackhi_ps(x[2].v, x[3].v));
+  const __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 quarters = _mm512_add_ps(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));
+  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+
+#else  // AVX2 or plain: sixteen lanes as an array of narrower parts
+
+#if LOCKSTEP_AVX2
+using Part = __m256;
+inline constexpr int kPart = 8;
+inline Part part_splat(float x) { return _mm256_set1_ps(x); }
+inline Part part_load(const float* p) { return _mm256_loadu_ps(p); }
+inline void part_store(float* p, Part x) { _mm256_storeu_ps(p, x); }
+inline Part part_add(Part a, Part b) { return _mm256_add_ps(a, b); }
+inline Part part_sub(Part a, Part b) { return _mm256_sub_ps(a, b); }
+inline Part part_mul(Part a, Part b) { return _mm256_mul_ps(a, b); }
+inline Part part_div(Part a, Part b) { return _mm256_div_ps(a, b); }
+inline Part part_fma(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+inline Part part_max(Part a, Part b) { return _mm256_max_ps(a, b); }
+inline Part part_min(Part a, Part b) { return _mm256_min_ps(a, b); }
+inline Part part_round(Part a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Part part_load(const bf16* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+#else
+using Part = float;
+inline constexpr int kPart = 1;
+inline Part part_splat(float x) { return x; }
+inline Part part_load(const float* p) { return *p; }
+inline void part_store(float* p, Part x) { *p = x; }
+inline Part part_add(Part a, Part b) { return a + b; }
+inline Part part_sub(Part a, Part b) { return a - b; }
+inline Part part_mul(Part a, Part b) { return a * b; }
+inline Part part_div(Part a, Part b) { return a / b; }
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline Part part_fma(Part a, Part b, Part c) { return __builtin_fmaf(a, b, c); }
+#else
+inline Part part_fma(Part a, Part b, Part c) { return a * b + c; }
+#endif
+inline Part part_max(Part a, Part b) { return a > b ? a : b; }
+inline Part part_min(Part a, Part b) { return a < b ? a : b; }
+inline Part part_round(Part a) { return __builtin_rintf(a); }
+inline Part part_load(const bf16* p) { return static_cast<float>(*p); }
+#endif
+
+inline constexpr int kParts = kLanes / kPart;
+
+struct F32x16 {
+  Part v[kParts];
+};
+
+template <class F>
+inline F32x16 each_part(F f) {
+  F32x16 out;
+#pragma GCC unroll 16
+  for (int i = 0; i < kParts; ++i) out.v[i] = f(i);
+  return out;
+}
+
+inline F32x16 splat(float x) {
+  return each_part([&](int) { return part_splat(x); });
+}
+template <class T>
+inline F32x16 load(const T* p) {
+  return each_part([&](int i) { return part_load(p + i * kPart); });
+}
+template <class T>
+inline F32x16 load(const T* p, int n) {
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+inline void store(float* p, F32x16 x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kParts; ++i) part_store(p + i * kPart, x.v[i]);
+}
+inline void store(float* p, F32x16 x, int n) {
+  float buffer[kLanes];
+  store(buffer, x);
+  std::memcpy(p, buffer, n * sizeof(float));
+}
+inline void store(bf16* p, F32x16 x, int n) {
+  float buffer[kLanes];
+  store(buffer, x);
+  for (int i = 0; i < n; ++i) p[i] = static_cast<bf16>(buffer[i]);
+}
+inline void store(bf16* p, F32x16 x) { store(p, x, kLanes); }
+inline F32x16 round_bf16(F32x16 x) {
+  bf16 buffer[kLanes];
+  store(buffer, x);
+  return load(buffer);
+}
+inline F32x16 operator+(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_add(a.v[i], b.v[i]); });
+}
+inline F32x16 operator-(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_sub(a.v[i], b.v[i]); });
+}
+inline F32x16 operator*(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_mul(a.v[i], b.v[i]); });
+}
+inline F32x16 operator/(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_div(a.v[i], b.v[i]); });
+}
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return each_part([&](int i) { return part_fma(a.v[i], b.v[i], c.v[i]); });
+}
+inline F32x16 max(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_max(a.v[i], b.v[i]); });
+}
+inline F32x16 min(F32x16 a, F32x16 b) {
+  return each_part([&](int i) { return part_min(a.v[i], b.v[i]); });
+}
+inline F32x16 round_to_integer(F32x16 a) {
+  return each_part([&](int i) { return part_round(a.v[i]); });
+}
+// a * 2^n for integral n in [-252, 254], in two steps so that neither factor leaves the range of a float.
+inline F32x16 scale_by_power(F32x16 a, F32x16 n) {
+  float values[kLanes], powers[kLanes];
+  store(values, a);
+  store(powers, n);
+  for (int i = 0; i < kLanes; ++i) {
+    const int32_t power = static_cast<int32_t>(powers[i]), first = power / 2;
+    const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
+    float factors[2];
+    std::memcpy(factors, bits, sizeof bits);
+    values[i] = values[i] * factors[0] * factors[1];
+  }
+  return load(values);
+}
+inline void sum4(const F32x16 (&x)[4], float* out) {
+  for (int row = 0; row < 4; ++row) {
+    float v[kLanes], quarter[4];
+    store(v, x[row]);
+    for (int q = 0; q < 4; ++q) quarter[q] = (v[4 * q] + v[4 * q + 2]) + (v[4 * q + 1] + v[4 * q + 3]);
+    out[row] = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+  }
+}
+
+#endif
+
+inline float sum(F32x16 x) {
+  const F32x16 rows[4] = {x, x, x, x};
+  float out[4];
+  sum4(rows, out);
+  return out[0];
+}
+
+// Round to the storage type: what torch does between two operations.
+template <class T>
+inline F32x16 round_to(F32x16 x) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return round_bf16(x);
+  } else {
+    return x;
+  }
+}
+
+// e^x, relative error below 2e-7; 0 below -87.3, infinity above 88.7, NaN for NaN.
+// Range reduction by ln 2 in two parts, then the Taylor polynomial of degree 7 on [-0.347, 0.347].
+inline F32x16 exp(F32x16 x) {
+  const F32x16 clamped = min(splat(89.0f), max(splat(-104.0f), x));
+  const F32x16 n = round_to_integer(clamped * splat(1.44269504f));
+  const F32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));
+  F32x16 p = splat(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  return scale_by_power(p, n);
+}
+
+// x / (1 + e^-x)
+inline F32x16 silu(F32x16 x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
 
 }  // namespace lockstep
