@@ -17,6 +17,8 @@ from eplb.expert_location import trivial_location
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.torch_ops import TorchOps
 from rollout.models.decoder import DecoderForCausalLM
 from rollout.models.load import load_model
 
@@ -62,8 +64,11 @@ def trivial_placement(config: ModelConfig) -> ExpertPlacement:
 
 
 def load_tiny(
-    folder: Path, dtype: torch.dtype = torch.float64, placement: ExpertPlacement | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float64,
+    placement: ExpertPlacement | None = None,
+    ops: LayerOps | None = None,
 ) -> DecoderForCausalLM:
-    """The engine's model of a checkpoint, cold-loaded; the trivial placement unless one is given."""
+    """The engine's model of a checkpoint, cold-loaded; trivial placement and plain torch unless told otherwise."""
     config = load_model_config(folder)
-    return load_model(folder, config, dtype, "cpu", placement or trivial_placement(config))
+    return load_model(folder, config, dtype, "cpu", placement or trivial_placement(config), ops or TorchOps())

@@ -32,16 +32,20 @@ class KVStore(Protocol):
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens over their sequences.
 
-    `plan` is called once per step and does all index arithmetic; `forward` is called once per layer.
+    `plan` is called once per step and does all index arithmetic; then, for each layer, keys and values of the step's
+    tokens are stored in `kv` and `attend` is called.
     """
+
+    def __init__(self, kv: KVStore) -> None:
+        self.kv = kv
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for the layers of one step."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k, v [T, Hkv, hd] to the step's slots, then attend with q [T, H, hd].  Returns [T, H * hd].
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attend with q [T, H, hd] to what `kv` holds.  Returns [T, H * hd].
 
         Scores are scaled by `hd ** -0.5`.  Query head h reads key/value head `h // (H / Hkv)`.
         """

@@ -32,8 +32,8 @@ class _ExtendGroup:
 
     rows: torch.Tensor | slice  # [X * Q] rows of the step
     num_sequences: int
-    kv_slots: torch.Tensor | None  # [X * L]; None: no cached prefix, KV is the step's own
-    mask_QL: torch.Tensor | None  # bool, True where attended; None exactly when kv_slots is
+    kv_slots: torch.Tensor  # [X * L]
+    mask_QL: torch.Tensor | None  # bool, True where attended; None: no cached prefix, plain causal
 
 
 @dataclass(slots=True)
@@ -50,24 +50,21 @@ class TorchNativeBackend(AttentionBackend):
     """`kv` holds keys and values in the dtype of the model."""
 
     def __init__(self, kv: KVStore) -> None:
-        self._kv = kv
-        self._out_cache_loc = torch.empty(0, dtype=torch.int64)
+        super().__init__(kv)
         self._extend: list[_ExtendGroup] = []
         self._decode: list[_DecodeBucket] = []
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._out_cache_loc = batch.out_cache_loc
         self._extend = _plan_extend(batch)
-        self._decode = _plan_decode(batch, self._kv.k[0].dtype)
+        self._decode = _plan_decode(batch, self.kv.k[0].dtype)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._kv.write(layer, self._out_cache_loc, k, v)
-        k_pool, v_pool = self._kv.k[layer], self._kv.v[layer]
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
         if not self._extend and len(self._decode) == 1:
             return _decode(self._decode[0], q, k_pool, v_pool)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for group in self._extend:
-            out[group.rows] = _extend(group, q[group.rows], k[group.rows], v[group.rows], k_pool, v_pool)
+            out[group.rows] = _extend(group, q[group.rows], k_pool, v_pool)
         for bucket in self._decode:
             out[bucket.rows] = _decode(bucket, q[bucket.rows], k_pool, v_pool)
         return out
@@ -92,11 +89,10 @@ def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:
         if not contiguous:
             offsets = torch.arange(extend_len, device=device)
             rows = (torch.tensor(starts, device=device)[:, None] + offsets).flatten()
-        slots = mask = None
+        length, mask = prefix_len + extend_len, None
+        requests = torch.tensor([request for _, request in group], device=device)
+        slots = batch.req_to_token[requests, :length].flatten()
         if prefix_len > 0:
-            length = prefix_len + extend_len
-            requests = torch.tensor([request for _, request in group], device=device)
-            slots = batch.req_to_token[requests, :length].flatten()
             mask = torch.ones(extend_len, length, dtype=torch.bool, device=device).tril(prefix_len)
         groups.append(_ExtendGroup(rows, len(group), slots, mask))
     return groups
@@ -178,20 +174,16 @@ def _decode(bucket: _DecodeBucket, q: torch.Tensor, k_pool: torch.Tensor, v_pool
 def _extend(
     group: _ExtendGroup,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
 ) -> torch.Tensor:
-    """q [X * Q, H, hd], k, v [X * Q, Hkv, hd] -> [X * Q, H * hd]."""
+    """q [X * Q, H, hd] -> [X * Q, H * hd]."""
     count, num_heads, head_dim = group.num_sequences, q.shape[1], q.shape[2]
     queries = q.view(count, -1, num_heads, head_dim).transpose(1, 2)
-    if group.kv_slots is None:
-        k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+    k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
+    if group.mask_QL is None:
         out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
-    k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
-    assert group.mask_QL is not None
     num_queries, num_kv_heads = queries.shape[2], k_pool.shape[1]
     if num_queries > ROWS_FORM_MAX_QUERIES:
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, enable_gqa=True)

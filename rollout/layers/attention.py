@@ -1,6 +1,6 @@
 """Self-attention with grouped query heads: projections, query and key norm, rotation, and the backend between them.
 
-Does not know how KV is stored or attended to: that is the backend's.
+Does not know how queries attend: that is the backend's.
 
 Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size.
 """
@@ -14,12 +14,15 @@ from rollout.core.model_config import ModelConfig
 from rollout.layers.context import ForwardContext
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import QueryKeyNormRotary
+from rollout.layers.ops.base import LayerOps, Rotary
 
 
 class Attention(nn.Module):
     """`layer_id` is the hidden layer, which is also the layer of the KV pool."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
+    ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.num_heads = config.num_attention_heads
@@ -27,16 +30,14 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device)
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device, ops)
         self.qk_norm = QueryKeyNormRotary(
-            self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, dtype, device
+            self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, dtype, device, ops
         )
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, ops)
 
-    def forward(
-        self, hidden_TD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
-    ) -> torch.Tensor:
-        heads = self.qkv_proj(hidden_TD).view(hidden_TD.shape[0], -1, self.head_dim)
-        query_key, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        query, key = self.qk_norm(query_key, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj(context.attention.forward(self.layer_id, query, key, value))
+    def forward(self, hidden_TD: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        kv = context.attention.kv
+        pools = kv.k[self.layer_id], kv.v[self.layer_id]
+        query = self.qk_norm(self.qkv_proj(hidden_TD), rotary, *pools, context.batch.out_cache_loc)
+        return self.o_proj(context.attention.attend(self.layer_id, query))

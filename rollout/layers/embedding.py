@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from rollout.layers.ops.base import LayerOps
 from rollout.layers.weight_entry import SingleWeightLayer, WeightEntry, empty_parameter
 
 
@@ -34,9 +35,11 @@ class OutputHead(SingleWeightLayer):
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
         tied_to: Embedding | None = None,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.is_tied = tied_to is not None
         self.weight = (
             tied_to.weight if tied_to else empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
@@ -44,7 +47,7 @@ class OutputHead(SingleWeightLayer):
 
     def forward(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> logits [N, V] in float32, or float64 for a float64 model."""
-        logits_NV = F.linear(hidden_ND, self.weight)
+        logits_NV = self.ops.linear(hidden_ND, self.weight)
         return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:

@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
+from rollout.layers.ops.base import LayerOps
 from rollout.layers.weight_entry import SingleWeightLayer, WeightEntry, empty_parameter
 
 
 class Linear(SingleWeightLayer):
     """`x @ weight.T` with weight [O, D]."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
+    ) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_TD, self.weight)
+        return self.ops.linear(hidden_TD, self.weight)
 
 
 class MergedLinear(SingleWeightLayer):
@@ -33,14 +36,22 @@ class MergedLinear(SingleWeightLayer):
     `self_attn.q_proj.weight` in rows 0..63, and so on.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
+    ) -> None:
         super().__init__()
+        self.ops = ops
         self.parts = dict(parts)
         self.weight = empty_parameter(sum(parts.values()), in_features, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """All parts side by side: [T, sum of the parts' sizes]."""
-        return F.linear(hidden_TD, self.weight)
+        return self.ops.linear(hidden_TD, self.weight)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]

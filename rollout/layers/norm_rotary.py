@@ -1,9 +1,8 @@
 """RMSNorm, rotary position embedding, and the pair of both that queries and keys go through.
 
-Numerics are those of transformers' Qwen3: the norm is computed in float32 and rounded to the model's dtype before the
-weight is applied, the rotation is done in the model's dtype.  A float64 model stays in float64 throughout.
+Knows the weights and the angles.  Does not know the arithmetic: that is `LayerOps`.
 
-Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size.
+Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 """
 
 from __future__ import annotations
@@ -12,27 +11,26 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
+from rollout.layers.ops.base import LayerOps, Rotary
 from rollout.layers.weight_entry import SingleWeightLayer, WeightEntry, empty_parameter
 
 
 class RMSNorm(SingleWeightLayer):
     """Root mean square norm over the last dimension (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, ops: LayerOps) -> None:
         super().__init__()
+        self.ops = ops
         self.eps = eps
         self.weight = empty_parameter(size, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        # Without a weight, F.rms_norm rounds once, to the model's dtype; the weight is then applied in that dtype.
-        return F.rms_norm(hidden_TD, self.weight.shape, None, self.eps) * self.weight
+        return self.ops.rms_norm(hidden_TD, self.weight, self.eps)
 
     def add_and_norm(self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual += hidden`, then the norm of it.  Returns (normed, residual); `residual_TD` is changed in place."""
-        residual_TD += hidden_TD
-        return self.forward(residual_TD), residual_TD
+        return self.ops.add_rms_norm(hidden_TD, residual_TD, self.weight, self.eps), residual_TD
 
 
 class RotaryTable:
@@ -44,20 +42,15 @@ class RotaryTable:
         exponents = torch.arange(0, head_dim, 2, dtype=self._work_dtype, device=device) / head_dim
         self._inverse_frequencies = 1.0 / theta**exponents
 
-    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sign-folded sin, each [T, 1, hd], for `rotate`."""
+    def angles(self, positions_T: torch.Tensor) -> Rotary:
+        """cos and sign-folded sin, each [T, 1, hd]."""
         angles = positions_T.to(self._work_dtype)[:, None] * self._inverse_frequencies
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [T, heads, hd].  Rolling by half a head and folding the sign into sin equals rotate-half, bit for bit."""
-    return heads.roll(heads.shape[-1] // 2, -1).mul_(signed_sin).add_(heads * cos)
-
-
 class QueryKeyNormRotary(SingleWeightLayer):
-    """Per-head RMSNorm of queries and keys, and their rotation, in one pass over [T, H + Hkv, hd].
+    """Per-head RMSNorm of queries and keys, and their rotation, in one pass; keys and values go to the KV pool.
 
     The two norm weights live in one table of a row per head, so that both are applied by one multiplication;
     `q_norm.weight` is every one of the first H rows and `k_norm.weight` every one of the rest.
@@ -71,17 +64,20 @@ class QueryKeyNormRotary(SingleWeightLayer):
         eps: float,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.eps = eps
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
 
-    def forward(self, heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """[T, H + Hkv, hd] -> the same, normed and rotated."""
-        normed = F.rms_norm(heads, (self.head_dim,), None, self.eps).mul_(self.weight)
-        return rotate(normed, *rotary)
+    def forward(
+        self, qkv: torch.Tensor, rotary: Rotary, k_pool: torch.Tensor, v_pool: torch.Tensor, slots_T: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, (H + 2 Hkv) * hd] -> queries [T, H, hd]; keys and values are in slots `slots_T` [T] of [S, Hkv, hd]."""
+        return self.ops.heads_to_pool(qkv, self.weight, rotary, self.eps, k_pool, v_pool, slots_T)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]

@@ -19,6 +19,7 @@ from rollout.layers.attention import Attention
 from rollout.layers.context import ForwardContext
 from rollout.layers.embedding import Embedding, OutputHead
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
+from rollout.layers.ops.base import LayerOps, Rotary
 from rollout.models.weight_loading import WeightIndex
 
 MLPFactory = Callable[[int], nn.Module]  # hidden-layer index -> block called with (hidden [T, D], context)
@@ -28,12 +29,18 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, mlp: nn.Module, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        mlp: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
-        norm_args = (config.hidden_size, config.rms_norm_eps, dtype, device)
+        norm_args = (config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.input_layernorm = RMSNorm(*norm_args)
-        self.self_attn = Attention(config, layer_id, dtype, device)
+        self.self_attn = Attention(config, layer_id, dtype, device, ops)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
 
@@ -41,7 +48,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden_TD: torch.Tensor,
         residual_TD: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the block's output, not yet added, and the residual stream (changed in place)."""
@@ -58,15 +65,20 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(
-        self, config: ModelConfig, make_mlp: MLPFactory, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        make_mlp: MLPFactory,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device)
+            DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops)
             for layer_id in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.rotary = RotaryTable(config.head_dim, config.rope_theta, dtype, device)
 
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
@@ -87,15 +99,20 @@ class DecoderForCausalLM(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, make_mlp: MLPFactory, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        make_mlp: MLPFactory,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.moe_layer_ids = config.moe_layer_ids
-        self.model = Decoder(config, make_mlp, dtype, device)
+        self.model = Decoder(config, make_mlp, dtype, device, ops)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, tied_to)
+        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, tied_to)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
         self.weights = WeightIndex(self, aliases)
 
@@ -108,4 +125,4 @@ class DecoderForCausalLM(nn.Module):
         return self.lm_head(hidden_ND)
 
 
-ModelFactory = Callable[[ModelConfig, torch.dtype, torch.device | str, ExpertPlacement], DecoderForCausalLM]
+ModelFactory = Callable[[ModelConfig, torch.dtype, torch.device | str, ExpertPlacement, LayerOps], DecoderForCausalLM]

@@ -13,6 +13,7 @@ import torch
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
+from rollout.layers.ops.base import LayerOps
 from rollout.models.checkpoint import open_checkpoint, read_tensors
 from rollout.models.decoder import DecoderForCausalLM
 from rollout.models.registry import model_class
@@ -29,13 +30,14 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     placement: ExpertPlacement,
+    ops: LayerOps,
     progress: Progress | None = None,
 ) -> DecoderForCausalLM:
     """Build the model of `config` and fill every weight from `model_path`, cast to `dtype`.
 
     Names, shapes and coverage are checked before any tensor is read.  Raises `StartupError` in one line.
     """
-    model = model_class(config.architecture)(config, dtype, device, placement)
+    model = model_class(config.architecture)(config, dtype, device, placement, ops)
     shards = open_checkpoint(model_path)
     metas = [meta for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)

@@ -9,6 +9,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
 from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.layer import MoELayer
+from rollout.layers.ops.base import LayerOps
 from rollout.models.decoder import DecoderForCausalLM
 
 
@@ -19,13 +20,18 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, placement: ExpertPlacement
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        placement: ExpertPlacement,
+        ops: LayerOps,
     ) -> None:
         moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
 
         def make_mlp(layer_id: int) -> nn.Module:
             if layer_id in moe_layers:
-                return MoELayer(config, moe_layers[layer_id], placement, dtype, device)
-            return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device)
+                return MoELayer(config, moe_layers[layer_id], placement, dtype, device, ops)
+            return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device, ops)
 
-        super().__init__(config, make_mlp, dtype, device)
+        super().__init__(config, make_mlp, dtype, device, ops)

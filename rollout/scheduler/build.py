@@ -5,6 +5,7 @@ The one place that knows all the parts; they do not know each other's constructo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
+from rollout.kernels.build import load_kernels
+from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
@@ -59,7 +63,8 @@ def build_scheduler(
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
     placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts), device)
-    model = load_model(args.model_path, config, dtype, device, placement, progress)
+    ops = _layer_ops(args, dtype, device)
+    model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
     model_bytes = sum(meta.nbytes for meta in model.weights.metas().values())
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
     limits = _limits(args, config, token_bytes, model_bytes)
@@ -83,6 +88,20 @@ def build_scheduler(
         model_bytes=model_bytes,
         weight_version=args.weight_version,
     )
+
+
+def _layer_ops(args: ServerArgs, dtype: torch.dtype, device: torch.device) -> LayerOps:
+    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is said aloud."""
+    if args.disable_native_kernels or device.type != "cpu":
+        return select_ops(dtype, device, kernels_available=False)
+    status = load_kernels(_say)
+    if not status.available:
+        _say(f"running on plain torch, several times slower in decoding: {status.reason}")
+    return select_ops(dtype, device, status.available)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _wire(

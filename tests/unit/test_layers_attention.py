@@ -59,7 +59,8 @@ class _Sequences:
         backend = create_attention_backend("torch_native", self.pool)
         backend.plan(batch)
         q, k, v = (torch.cat([x[r, s.start : s.stop] for r, s in enumerate(spans)]) for x in (self.q, self.k, self.v))
-        return backend.forward(0, q, k, v), torch.cat([self._plain(r, span) for r, span in enumerate(spans)])
+        self.pool.write(0, batch.out_cache_loc, k, v)
+        return backend.attend(0, q), torch.cat([self._plain(r, span) for r, span in enumerate(spans)])
 
     def _plain(self, request: int, span: range) -> torch.Tensor:
         rows = []

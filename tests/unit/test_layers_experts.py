@@ -20,6 +20,7 @@ from rollout.layers.moe.expert_compute import (
     padded_capacity,
 )
 from rollout.layers.moe.topk import softmax_topk
+from rollout.layers.ops.torch_ops import TorchOps, weighted_sum
 
 EXPERTS, HIDDEN, INNER = 6, 16, 8
 
@@ -138,13 +139,22 @@ def test_padded_capacity_wastes_little_and_has_few_values() -> None:
     assert len({padded_capacity(n) for n in range(16, 1024)}) <= 8 * 6 + 1
 
 
-def test_combine_sums_in_slot_order() -> None:
-    dispatcher = LocalDispatcher()
+def test_the_weighted_sum_is_in_slot_order() -> None:
     weights = torch.tensor([[0.5, 0.25], [1.0, 0.0]], dtype=torch.float64)
-    work = dispatcher.dispatch(torch.zeros(2, 3, dtype=torch.float64), torch.tensor([[1, 0], [2, 2]]), weights)
     outputs = torch.arange(12, dtype=torch.float64).view(2, 2, 3)
     expected = torch.stack((0.5 * outputs[0, 0] + 0.25 * outputs[0, 1], outputs[1, 0]))
-    assert torch.equal(dispatcher.combine(outputs, work.handle), expected)
+    assert torch.equal(weighted_sum(outputs, weights), expected)
+
+
+def test_local_dispatch_leaves_the_sum_to_the_experts() -> None:
+    dispatcher, (w13, w2) = LocalDispatcher(), _weights(torch.float64)
+    hidden, ids = torch.randn(12, HIDDEN, dtype=torch.float64), ROUTINGS["even"]
+    weights = torch.rand(12, 2, dtype=torch.float64)
+    work = dispatcher.dispatch(hidden, ids, weights)
+    assert work.weights_RS is not None
+    out = TorchOps().experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, w13, w2)
+    expected = (_plain(hidden, ids, w13, w2) * weights[..., None]).sum(1)
+    torch.testing.assert_close(dispatcher.combine(out, work.handle), expected, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -21,6 +21,7 @@ from rollout.core.errors import BadRequest, StartupError
 from rollout.core.model_config import load_model_config
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, add_cli_args, main, make_checkpoint
+from rollout.layers.ops.torch_ops import TorchOps
 from rollout.models.checkpoint import open_checkpoint, read_tensors
 from rollout.models.load import load_model
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
@@ -154,7 +155,7 @@ def test_cold_load_reads_all_shards_and_reports_progress(tmp_path: Path, shards:
     read = {name: tensor for shard in opened for name, tensor in read_tensors(shard)}
     config, seen = load_model_config(folder), []
     placement = trivial_placement(config)
-    model = load_model(folder, config, torch.float32, "cpu", placement, lambda *bytes_: seen.append(bytes_))
+    model = load_model(folder, config, torch.float32, "cpu", placement, TorchOps(), lambda *bytes_: seen.append(bytes_))
     tensors = logical_tensors(folder)
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert seen == sorted(seen)

@@ -11,6 +11,7 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import load_model_config
 from rollout.layers.moe.experts import Experts
+from rollout.layers.ops.torch_ops import TorchOps
 from rollout.models.decoder import DecoderForCausalLM
 from rollout.models.registry import model_class
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, trivial_placement
@@ -28,7 +29,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def _empty_model(folder: Path, placement: ExpertPlacement | None = None) -> DecoderForCausalLM:
     """Every byte of every parameter is NaN, so that a place that was not written shows."""
     config = load_model_config(folder)
-    model = model_class(config.architecture)(config, torch.float32, "cpu", placement or trivial_placement(config))
+    placement = placement or trivial_placement(config)
+    model = model_class(config.architecture)(config, torch.float32, "cpu", placement, TorchOps())
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     return model

@@ -11,13 +11,13 @@
 // Rounding to the storage dtype happens where torch rounds: gate, up, silu(gate), their product, the expert's output, its
 // product with the weight, the sum.
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "checks.h"
 #include "dot.h"
 #include "parallel.h"
 
@@ -76,8 +76,8 @@ struct Experts {
     for (int64_t a = sorted.starts[used]; a < sorted.starts[used + 1]; a += kTokenChunk) {
       const int64_t count = std::min(kTokenChunk, sorted.starts[used + 1] - a);
       for (int64_t t = 0; t < count; ++t) tokens[t] = hidden + sorted.order[a + t] / num_slots * hidden_size;
-      dot_rows(gate_rows, first, last, hidden_size, tokens, count, gate, kInnerBlock);
-      dot_rows(up_rows, first, last, hidden_size, tokens, count, up, kInnerBlock);
+      dot_rows(gate_rows, first, last, hidden_size, tokens, count, up_rows + first * hidden_size, gate, kInnerBlock);
+      dot_rows(up_rows, first, last, hidden_size, tokens, count, gate_rows + last * hidden_size, up, kInnerBlock);
       for (int64_t t = 0; t < count; ++t) {
         const F32x16 g = round_to<T>(silu(round_to<T>(load(gate + t * kInnerBlock, columns))));
         const F32x16 u = round_to<T>(load(up + t * kInnerBlock, columns));
@@ -94,7 +94,7 @@ struct Experts {
     for (int64_t a = sorted.starts[used]; a < sorted.starts[used + 1]; a += kTokenChunk) {
       const int64_t count = std::min(kTokenChunk, sorted.starts[used + 1] - a);
       for (int64_t t = 0; t < count; ++t) tokens[t] = inner + (a + t) * inner_size;
-      dot_rows(rows, first, last, inner_size, tokens, count, sums, kHiddenBlock);
+      dot_rows(rows, first, last, inner_size, tokens, count, rows + last * inner_size, sums, kHiddenBlock);
       for (int64_t t = 0; t < count; ++t) {
         T* place = slots + sorted.order[a + t] * hidden_size;
         for (int64_t d = first; d < last; d += kLanes) {
@@ -135,25 +135,6 @@ struct Experts {
   }
 };
 
-template <class T>
-void run_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
-                 const at::Tensor& w13, const at::Tensor& w2, at::Tensor& slots, at::Tensor& out) {
-  const int64_t num_assignments = ids.numel(), inner_size = w2.size(2);
-  const std::unique_ptr<T[]> inner(new T[num_assignments * inner_size]);
-  const Experts<T> experts{hidden.const_data_ptr<T>(),
-                           w13.const_data_ptr<T>(),
-                           w2.const_data_ptr<T>(),
-                           weights ? weights->const_data_ptr<T>() : nullptr,
-                           inner.get(),
-                           slots.mutable_data_ptr<T>(),
-                           weights ? out.mutable_data_ptr<T>() : nullptr,
-                           ids.size(1),
-                           hidden.size(1),
-                           inner_size,
-                           sort_by_expert(ids.const_data_ptr<int64_t>(), num_assignments, w13.size(0))};
-  experts.run(hidden.size(0));
-}
-
 at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
                          const at::Tensor& w13, const at::Tensor& w2) {
   TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() == 3 && w2.dim() == 3, "wrong number of dimensions");
@@ -163,23 +144,31 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
                   w2.size(1) == hidden_size,
               "w13 must be [P, 2I, D] and w2 [P, D, I]");
   TORCH_CHECK(w13.is_contiguous() && w2.is_contiguous(), "expert weights must be contiguous");
-  TORCH_CHECK(w13.scalar_type() == hidden.scalar_type() && w2.scalar_type() == hidden.scalar_type(),
-              "hidden states and expert weights must have one dtype");
+  TORCH_CHECK(!weights || weights->sizes() == ids.sizes(), "weights must be [T, K]");
+  check_same_dtype(hidden, {w13, w2, weights ? *weights : hidden});
   const at::Tensor rows = hidden.contiguous(), picks = ids.contiguous();
-  std::optional<at::Tensor> factors;
-  if (weights) {
-    TORCH_CHECK(weights->sizes() == ids.sizes() && weights->scalar_type() == hidden.scalar_type(),
-                "weights must be [T, K] in the dtype of the hidden states");
-    factors = weights->contiguous();
-  }
-  at::Tensor slots = at::empty({num_tokens, ids.size(1), hidden_size}, hidden.options());
-  at::Tensor out = factors ? at::empty({num_tokens, hidden_size}, hidden.options()) : slots;
-  if (hidden.scalar_type() == at::kBFloat16) {
-    run_experts<bf16>(rows, picks, factors, w13, w2, slots, out);
-  } else {
-    TORCH_CHECK(hidden.scalar_type() == at::kFloat, "only bfloat16 and float32");
-    run_experts<float>(rows, picks, factors, w13, w2, slots, out);
-  }
+  const at::Tensor factors = weights ? weights->contiguous() : at::Tensor();
+  const at::Tensor inner = at::empty({ids.numel(), inner_size}, hidden.options());
+  const at::Tensor slots = at::empty({num_tokens, ids.size(1), hidden_size}, hidden.options());
+  const at::Tensor out = weights ? at::empty({num_tokens, hidden_size}, hidden.options()) : slots;
+  SortedAssignments sorted = sort_by_expert(picks.const_data_ptr<int64_t>(), ids.numel(), w13.size(0));
+  with_dtype(hidden, [&](auto zero) {
+    using T = decltype(zero);
+    const Experts<T> experts{
+        .hidden = rows.const_data_ptr<T>(),
+        .w13 = w13.const_data_ptr<T>(),
+        .w2 = w2.const_data_ptr<T>(),
+        .weights = weights ? factors.const_data_ptr<T>() : nullptr,
+        .inner = inner.mutable_data_ptr<T>(),
+        .slots = slots.mutable_data_ptr<T>(),
+        .out = weights ? out.mutable_data_ptr<T>() : nullptr,
+        .num_slots = ids.size(1),
+        .hidden_size = hidden_size,
+        .inner_size = inner_size,
+        .sorted = std::move(sorted),
+    };
+    experts.run(num_tokens);
+  });
   return out;
 }
 

@@ -3,6 +3,7 @@
 // Which thread gets an item is left to chance; every item writes places of its own, so the result is not.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -25,11 +26,27 @@ class ItemQueue {
   const int64_t size_;
 };
 
-// How many threads `work` multiplications are worth, at most torch's own number.
+// How many threads `work` multiplications, or as costly steps, are worth; at most torch's own number.
 inline int team_size(int64_t work) {
   constexpr int64_t kWorthAThread = 1 << 15;
-  const int64_t wanted = 1 + work / kWorthAThread;
-  return static_cast<int>(wanted < at::get_num_threads() ? wanted : at::get_num_threads());
+  return static_cast<int>(std::min<int64_t>(1 + work / kWorthAThread, at::get_num_threads()));
+}
+
+// One phase: `body(first, last)` over spans of at most `span` of the numbers 0 .. size - 1.
+template <class F>
+inline void for_spans(int64_t size, int64_t span, int64_t work, F&& body) {
+  const int64_t items = (size + span - 1) / span;
+  const int threads = static_cast<int>(std::min<int64_t>(items, team_size(work)));
+  ItemQueue queue(items);
+  const auto drain = [&] {
+    queue.drain([&](int64_t item) { body(item * span, std::min(size, (item + 1) * span)); });
+  };
+  if (threads <= 1) {
+    drain();
+  } else {
+#pragma omp parallel num_threads(threads)
+    drain();
+  }
 }
 
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include <c10/util/BFloat16.h>
 
@@ -205,7 +206,7 @@ inline F32x16 scale_by_power(F32x16 a, F32x16 n) {
   store(values, a);
   store(powers, n);
   for (int i = 0; i < kLanes; ++i) {
-    const int32_t power = static_cast<int32_t>(powers[i]), first = power / 2;
+    const int32_t power = powers[i] == powers[i] ? static_cast<int32_t>(powers[i]) : 0, first = power / 2;
     const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
     float factors[2];
     std::memcpy(factors, bits, sizeof bits);
@@ -241,7 +242,7 @@ inline F32x16 round_to(F32x16 x) {
   }
 }
 
-// e^x, relative error below 2e-7; 0 below -87.3, infinity above 88.7, NaN for NaN.
+// e^x, relative error below 2e-7 where the result is a normal number; 0 below -104, infinity above 88.8, NaN for NaN.
 // Range reduction by ln 2 in two parts, then the Taylor polynomial of degree 7 on [-0.347, 0.347].
 inline F32x16 exp(F32x16 x) {
   const F32x16 clamped = min(splat(89.0f), max(splat(-104.0f), x));

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rollout.layers.mlp import silu_and_mul
+from rollout.layers.activation import silu_and_mul
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The expert weights of one MoE layer on this rank, and where a checkpoint's expert tensors go in them.
 
-Knows storage and names.  Does not know routing; how the experts are applied is `expert_compute`.
+Knows storage and names.  Does not know routing; how the experts are applied is up to `LayerOps`.
 
 Shapes: R rows, S expert slots of a row, P experts stored here, E logical experts, D hidden, I expert intermediate.
 """
@@ -14,7 +14,8 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
-from rollout.layers.moe.expert_compute import apply_experts
+from rollout.layers.moe.dispatchers.base import DispatchOutput
+from rollout.layers.ops.base import LayerOps
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer, empty_parameter
 from weight_sync.tensor_meta import Piece
 
@@ -29,8 +30,10 @@ class Experts(WeightLayer):
         placement: ExpertPlacement,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.moe_layer = moe_layer
         self.placement = placement
         self.num_logical_experts = config.num_experts
@@ -41,9 +44,9 @@ class Experts(WeightLayer):
         self.w13 = empty_parameter(num_slots, 2 * inner, hidden, dtype=dtype, device=device)
         self.w2 = empty_parameter(num_slots, hidden, inner, dtype=dtype, device=device)
 
-    def forward(self, hidden_RD: torch.Tensor, local_physical_ids_RS: torch.Tensor) -> torch.Tensor:
-        """Unweighted expert outputs [R, S, D]."""
-        return apply_experts(hidden_RD, local_physical_ids_RS, self.w13, self.w2)
+    def forward(self, work: DispatchOutput) -> torch.Tensor:
+        """[R, D] where the work carries weights, else [R, S, D] unweighted."""
+        return self.ops.experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, self.w13, self.w2)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -15,6 +15,7 @@ from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
+from rollout.layers.ops.base import LayerOps
 
 
 class MoELayer(nn.Module):
@@ -27,6 +28,7 @@ class MoELayer(nn.Module):
         placement: ExpertPlacement,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
         dispatcher: Dispatcher | None = None,
     ) -> None:
         super().__init__()
@@ -39,12 +41,12 @@ class MoELayer(nn.Module):
             placement,
             dtype,
             device,
+            ops,
         )
-        self.experts = Experts(config, moe_layer, placement, dtype, device)
+        self.experts = Experts(config, moe_layer, placement, dtype, device, ops)
         self.dispatcher = dispatcher or LocalDispatcher()
 
     def forward(self, hidden_TD: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         weights_TK, physical_ids_TK = self.gate(hidden_TD, context.route_hooks)
         work = self.dispatcher.dispatch(hidden_TD, physical_ids_TK, weights_TK)
-        expert_out_RSD = self.experts(work.hidden_RD, work.local_physical_ids_RS)
-        return self.dispatcher.combine(expert_out_RSD, work.handle)
+        return self.dispatcher.combine(self.experts(work), work.handle)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from eplb.placement import ExpertPlacement
 from rollout.layers.context import RouteHook
-from rollout.layers.moe.topk import softmax_topk
+from rollout.layers.ops.base import LayerOps
 from rollout.layers.weight_entry import SingleWeightLayer, empty_parameter
 
 
@@ -31,8 +30,10 @@ class TopKRouter(SingleWeightLayer):
         placement: ExpertPlacement,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.moe_layer = moe_layer
         self.top_k = top_k
         self.normalise = normalise
@@ -41,8 +42,8 @@ class TopKRouter(SingleWeightLayer):
 
     def forward(self, hidden_TD: torch.Tensor, hooks: Sequence[RouteHook]) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the dtype of the hidden states and physical expert ids [T, K] int64."""
-        logits_TE = F.linear(hidden_TD, self.weight)
-        weights_TK, logical_ids_TK = softmax_topk(logits_TE, self.top_k, self.normalise)
+        logits_TE = self.ops.linear(hidden_TD, self.weight)
+        weights_TK, logical_ids_TK = self.ops.softmax_topk(logits_TE, self.top_k, self.normalise)
         for hook in hooks:
             hook(self.moe_layer, logical_ids_TK)
         return weights_TK, self.placement.logical_to_physical(self.moe_layer, logical_ids_TK)

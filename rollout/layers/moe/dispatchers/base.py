@@ -17,15 +17,20 @@ import torch
 
 @dataclass(slots=True)
 class DispatchOutput:
-    """Work for the experts of this rank."""
+    """Work for the experts of this rank.
+
+    With `weights_RS` the experts return the weighted sum over a row's slots [R, D], in slot order; without, the
+    unweighted outputs [R, S, D], which `combine` then weights and sums.
+    """
 
     hidden_RD: torch.Tensor
     local_physical_ids_RS: torch.Tensor  # int64, index into this rank's expert storage
+    weights_RS: torch.Tensor | None
     handle: Any  # opaque: read by the dispatcher that made it
 
 
 class Dispatcher(ABC):
-    """`combine` sums a token's expert outputs in the order of its K choices, whatever the dispatcher."""
+    """A token's expert outputs are summed in the order of its K choices, whatever the dispatcher."""
 
     @abstractmethod
     def dispatch(
@@ -34,10 +39,5 @@ class Dispatcher(ABC):
         """Send tokens to the ranks that hold their experts."""
 
     @abstractmethod
-    def combine(self, expert_out_RSD: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Bring the unweighted expert outputs back and return their weighted sum [T, D]."""
-
-
-def weighted_sum(expert_out_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Sum over K in slot order, products rounded to the dtype of the hidden states as in transformers."""
-    return (expert_out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Bring what the experts returned for a `DispatchOutput` back to its tokens: [T, D]."""

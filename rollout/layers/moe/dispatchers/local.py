@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput, weighted_sum
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 
 
 class LocalDispatcher(Dispatcher):
-    """Rows are the tokens, a row's slots are its K choices, and the handle is the weights [T, K]."""
+    """Rows are the tokens, a row's slots its K choices, and the experts do the sum: there is nothing to remember."""
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> DispatchOutput:
-        return DispatchOutput(hidden_TD, physical_ids_TK, handle=weights_TK)
+        return DispatchOutput(hidden_TD, physical_ids_TK, weights_TK, handle=None)
 
-    def combine(self, expert_out_RSD: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        return weighted_sum(expert_out_RSD, handle)
+    def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
+        return expert_out
