@@ -65,14 +65,16 @@ def load_kernels(progress: Progress | None = None) -> KernelStatus:
     return KernelStatus(available=True, isa=torch.ops.lockstep.isa())
 
 
-def build_kernels(progress: Progress | None = None, timeout_s: float = COMPILE_TIMEOUT_S) -> Path:
-    """The compiled library of these sources on this machine, from the cache or compiled now.
+def build_kernels(
+    progress: Progress | None = None, sources: Path = SOURCES, timeout_s: float = COMPILE_TIMEOUT_S
+) -> Path:
+    """The compiled library of the `.cpp` files in `sources` on this machine, from the cache or compiled now.
 
     `progress` is called with one line if there is something to wait for; `timeout_s` bounds the wait for another
     process that compiles the same, and each run of the compiler.  Raises `KernelBuildError`.
     """
     try:
-        folder = _private_folder(cache_folder() / cache_key())
+        folder = _private_folder(cache_folder() / cache_key(sources))
         library = folder / "kernels.so"
         if library.exists():
             return library
@@ -81,7 +83,7 @@ def build_kernels(progress: Progress | None = None, timeout_s: float = COMPILE_T
             progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, under a minute")
         with _lock(folder / "lock", timeout_s):
             if not library.exists():
-                _compile(compiler, library, timeout_s)
+                _compile(compiler, sources, library, timeout_s)
     except OSError as error:
         raise KernelBuildError(f"the cache of compiled operators cannot be used: {error}") from error
     return library
@@ -93,10 +95,10 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
 
 
-def cache_key() -> str:
+def cache_key(sources: Path = SOURCES) -> str:
     """Changes with everything that the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(sources.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update("\0".join((*FLAGS, torch.__version__, *_cpu_features())).encode())
     return digest.hexdigest()[:24]
@@ -145,7 +147,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], library: Path, timeout_s: float) -> None:
+def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float) -> None:
     """Every source on its own, two at a time, then one link; the library appears whole or not at all."""
     torch_root = Path(torch.__file__).parent
     includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
@@ -158,7 +160,7 @@ def _compile(compiler: list[str], library: Path, timeout_s: float) -> None:
             return target
 
         with ThreadPoolExecutor(max_workers=2) as pool:
-            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+            objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
         linked = Path(scratch) / library.name
         # The OpenMP runtime is found by its soname, which is that of the one torch has loaded: one pool of threads.
         _run([*compiler, "-shared", "-fopenmp", *objects, *libraries, "-o", str(linked)], timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import transformers
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import load_model_config
+from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.torch_ops import TorchOps
 from tests.forward_harness import ForwardHarness, StepOutput
+from tests.kernels import native_ops
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint
 from tests.reference import ReferenceOutput, reference_forward
 
@@ -86,7 +90,8 @@ def test_mixed_batches_equal_the_reference(folder: Path) -> None:
         _assert_equals_reference(joined, expected)
 
 
-def test_log_probs_and_expert_sets_equal_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("make_ops", [TorchOps, native_ops])
+def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Callable[[], LayerOps]) -> None:
     ids = _ids(13)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
@@ -97,7 +102,7 @@ def test_log_probs_and_expert_sets_equal_transformers(folder: Path) -> None:
     ]
     with torch.no_grad():
         log_probs = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
-    harness = ForwardHarness(load_tiny(folder, torch.float32))
+    harness = ForwardHarness(load_tiny(folder, torch.float32, ops=make_ops()))
     ours = _joined([harness.step({1: ids[:17]})[1], *(harness.step(decodes={1: token})[1] for token in ids[17:])])
     assert len(hooks) == len(chosen) == ours.routes.shape[1]
     assert (ours.log_probs - log_probs).abs().max() < 1e-4
@@ -106,13 +111,19 @@ def test_log_probs_and_expert_sets_equal_transformers(folder: Path) -> None:
         assert torch.equal(ours.routes.sort(-1).values, torch.stack(chosen, dim=1).sort(-1).values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_stays_near_the_reference(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "make_ops"),
+    [(torch.bfloat16, TorchOps), (torch.bfloat16, native_ops), (torch.float16, TorchOps)],
+    ids=str,
+)
+def test_half_precision_stays_near_the_reference(
+    folder: Path, dtype: torch.dtype, make_ops: Callable[[], LayerOps]
+) -> None:
     """Weights are rounded alike, so what is left is arithmetic.  A token with other routes may be far off: left out."""
     ids = _ids(14)
     rounded = {name: tensor.to(dtype) for name, tensor in logical_tensors(folder).items()}
     expected = reference_forward(load_model_config(folder), rounded, ids)
-    output = ForwardHarness(load_tiny(folder, dtype)).step({0: ids})[0]
+    output = ForwardHarness(load_tiny(folder, dtype, ops=make_ops())).step({0: ids})[0]
     assert output.log_probs.dtype == torch.float32
     same = (output.routes.sort(-1).values == expected.routes.sort(-1).values).all(-1).all(-1)
     assert same.float().mean() > 0.5

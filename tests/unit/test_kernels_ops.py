@@ -1,0 +1,279 @@
+"""Every compiled operator against plain torch and float64, at awkward sizes; rows do not depend on one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rollout.layers.norm_rotary import RotaryTable
+from rollout.layers.ops.native_ops import NativeOps
+from rollout.layers.ops.select import select_ops
+from rollout.layers.ops.torch_ops import TorchOps
+from tests.kernels import error, native_ops, rows_are_independent
+
+PLAIN = TorchOps()
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+# Rounding errors of the same size as torch's; the order of sums makes single cases a little better or worse.
+SLACK = 1.3
+EPS = 1e-7
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeOps:
+    return native_ops()
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "depth", "outputs"),
+    [(1, 1, 1), (1, 256, 512), (3, 33, 5), (5, 50, 31), (6, 64, 4), (13, 96, 33), (49, 31, 40), (100, 260, 70)],
+)
+def test_linear(native: NativeOps, dtype: torch.dtype, tokens: int, depth: int, outputs: int) -> None:
+    hidden, weight = _randn(tokens, depth, dtype=dtype), _randn(outputs, depth, seed=1, dtype=dtype)
+    out, exact = native.linear(hidden, weight), hidden.double() @ weight.double().T
+    assert out.dtype == dtype
+    assert error(out, exact) <= SLACK * error(PLAIN.linear(hidden, weight), exact) + EPS
+
+
+def test_linear_of_strided_and_of_no_rows(native: NativeOps) -> None:
+    hidden, weight = _randn(8, 100)[:, 10:74], _randn(7, 64, seed=1)
+    torch.testing.assert_close(native.linear(hidden, weight), hidden @ weight.T)
+    assert native.linear(hidden[:0], weight).shape == (0, 7)
+
+
+def _experts_exact(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    gate, up = torch.einsum("td,tkid->tki", hidden.double(), w13.double()[ids]).chunk(2, -1)
+    out = torch.einsum("tki,tkdi->tkd", F.silu(gate) * up, w2.double()[ids])
+    return (out * weights.double()[..., None]).sum(1)
+
+
+ROUTINGS = {
+    "spread": lambda: torch.stack([torch.randperm(6)[:3] for _ in range(37)]),
+    "all to one": lambda: torch.full((59, 1), 4),
+    "one token": lambda: torch.tensor([[5, 0, 2, 1]]),
+    "an expert twice": lambda: torch.tensor([[3, 3], [1, 3], [0, 0]]),
+    "some experts without tokens": lambda: torch.tensor([[2, 0]] * 8 + [[2, 5]]),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("routing", list(ROUTINGS))
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(64, 32), (50, 19), (36, 24), (1, 1)])
+def test_experts(native: NativeOps, dtype: torch.dtype, routing: str, hidden_size: int, inner_size: int) -> None:
+    torch.manual_seed(0)
+    ids = ROUTINGS[routing]()
+    hidden, weights = _randn(len(ids), hidden_size, dtype=dtype), torch.rand(ids.shape).to(dtype)
+    w13 = (_randn(6, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5).to(dtype)
+    w2 = (_randn(6, hidden_size, inner_size, seed=2) / inner_size**0.5).to(dtype)
+    out, exact = native.experts(hidden, ids, weights, w13, w2), _experts_exact(hidden, ids, weights, w13, w2)
+    assert out.dtype == dtype
+    assert error(out, exact) <= SLACK * error(PLAIN.experts(hidden, ids, weights, w13, w2), exact) + EPS
+    slots, plain_slots = (ops.experts(hidden, ids, None, w13, w2) for ops in (native, PLAIN))
+    assert slots.shape == (*ids.shape, hidden_size)
+    assert error(slots, plain_slots.double()) < 4 * torch.finfo(dtype).eps
+    assert torch.equal(out, native.experts(hidden, ids, weights, w13, w2))
+
+
+def test_experts_without_rows(native: NativeOps) -> None:
+    w13, w2, ids = _randn(2, 6, 4), _randn(2, 4, 3), torch.empty(0, 2, dtype=torch.int64)
+    assert native.experts(_randn(0, 4), ids, _randn(0, 2), w13, w2).shape == (0, 4)
+    assert native.experts(_randn(0, 4), ids, None, w13, w2).shape == (0, 2, 4)
+
+
+def test_the_comparison_notices_wrong_experts(native: NativeOps) -> None:
+    torch.manual_seed(0)
+    ids, hidden, weights = ROUTINGS["spread"](), _randn(37, 64), torch.rand(37, 3)
+    w13, w2 = _randn(6, 64, 64, seed=1) / 8, _randn(6, 64, 32, seed=2) / 6
+    exact = _experts_exact(hidden, ids, weights, w13, w2)
+    swapped = torch.cat(w13.chunk(2, dim=1)[::-1], dim=1)
+    assert error(native.experts(hidden, ids, weights, w13, w2), exact) < 1e-6
+    assert error(native.experts(hidden, ids.roll(1, 0), weights, w13, w2), exact) > 0.01
+    assert error(native.experts(hidden, ids, weights.roll(1, 1), w13, w2), exact) > 0.01
+    assert error(native.experts(hidden, ids, weights, swapped, w2), exact) > 0.01
+
+
+def test_a_row_of_nans_stays_alone(native: NativeOps) -> None:
+    hidden, weight = _randn(8, 40), _randn(30, 40, seed=1)
+    hidden[3] = float("nan")
+    w13, w2 = _randn(2, 20, 40, seed=2), _randn(2, 40, 10, seed=3)
+    ids = torch.tensor([[0, 1]]).expand(8, 2)
+    for out in (
+        native.linear(hidden, weight),
+        native.rms_norm(hidden, torch.ones(40), 1e-6),
+        native.experts(hidden, ids, torch.ones(8, 2), w13, w2),
+    ):
+        assert out[3].isnan().all()
+        assert out[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(1, 16), (9, 50), (33, 256), (64, 1000), (0, 8)])
+def test_norms_equal_torch(native: NativeOps, dtype: torch.dtype, tokens: int, size: int) -> None:
+    """In bfloat16 the rounding hides the order of the sum of squares almost always."""
+    hidden, weight = 3 * _randn(tokens, size, dtype=dtype), _randn(size, seed=1, dtype=dtype)
+    residual = _randn(tokens, size, seed=2, dtype=dtype)
+    plain_residual = residual.clone()
+    pairs = [
+        (native.rms_norm(hidden, weight, 1e-6), PLAIN.rms_norm(hidden, weight, 1e-6)),
+        (
+            native.add_rms_norm(hidden, residual, weight, 1e-6),
+            PLAIN.add_rms_norm(hidden, plain_residual, weight, 1e-6),
+        ),
+    ]
+    assert torch.equal(residual, plain_residual)
+    for out, expected in pairs:
+        torch.testing.assert_close(out, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+        assert dtype == torch.float32 or tokens == 0 or (out == expected).float().mean() > 0.995
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 16, 24, 64, 128])
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_heads_go_to_their_slots(native: NativeOps, dtype: torch.dtype, head_dim: int, tokens: int) -> None:
+    heads, kv_heads, num_slots = 6, 2, 40
+    qkv = _randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    weight = _randn(heads + kv_heads, head_dim, seed=1, dtype=dtype)
+    rotary = RotaryTable(head_dim, 10000.0, dtype, "cpu").angles(37 * torch.arange(tokens))
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(2))[:tokens]
+    pools = [torch.full((num_slots, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(4)]
+    query = native.heads_to_pool(qkv, weight, rotary, 1e-6, pools[0], pools[1], slots)
+    expected = PLAIN.heads_to_pool(qkv, weight, rotary, 1e-6, pools[2], pools[3], slots)
+    assert query.shape == (tokens, heads, head_dim)
+    assert torch.equal(pools[1], pools[3])
+    for out, right in ((query, expected), (pools[0], pools[2])):
+        # The two products of the rotation may cancel: the error is relative to their size, not to the sum.
+        torch.testing.assert_close(out, right, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+        assert dtype == torch.float32 or tokens == 0 or (out == right).float().mean() > 0.99
+
+
+def test_slots_outside_the_pool_are_refused(native: NativeOps) -> None:
+    rotary = RotaryTable(4, 10000.0, torch.float32, "cpu").angles(torch.arange(1))
+    pools = torch.zeros(3, 1, 4), torch.zeros(3, 1, 4)
+    for slot in (-1, 3):
+        with pytest.raises(RuntimeError, match="outside the pool"):
+            native.heads_to_pool(_randn(1, 12), _randn(2, 4), rotary, 1e-6, *pools, torch.tensor([slot]))
+
+
+@DTYPES
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(32, 4), (48, 8), (7, 7), (130, 1)])
+def test_topk_softmax(native: NativeOps, dtype: torch.dtype, normalise: bool, experts: int, top_k: int) -> None:
+    """Logits that differ, so that there is one right order."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.stack([torch.randperm(experts, generator=generator) for _ in range(40)]).to(dtype) / 8
+    weights, ids = native.softmax_topk(logits, top_k, normalise)
+    exact = logits.double().softmax(-1)
+    assert torch.equal(ids, logits.float().argsort(descending=True, stable=True)[:, :top_k])
+    exact = exact.gather(1, ids)
+    exact = exact / exact.sum(-1, keepdim=True) if normalise else exact
+    torch.testing.assert_close(weights.double(), exact, rtol=0.6 * torch.finfo(dtype).eps + 2e-6, atol=0)
+    assert weights.dtype == dtype
+
+
+def test_topk_prefers_the_lowest_of_equals_and_survives_nan(native: NativeOps) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert native.softmax_topk(logits, 3, True)[1].tolist() == [[1, 2, 4], [0, 1, 2]]
+    strange = torch.tensor([[float("nan")] * 5, [1.0, float("nan"), 3.0, float("inf"), float("-inf")]])
+    ids = native.softmax_topk(strange, 3, True)[1]
+    assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 5 for row in ids.tolist())
+
+
+@DTYPES
+def test_rows_do_not_depend_on_one_another(native: NativeOps, dtype: torch.dtype) -> None:
+    tokens, size, inner = 64, 96, 40
+    hidden, weight = _randn(tokens, size, dtype=dtype), _randn(70, size, seed=1, dtype=dtype)
+    scale = _randn(size, seed=2, dtype=dtype)
+    torch.manual_seed(0)
+    ids, weights = torch.randint(0, 5, (tokens, 3)), torch.rand(tokens, 3).to(dtype)
+    w13, w2 = _randn(5, 2 * inner, size, seed=3, dtype=dtype), _randn(5, size, inner, seed=4, dtype=dtype)
+    rotary = RotaryTable(24, 10000.0, dtype, "cpu").angles(torch.arange(tokens))
+    head_weight, qkv = _randn(3, 24, seed=5, dtype=dtype), _randn(tokens, 96, seed=6, dtype=dtype)
+
+    def heads(rows: torch.Tensor) -> torch.Tensor:
+        k_pool, v_pool = torch.zeros(tokens, 1, 24, dtype=dtype), torch.zeros(tokens, 1, 24, dtype=dtype)
+        angles = rotary[0][rows], rotary[1][rows]
+        query = native.heads_to_pool(qkv[rows], head_weight, angles, 1e-6, k_pool, v_pool, rows)
+        return torch.cat((query.flatten(1), k_pool[rows].flatten(1), v_pool[rows].flatten(1)), dim=1)
+
+    computations = {
+        "linear": lambda rows: native.linear(hidden[rows], weight),
+        "norm": lambda rows: native.rms_norm(hidden[rows], scale, 1e-6),
+        "experts": lambda rows: native.experts(hidden[rows], ids[rows], weights[rows], w13, w2),
+        "slots": lambda rows: native.experts(hidden[rows], ids[rows], None, w13, w2),
+        "router": lambda rows: native.softmax_topk(hidden[rows], 5, True)[0],
+        "heads": heads,
+    }
+    dependent = [name for name, compute in computations.items() if not rows_are_independent(compute, tokens)]
+    assert not dependent
+
+
+def test_the_independence_check_notices_a_dependent_row() -> None:
+    hidden = _randn(32, 8)
+    assert rows_are_independent(lambda rows: hidden[rows] * 2, 32)
+    assert not rows_are_independent(lambda rows: hidden[rows] + 1e-7 * len(rows), 32)
+    assert not rows_are_independent(lambda rows: hidden[rows] + hidden[rows[0]], 32)
+    assert not rows_are_independent(lambda rows: hidden[rows] * torch.get_num_threads(), 32)
+
+
+def _one_row(ops: NativeOps, expert: int = 0, w13_rows: int = 6) -> torch.Tensor:
+    return ops.experts(_randn(1, 4), torch.tensor([[expert]]), None, _randn(2, w13_rows, 4), _randn(2, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("not in 0..1", lambda ops: _one_row(ops, expert=2)),
+        ("not in 0..1", lambda ops: _one_row(ops, expert=-1)),
+        ("w13 must be", lambda ops: _one_row(ops, w13_rows=5)),
+        ("weight", lambda ops: ops.linear(_randn(2, 3), _randn(4, 5))),
+        ("one dtype", lambda ops: ops.linear(_randn(2, 3), _randn(4, 3, dtype=torch.bfloat16))),
+        ("bfloat16 and float32", lambda ops: ops.linear(_randn(2, 3).double(), _randn(4, 3).double())),
+        ("residual", lambda ops: ops.add_rms_norm(_randn(2, 3), _randn(3, 2).T, torch.ones(3), 1e-6)),
+        ("k must be", lambda ops: ops.softmax_topk(_randn(2, 3), 4, True)),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(native: NativeOps, message: str, call) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call(native)
+
+
+def test_traced_shapes_and_effects_are_those_of_the_operators(native: NativeOps) -> None:
+    operators = torch.ops.lockstep
+    hidden, weight, ids = _randn(5, 16), torch.ones(16), torch.randint(0, 2, (5, 3))
+    cases = [
+        (operators.linear, (hidden, _randn(7, 16))),
+        (operators.rms_norm, (hidden, weight, 1e-6)),
+        (operators.add_rms_norm, (hidden, _randn(5, 16, seed=1), weight, 1e-6)),
+        (operators.topk_softmax, (hidden, 3, True)),
+        (operators.fused_experts, (hidden, ids, torch.rand(5, 3), _randn(2, 8, 16), _randn(2, 16, 4))),
+        (operators.fused_experts, (hidden, ids, None, _randn(2, 8, 16), _randn(2, 16, 4))),
+        (
+            operators.qk_norm_rope_store,
+            (
+                _randn(5, 16), _randn(3, 4), _randn(5, 4), _randn(5, 4),
+                torch.zeros(9, 1, 4), torch.zeros(9, 1, 4), torch.arange(5), 1e-6,
+            ),
+        ),
+    ]  # fmt: skip
+    for operator, arguments in cases:
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_choice_of_operators() -> None:
+    native_ops()
+    assert isinstance(select_ops(torch.bfloat16, "cpu", kernels_available=True), NativeOps)
+    assert isinstance(select_ops(torch.float32, torch.device("cpu"), kernels_available=True), NativeOps)
+    for dtype, device, available in (
+        (torch.float64, "cpu", True),
+        (torch.float16, "cpu", True),
+        (torch.bfloat16, "cuda", True),
+        (torch.bfloat16, "cpu", False),
+    ):
+        assert isinstance(select_ops(dtype, device, available), TorchOps)
