@@ -115,4 +115,7 @@ inline void dot_rows(const T* weight, int64_t first, int64_t last, int64_t depth
   }
 }
 
+// About what it takes to apply `numel` weights to `num_tokens` rows: to read them, and to multiply.
+inline int64_t nanoseconds_of_dots(int64_t num_tokens, int64_t numel) { return numel / 20 + num_tokens * numel / 64; }
+
 }  // namespace lockstep

@@ -123,7 +123,7 @@ struct Experts {
     const int64_t hidden_blocks = (hidden_size + kHiddenBlock - 1) / kHiddenBlock;
     ItemQueue gate_up_items(used * inner_blocks), down_items(used * hidden_blocks);
     ItemQueue combine_items(out == nullptr ? 0 : num_tokens);
-    const int threads = team_size(num_tokens * num_slots * hidden_size * inner_size);
+    const int threads = team_size(nanoseconds_of_dots(num_tokens, num_slots * 3 * hidden_size * inner_size));
 #pragma omp parallel num_threads(threads)
     {
       gate_up_items.drain([&](int64_t i) { gate_up(i / inner_blocks, i % inner_blocks * kInnerBlock); });

@@ -46,7 +46,7 @@ at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight) {
     using T = decltype(zero);
     const T *x = input.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
     T* y = out.mutable_data_ptr<T>();
-    for_spans(out_size, kRowBlock, num_tokens * depth * out_size / 8, [&](int64_t first, int64_t last) {
+    for_spans(out_size, kRowBlock, nanoseconds_of_dots(num_tokens, weight.numel()), [&](int64_t first, int64_t last) {
       linear_rows(x, w, y, num_tokens, depth, out_size, first, last);
     });
   });

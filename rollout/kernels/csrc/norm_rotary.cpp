@@ -60,7 +60,7 @@ void norm_rows(const at::Tensor* hidden, at::Tensor& rows, const at::Tensor& wei
     T* row = added == nullptr ? const_cast<T*>(rows.const_data_ptr<T>()) : rows.mutable_data_ptr<T>();
     const T* w = weight.const_data_ptr<T>();
     T* place = out.mutable_data_ptr<T>();
-    for_spans(rows.size(0), kTokenSpan, rows.numel(), [&](int64_t first, int64_t last) {
+    for_spans(rows.size(0), kTokenSpan, rows.numel() / 4, [&](int64_t first, int64_t last) {
       for (int64_t t = first * size; t < last * size; t += size) {
         if (added != nullptr) add_row(row + t, added + t, size);
         norm_row(row + t, w, size, eps, [&](int64_t d, int n, F32x16 x) { store(place + t + d, x, n); });
@@ -156,7 +156,7 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const at::Tensor& weight, c
         .head_dim = head_dim,
         .eps = eps,
     };
-    for_spans(num_tokens, kTokenSpan, 2 * num_tokens * row_size, [&](int64_t first, int64_t last) {
+    for_spans(num_tokens, kTokenSpan, num_tokens * row_size / 2, [&](int64_t first, int64_t last) {
       std::vector<float> normed(head_dim);
       for (int64_t t = first; t < last; ++t) path.token(t, normed.data());
     });

@@ -26,17 +26,18 @@ class ItemQueue {
   const int64_t size_;
 };
 
-// How many threads `work` multiplications, or as costly steps, are worth; at most torch's own number.
-inline int team_size(int64_t work) {
-  constexpr int64_t kWorthAThread = 1 << 15;
-  return static_cast<int>(std::min<int64_t>(1 + work / kWorthAThread, at::get_num_threads()));
+// How many threads work of about so many nanoseconds is worth; at most torch's own number.  To wake a team and to wait
+// for it takes a microsecond or two, and far more where other processes want the cores.
+inline int team_size(int64_t nanoseconds) {
+  constexpr int64_t kWorthAThread = 5000;
+  return static_cast<int>(std::min<int64_t>(1 + nanoseconds / kWorthAThread, at::get_num_threads()));
 }
 
 // One phase: `body(first, last)` over spans of at most `span` of the numbers 0 .. size - 1.
 template <class F>
-inline void for_spans(int64_t size, int64_t span, int64_t work, F&& body) {
+inline void for_spans(int64_t size, int64_t span, int64_t nanoseconds, F&& body) {
   const int64_t items = (size + span - 1) / span;
-  const int threads = static_cast<int>(std::min<int64_t>(items, team_size(work)));
+  const int threads = static_cast<int>(std::min<int64_t>(items, team_size(nanoseconds)));
   ItemQueue queue(items);
   const auto drain = [&] {
     queue.drain([&](int64_t item) { body(item * span, std::min(size, (item + 1) * span)); });

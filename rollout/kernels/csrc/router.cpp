@@ -62,7 +62,7 @@ std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_
     const T* x = rows.const_data_ptr<T>();
     T* w = weights.mutable_data_ptr<T>();
     int64_t* i = ids.mutable_data_ptr<int64_t>();
-    for_spans(num_tokens, kTokenSpan, 8 * num_tokens * size, [&](int64_t first, int64_t last) {
+    for_spans(num_tokens, kTokenSpan, 4 * num_tokens * size, [&](int64_t first, int64_t last) {
       std::vector<float> buffer(size);
       for (int64_t t = first; t < last; ++t) {
         route_token(x + t * size, size, k, normalise, w + t * k, i + t * k, buffer.data());
