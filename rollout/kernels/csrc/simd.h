@@ -104,6 +104,13 @@ inline Part part_fma(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); 
 inline Part part_max(Part a, Part b) { return _mm256_max_ps(a, b); }
 inline Part part_min(Part a, Part b) { return _mm256_min_ps(a, b); }
 inline Part part_round(Part a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n for integral n in [-252, 254], in two steps so that neither factor leaves the range of a float.
+inline Part part_scale(Part a, Part n) {
+  const __m256i power = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(power, 1), bias = _mm256_set1_epi32(127);
+  const __m256i second = _mm256_sub_epi32(power, first);
+  const Part once = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23)));
+  return _mm256_mul_ps(once, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23)));
+}
 inline Part part_load(const bf16* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
@@ -127,6 +134,13 @@ inline Part part_max(Part a, Part b) { return a > b ? a : b; }
 inline Part part_min(Part a, Part b) { return a < b ? a : b; }
 inline Part part_round(Part a) { return __builtin_rintf(a); }
 inline Part part_load(const bf16* p) { return static_cast<float>(*p); }
+inline Part part_scale(Part a, Part n) {
+  const int32_t power = n == n ? static_cast<int32_t>(n) : 0, first = power / 2;
+  const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
+  float factors[2];
+  std::memcpy(factors, bits, sizeof bits);
+  return a * factors[0] * factors[1];
+}
 #endif
 
 inline constexpr int kParts = kLanes / kPart;
@@ -200,19 +214,8 @@ inline F32x16 min(F32x16 a, F32x16 b) {
 inline F32x16 round_to_integer(F32x16 a) {
   return each_part([&](int i) { return part_round(a.v[i]); });
 }
-// a * 2^n for integral n in [-252, 254], in two steps so that neither factor leaves the range of a float.
 inline F32x16 scale_by_power(F32x16 a, F32x16 n) {
-  float values[kLanes], powers[kLanes];
-  store(values, a);
-  store(powers, n);
-  for (int i = 0; i < kLanes; ++i) {
-    const int32_t power = powers[i] == powers[i] ? static_cast<int32_t>(powers[i]) : 0, first = power / 2;
-    const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
-    float factors[2];
-    std::memcpy(factors, bits, sizeof bits);
-    values[i] = values[i] * factors[0] * factors[1];
-  }
-  return load(values);
+  return each_part([&](int i) { return part_scale(a.v[i], n.v[i]); });
 }
 inline void sum4(const F32x16 (&x)[4], float* out) {
   for (int row = 0; row < 4; ++row) {
