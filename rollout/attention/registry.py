@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import torch
+
 from rollout.attention.base import AttentionBackend, KVStore
+from rollout.attention.native_cpu import supports
 from rollout.core.errors import StartupError
 
 # name -> (module, class); the class takes the KV store.
 ATTENTION_BACKENDS = {
     "torch_native": ("rollout.attention.torch_native", "TorchNativeBackend"),
+    "native_cpu": ("rollout.attention.native_cpu", "NativeCpuBackend"),
 }
+
+
+def choose_attention_backend(dtype: torch.dtype, device: torch.device, head_dim: int, kernels_available: bool) -> str:
+    """The fastest backend for KV of this kind."""
+    return "native_cpu" if kernels_available and supports(dtype, device, head_dim) else "torch_native"
 
 
 def create_attention_backend(name: str, kv: KVStore) -> AttentionBackend:

@@ -17,13 +17,12 @@ from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from eplb.expert_location import trivial_location
 from eplb.placement import ExpertPlacement
-from rollout.attention.registry import create_attention_backend
+from rollout.attention.registry import choose_attention_backend, create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.kernels.build import load_kernels
-from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
@@ -63,7 +62,8 @@ def build_scheduler(
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
     placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts), device)
-    ops = _layer_ops(args, dtype, device)
+    kernels_available = _load_kernels(args, device)
+    ops = select_ops(dtype, device, kernels_available)
     model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
     model_bytes = sum(meta.nbytes for meta in model.weights.metas().values())
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
@@ -73,7 +73,8 @@ def build_scheduler(
         limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
     )
     recorder = _recorder(config, limits, device) if args.captures_routes else None
-    runner = ModelRunner(state, kv_pool, create_attention_backend("torch_native", kv_pool), recorder)
+    attention = choose_attention_backend(dtype, device, config.head_dim, kernels_available)
+    runner = ModelRunner(state, kv_pool, create_attention_backend(attention, kv_pool), recorder)
     scheduler = _wire(args, config, limits, channel, runner, device)
     updater = WeightUpdater(model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one)
     weights = WeightControl(scheduler, updater, channel.wake)
@@ -90,14 +91,14 @@ def build_scheduler(
     )
 
 
-def _layer_ops(args: ServerArgs, dtype: torch.dtype, device: torch.device) -> LayerOps:
+def _load_kernels(args: ServerArgs, device: torch.device) -> bool:
     """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is said aloud."""
     if args.disable_native_kernels or device.type != "cpu":
-        return select_ops(dtype, device, kernels_available=False)
+        return False
     status = load_kernels(_say)
     if not status.available:
         _say(f"running on plain torch, several times slower in decoding: {status.reason}")
-    return select_ops(dtype, device, status.available)
+    return status.available
 
 
 def _say(line: str) -> None:
