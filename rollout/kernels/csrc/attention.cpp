@@ -108,19 +108,19 @@ class Step {
   }
 
   void run() {
-    for_each(static_cast<int64_t>(works_.size()), [&](int64_t i) { attend(works_[i]); });
+    for_each(static_cast<int64_t>(works_.size()), arguments_.multiplications(), [&](int64_t i) { attend(works_[i]); });
     std::vector<int64_t> split;
     for (int64_t i = 0; i < static_cast<int64_t>(works_.size()); ++i) {
       if (works_[i].segment == 0) split.push_back(i);
     }
-    for_each(static_cast<int64_t>(split.size()), [&](int64_t i) { combine(split[i]); });
+    for_each(static_cast<int64_t>(split.size()), partial_floats_, [&](int64_t i) { combine(split[i]); });
   }
 
  private:
   template <class Body>
-  void for_each(int64_t count, const Body& body) const {
+  static void for_each(int64_t count, int64_t work, const Body& body) {
     ItemQueue queue(count);
-    const int64_t threads = std::min<int64_t>(count, team_size(arguments_.multiplications()));
+    const int64_t threads = std::min<int64_t>(count, team_size(work));
     // Unlike a bare parallel region, hands an exception on.
     at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { queue.drain(body); });
   }
