@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 
 from rollout.core.errors import LockstepError
@@ -18,6 +19,8 @@ from rollout.core.io_struct import SchedulerFailed
 from rollout.core.server_args import ServerArgs
 from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import ZmqChannel
+
+PROGRESS_EVERY_S = 2.0
 
 
 def main() -> int:
@@ -41,8 +44,20 @@ def main() -> int:
     return status
 
 
+class _LoadProgress:
+    """A line every few seconds while weights are read; a load that is done before says nothing."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next += PROGRESS_EVERY_S
+            print(f"lockstep: read {done / 1e9:.1f} of {total / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
+
+
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int) -> int:
-    scheduler, ready = build_scheduler(args, channel)
+    scheduler, ready = build_scheduler(args, channel, _LoadProgress())
     channel.send(ready)
     while not scheduler.stopped:
         if os.getppid() != parent_pid:
