@@ -3,7 +3,7 @@
 A row is written by the very forward that wrote the slot's KV, so a prefix hit reads the routes that made the KV it
 reuses.  Knows slots and rows.  Does not know requests, trees or versions.
 
-Shapes: T tokens, S rows of one request, L MoE layers, K top-k.
+Shapes: T tokens, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -43,25 +43,3 @@ class RouteSlotStore:
         if not bool(written_T.all()):
             rows_TLK[~written_T] = self._missing
         return rows_TLK
-
-    def forget(self, slots: torch.Tensor) -> None:
-        """From now on `slots` [T] int64 read as MISSING, until written again."""
-        self._written[slots] = False
-
-    def rows_for_request(self, slots: torch.Tensor, saved_rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows [S, L, K] of one request: those of its `slots` in position order, under its `saved_rows`.
-
-        `saved_rows` [N, L, K] are the rows of the request's first N positions, kept from before a retraction.  They
-        win wherever they are not MISSING, because log-probabilities already handed out belong to them.
-        S = max(len(slots), N): a request may be longer in its record than in the pool.
-        """
-        rows_SLK = self.read(slots)
-        if saved_rows is None or saved_rows.shape[0] == 0:
-            return rows_SLK
-        kept = saved_rows.shape[0]
-        present_N = saved_rows[:, 0, 0] != self._missing
-        if kept > rows_SLK.shape[0]:
-            tail = saved_rows[rows_SLK.shape[0] :]
-            rows_SLK = torch.cat([rows_SLK, tail])
-        rows_SLK[:kept][present_N] = saved_rows[present_N]
-        return rows_SLK

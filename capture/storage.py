@@ -26,10 +26,3 @@ def rows_to_numpy(rows_TLK: torch.Tensor, num_experts: int) -> np.ndarray:
     """Host rows [T, L, K] of the storage dtype as an array of `id_dtype(num_experts)`; shares memory."""
     assert rows_TLK.dtype == storage_dtype(num_experts), rows_TLK.dtype
     return rows_TLK.numpy().view(id_dtype(num_experts))
-
-
-def rows_from_numpy(ids_TLK: np.ndarray, num_experts: int) -> torch.Tensor:
-    """The inverse of `rows_to_numpy`; copies, so that a read-only array may be given."""
-    assert ids_TLK.dtype == id_dtype(num_experts), ids_TLK.dtype
-    signed = np.uint8 if ids_TLK.dtype.itemsize == 1 else np.int16
-    return torch.from_numpy(ids_TLK.view(signed).copy())

@@ -70,7 +70,6 @@ class ForwardHarness:
             extend_lens=[len(tokens) for tokens in extends.values()],
             decode_req_pool_indices=torch.tensor(list(decodes), dtype=torch.int64),
             decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
-            decode_max_seq_len=max(decode_lens, default=0),
             logits_rows=torch.arange(len(ids)),
         )
 

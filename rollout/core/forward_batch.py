@@ -34,7 +34,6 @@ class ForwardBatch:
 
     decode_req_pool_indices: torch.Tensor  # [B]
     decode_seq_lens: torch.Tensor  # [B] length including this step's token
-    decode_max_seq_len: int  # 0 when B == 0
 
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 

@@ -48,7 +48,6 @@ def build_forward_batch(extends: list[ExtendInput], decode: DecodeInput, req_to_
         extend_lens=lens,
         decode_req_pool_indices=decode_rows,
         decode_seq_lens=seq_lens,
-        decode_max_seq_len=max(decode.seq_lens, default=0),
         logits_rows=torch.tensor(
             _logits_rows(extends) + list(range(num_extend, num_extend + len(decode.token_ids))),
             dtype=torch.int64,

@@ -17,7 +17,7 @@ from rollout.core.errors import Conflict, Unavailable
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
 from rollout.layers.context import ForwardContext
-from weight_sync.tensor_meta import LogicalWeights
+from rollout.models.weight_loading import WeightIndex
 
 
 class CausalLM(Protocol):
@@ -27,7 +27,7 @@ class CausalLM(Protocol):
     moe_layer_ids: tuple[int, ...]
 
     @property
-    def weights(self) -> LogicalWeights: ...
+    def weights(self) -> WeightIndex: ...
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Final-normed hidden states [T, D]."""

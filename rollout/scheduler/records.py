@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from capture.storage import rows_to_numpy
 from rollout.core.io_struct import (
     FinishedRecord,
     FinishReason,
@@ -94,7 +95,7 @@ class RecordReader:
         end = min(max(saved, req.device_len), req.num_tokens - 1)
         start = min(req.source.routed_experts_start_len, end)
         routes, epochs = self._rows(req, end)
-        rows = np.ascontiguousarray(routes[start:].numpy())
+        rows = rows_to_numpy(routes[start:], self._state.model.config.num_experts)
         return RoutedExpertsPayload(
             data=rows.tobytes(),
             dtype="uint8" if rows.dtype == np.uint8 else "uint16",

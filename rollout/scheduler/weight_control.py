@@ -37,7 +37,7 @@ from rollout.core.io_struct import (
     WeightsCheckerReqInput,
 )
 from rollout.scheduler.scheduler import Scheduler, failure
-from weight_sync.errors import CommitError
+from weight_sync.errors import CommitError, UnknownTensorError
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -208,10 +208,12 @@ class WeightControl:
 
         def io() -> Any:
             weights = self._scheduler.runner.state.model.weights
-            if verb.name not in weights.metas():
-                raise NotFound(f"no tensor {verb.name!r}")
-            staged = self._updater.staged(verb.name) if paused else None
-            tensor = weights.read(verb.name) if staged is None else staged
+            try:
+                name = weights.canonical_name(verb.name)
+            except UnknownTensorError as error:
+                raise NotFound(str(error)) from None
+            staged = self._updater.staged(name) if paused else None
+            tensor = weights.read(name) if staged is None else staged
             return tensor[: max(0, verb.truncate_size)].double().tolist(), staged is not None
 
         def step(result: Any) -> tuple[str, Answer]:

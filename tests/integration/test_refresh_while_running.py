@@ -88,12 +88,28 @@ def send_all(harness: Harness, trainer: TrainerProcess, weight_version: str | No
         assert answer.success, answer.message
 
 
-def score(folder: Path, result: Result) -> np.ndarray:
-    """Log-probabilities of the output under the weights in `folder`, from a fresh engine."""
+def rescored(folder: Path, result: Result) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of the output, and routes, under the weights in `folder`, from a fresh engine."""
     sequence = result.prompt_ids + result.token_ids
     first = len(result.prompt_ids) - 1
     (scored,) = engine(folder).generate([sequence], {"max_new_tokens": 0}, logprob_start_len=first)
-    return np.array(scored.finished.prompt_logprobs.values[1:])
+    return np.array(scored.finished.prompt_logprobs.values[1:]), scored.routes
+
+
+def score(folder: Path, result: Result) -> np.ndarray:
+    return rescored(folder, result)[0]
+
+
+def check_old_rows(result: Result, cut: int, old_routes: np.ndarray, new_routes: np.ndarray) -> None:
+    """Rows of the forwards that sampled the first `cut` tokens are the old weights', also where a retraction made
+    the new weights compute them once more; and they say so."""
+    if cut == 0:
+        return
+    rows = len(result.prompt_ids) + cut - 1
+    assert np.array_equal(result.routes[:rows], old_routes[:rows])
+    assert not np.array_equal(result.routes[:rows], new_routes[:rows])
+    spans = result.finished.routed_experts.versions
+    assert (spans[0].version, spans[0].start, spans[0].end) == ("v1", 0, rows)
 
 
 def check_results(harness: Harness, folders: tuple[Path, Path], *, new_kv: bool, label: str = "v2") -> None:
@@ -110,10 +126,12 @@ def check_results(harness: Harness, folders: tuple[Path, Path], *, new_kv: bool,
         cut = next((end for v, _, end in spans if v == "v1"), 0)
         switched += 0 < cut < NEW_TOKENS
         logprobs = np.array(result.logprobs)
-        assert np.allclose(logprobs[:cut], score(folders[0], result)[:cut], rtol=0, atol=TOLERANCE)
+        (old, old_routes), (new, new_routes) = (rescored(folder, result) for folder in folders)
+        check_old_rows(result, cut, old_routes, new_routes)
+        assert np.allclose(logprobs[:cut], old[:cut], rtol=0, atol=TOLERANCE)
         if new_kv and cut < NEW_TOKENS:
-            assert np.allclose(logprobs[cut:], score(folders[1], result)[cut:], rtol=0, atol=TOLERANCE)
-            assert not np.allclose(logprobs[cut:], score(folders[0], result)[cut:], rtol=0, atol=1e-3)
+            assert np.allclose(logprobs[cut:], new[cut:], rtol=0, atol=TOLERANCE)
+            assert not np.allclose(logprobs[cut:], old[cut:], rtol=0, atol=1e-3)
     assert switched == (NUM_REQUESTS if label == "v2" or new_kv else switched)
     harness.check_idle()
 

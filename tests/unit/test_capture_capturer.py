@@ -3,7 +3,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.routed_experts import RoutedExperts, id_dtype
-from capture.storage import rows_from_numpy, rows_to_numpy, storage_dtype
+from capture.storage import rows_to_numpy, storage_dtype
 
 LAYERS, TOP_K = 3, 2
 
@@ -28,7 +28,6 @@ def test_rows_come_back_as_recorded_in_any_layer_order(num_experts):
         assert array.dtype == id_dtype(num_experts)
         assert torch.equal(torch.from_numpy(array.astype("int64")), torch.stack(ids, dim=1))
         assert RoutedExperts(array, num_experts, (0, 1, 2), LAYERS).complete
-        assert torch.equal(rows_from_numpy(array, num_experts), rows)
     assert capturer._buffer_TLK.data_ptr() == address
 
 

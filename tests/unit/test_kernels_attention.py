@@ -300,7 +300,6 @@ def _step(sequences: Sequences, computed: list[int], num_extends: int, backend: 
         extend_lens=computed[:num_extends],
         decode_req_pool_indices=torch.arange(num_extends, len(lengths)),
         decode_seq_lens=torch.tensor(lengths[num_extends:], dtype=torch.int64),
-        decode_max_seq_len=max(lengths[num_extends:], default=0),
         logits_rows=torch.empty(0, dtype=torch.int64),
     )
     backend.plan(batch)

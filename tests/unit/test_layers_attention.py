@@ -53,7 +53,6 @@ class _Sequences:
             extend_lens=computed[:num_extends],
             decode_req_pool_indices=torch.arange(num_extends, len(spans)),
             decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
-            decode_max_seq_len=max(decode_lens, default=0),
             logits_rows=torch.empty(0, dtype=torch.int64),
         )
         backend = create_attention_backend("torch_native", self.pool)
