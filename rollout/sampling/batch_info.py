@@ -1,7 +1,8 @@
 """The sampling parameters of the rows of one step, as tensors.
 
 Built from plain parameters and histories; does not know requests.  Building it costs Python time per row, so the
-caller keeps it while the rows stay the same and updates only the positions and the penalty counts.
+caller keeps it while the rows stay the same: what changes from step to step is read from the live histories of the rows
+that have penalties or a minimum length.
 
 Shapes: N rows, V vocabulary.
 """
@@ -53,10 +54,6 @@ class SamplingBatchInfo:
         self.bias = self._bias(params)
         self.penalised_rows = [i for i, p in enumerate(params) if p.has_penalties]
         self.min_length_rows = [i for i, p in enumerate(params) if p.min_new_tokens > 0]
-
-    def positions(self) -> np.ndarray:
-        """Index of the output token that each row samples now [N]."""
-        return np.array([len(row.output_ids) for row in self.rows])
 
     def apply(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Logit bias, penalties and minimum length, in place.

@@ -33,14 +33,17 @@ class SampledTokens:
         return chosen - self.scaled_logits_NV.logsumexp(-1)
 
 
-def sample(logits_NV: torch.Tensor, info: SamplingBatchInfo) -> SampledTokens:
-    """Sample one token a row.  `logits_NV` is changed in place."""
+def sample(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
+    """Sample one token a row.  `logits_NV` is changed in place.
+
+    `positions_N`: index of the output token that each row samples, int64 on the CPU.
+    """
     logits_NV = info.apply(logits_NV)
     if info.scales:
         logits_NV.div_(info.temperatures[:, None].to(logits_NV.dtype))
     if info.all_greedy:
         return SampledTokens(logits_NV.argmax(-1), logits_NV)
-    noise = torch.from_numpy(uniform(info.seeds, info.positions())).to(info.device)
+    noise = torch.from_numpy(uniform(info.seeds, positions_N.numpy())).to(info.device)
     probs = torch.softmax(logits_NV, dim=-1)
     token_ids = _invert_cdf(probs, noise)
     if info.filtered_rows is not None:

@@ -52,7 +52,8 @@ class ResultProcessor:
     @torch.inference_mode()
     def _sample(self, reqs: list[Req], logits_NV: torch.Tensor) -> None:
         info = self._batch_info(reqs)
-        tokens = sample(logits_NV, info)
+        positions_N = torch.tensor([len(req.output.token_ids) for req in reqs])
+        tokens = sample(logits_NV, info, positions_N)
         with_logprobs = [i for i, req in enumerate(reqs) if req.source.return_logprob]
         if with_logprobs:
             self._record_logprobs(reqs, with_logprobs, tokens)

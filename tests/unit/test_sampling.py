@@ -21,7 +21,8 @@ def row(seed: int = 0, output: list[int] | None = None, prompt: list[int] | None
 
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow]):
-    return sample(logits.clone(), SamplingBatchInfo(rows, logits.shape[1]))
+    positions = torch.tensor([len(row.output_ids) for row in rows])
+    return sample(logits.clone(), SamplingBatchInfo(rows, logits.shape[1]), positions)
 
 
 def test_greedy_takes_the_best_and_reports_the_raw_logprob() -> None:
