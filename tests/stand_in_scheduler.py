@@ -169,6 +169,8 @@ class StandInScheduler:
             "kv_bytes": 2**29,
             "num_threads": 1,
             "step_time_ms": {},
+            "batch_invariant": True,
+            "batch_invariance_note": "",
         }
 
     def _step(self) -> None:

@@ -36,6 +36,9 @@ class AttentionBackend(ABC):
     tokens are stored in `kv` and `attend` is called.
     """
 
+    # Whether a token's result has the same bits in every batch, chunking and number of threads.
+    batch_invariant = False
+
     def __init__(self, kv: KVStore) -> None:
         self.kv = kv
 

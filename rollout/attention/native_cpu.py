@@ -31,6 +31,8 @@ def supports(dtype: torch.dtype, device: torch.device | str, head_dim: int) -> b
 class NativeCpuBackend(AttentionBackend):
     """`torch.ops.lockstep` must be loaded.  Raises `StartupError` for KV that the operator does not take."""
 
+    batch_invariant = True
+
     def __init__(self, kv: KVStore) -> None:
         super().__init__(kv)
         pool = kv.k[0]

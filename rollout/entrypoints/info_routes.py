@@ -19,7 +19,7 @@ from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
-from rollout.entrypoints.server_info import launch_command, resolved_args
+from rollout.entrypoints.server_info import launch_command, resolved_args, running_facts
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 
@@ -159,12 +159,11 @@ class InfoRoutes:
         }
         return json_response(
             resolved
+            | running_facts(state)
             | {
                 "launch_command": launch_command(args),
                 "scheduler_info": scheduler_info,
                 "startup_time": manager.started_at,
-                "weight_version": state["weight_version"],
-                "weight_update": state.get("weight_update"),
                 "internal_states": [internal],
                 "kv_events": None,
                 "frontend": "python",

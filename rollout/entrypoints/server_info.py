@@ -1,9 +1,13 @@
-"""The launch settings as /server_info shows them.  Knows the names that clients compare; never shows a key."""
+"""The launch settings and the running engine's facts as /server_info shows them.
+
+Knows the names that clients compare; never shows a key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from rollout.core.server_args import ServerArgs
@@ -32,6 +36,12 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "load_format": "auto",
         "is_embedding": False,
     }
+
+
+def running_facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What only the running engine knows and clients look for at the top; the rest is in `internal_states`."""
+    names = ("weight_version", "weight_update", "batch_invariant", "batch_invariance_note")
+    return {name: state[name] for name in names}
 
 
 def launch_command(args: ServerArgs) -> str:

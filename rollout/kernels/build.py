@@ -66,15 +66,19 @@ def load_kernels(progress: Progress | None = None) -> KernelStatus:
 
 
 def build_kernels(
-    progress: Progress | None = None, sources: Path = SOURCES, timeout_s: float = COMPILE_TIMEOUT_S
+    progress: Progress | None = None,
+    sources: Path = SOURCES,
+    timeout_s: float = COMPILE_TIMEOUT_S,
+    extra_flags: tuple[str, ...] = (),
 ) -> Path:
     """The compiled library of the `.cpp` files in `sources` on this machine, from the cache or compiled now.
 
     `progress` is called with one line if there is something to wait for; `timeout_s` bounds the wait for another
-    process that compiles the same, and each run of the compiler.  Raises `KernelBuildError`.
+    process that compiles the same, and each run of the compiler.  `extra_flags` come after `FLAGS`, when compiling and
+    when linking: another build of the same sources, such as one with sanitizers.  Raises `KernelBuildError`.
     """
     try:
-        folder = _private_folder(cache_folder() / cache_key(sources))
+        folder = _private_folder(cache_folder() / cache_key(sources, extra_flags))
         library = folder / "kernels.so"
         if library.exists():
             return library
@@ -83,7 +87,7 @@ def build_kernels(
             progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, under a minute")
         with _lock(folder / "lock", timeout_s):
             if not library.exists():
-                _compile(compiler, sources, library, timeout_s)
+                _compile(compiler, sources, library, timeout_s, extra_flags)
     except OSError as error:
         raise KernelBuildError(f"the cache of compiled operators cannot be used: {error}") from error
     return library
@@ -95,12 +99,12 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
 
 
-def cache_key(sources: Path = SOURCES) -> str:
+def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
     """Changes with everything that the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
     for path in sorted(sources.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update("\0".join((*FLAGS, torch.__version__, *_cpu_features())).encode())
+    digest.update("\0".join((*FLAGS, *extra_flags, torch.__version__, *_cpu_features())).encode())
     return digest.hexdigest()[:24]
 
 
@@ -147,7 +151,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float) -> None:
+def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float, extra_flags: tuple[str, ...]) -> None:
     """Every source on its own, two at a time, then one link; the library appears whole or not at all."""
     torch_root = Path(torch.__file__).parent
     includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
@@ -156,14 +160,14 @@ def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float
 
         def compile_one(source: Path) -> str:
             target = f"{scratch}/{source.stem}.o"
-            _run([*compiler, *FLAGS, *includes, "-c", str(source), "-o", target], timeout_s)
+            _run([*compiler, *FLAGS, *extra_flags, *includes, "-c", str(source), "-o", target], timeout_s)
             return target
 
         with ThreadPoolExecutor(max_workers=2) as pool:
             objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
         linked = Path(scratch) / library.name
         # The OpenMP runtime is found by its soname, which is that of the one torch has loaded: one pool of threads.
-        _run([*compiler, "-shared", "-fopenmp", *objects, *libraries, "-o", str(linked)], timeout_s)
+        _run([*compiler, "-shared", "-fopenmp", *extra_flags, *objects, *libraries, "-o", str(linked)], timeout_s)
         linked.replace(library)
 
 

@@ -22,13 +22,14 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
-from rollout.kernels.build import load_kernels
+from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
 from rollout.model_executor.model_state import ModelState
 from rollout.models.load import load_model
+from rollout.scheduler.batch_invariance import batch_invariance
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.control import Control
@@ -62,8 +63,8 @@ def build_scheduler(
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
     placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts), device)
-    kernels_available = _load_kernels(args, device)
-    ops = select_ops(dtype, device, kernels_available)
+    kernels = _load_kernels(args, device)
+    ops = select_ops(dtype, device, kernels.available)
     model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
     model_bytes = sum(meta.nbytes for meta in model.weights.metas().values())
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
@@ -73,12 +74,17 @@ def build_scheduler(
         limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
     )
     recorder = _recorder(config, limits, device) if args.captures_routes else None
-    attention = choose_attention_backend(dtype, device, config.head_dim, kernels_available)
-    runner = ModelRunner(state, kv_pool, create_attention_backend(attention, kv_pool), recorder)
+    backend = choose_attention_backend(dtype, device, config.head_dim, kernels.available)
+    attention = create_attention_backend(backend, kv_pool)
+    runner = ModelRunner(state, kv_pool, attention, recorder)
     scheduler = _wire(args, config, limits, channel, runner, device)
     updater = WeightUpdater(model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one)
     weights = WeightControl(scheduler, updater, channel.wake)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
+    static_state |= batch_invariance(
+        {"layers": ops.batch_invariant, "attention": attention.batch_invariant},
+        kernels.reason or f"no compiled operator for {dtype} with heads of {config.head_dim}",
+    )
     Control(scheduler, weights, static_state)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -91,14 +97,16 @@ def build_scheduler(
     )
 
 
-def _load_kernels(args: ServerArgs, device: torch.device) -> bool:
+def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
     """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is said aloud."""
-    if args.disable_native_kernels or device.type != "cpu":
-        return False
+    if args.disable_native_kernels:
+        return KernelStatus(available=False, reason="--disable-native-kernels")
+    if device.type != "cpu":
+        return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     status = load_kernels(_say)
     if not status.available:
         _say(f"running on plain torch, several times slower in decoding: {status.reason}")
-    return status.available
+    return status
 
 
 def _say(line: str) -> None:

@@ -214,7 +214,7 @@ def test_info_is_what_external_engine_clients_compare(live: Live) -> None:
             "host": "127.0.0.1", "port": 30000, "nnodes": 1, "node_rank": 0, "gpu_id_step": 1, "base_gpu_id": 0,
             "tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1, "moe_dp_size": 1, "num_gpus": 1,
             "disaggregation_mode": "null", "enable_memory_saver": False, "enable_return_routed_experts": False,
-            "dtype": "float32", "weight_version": "v0",
+            "dtype": "float32", "weight_version": "v0", "batch_invariant": True, "batch_invariance_note": "",
         }  # fmt: skip
         assert {key: info[key] for key in expected} == expected
         assert info["scheduler_info"]["max_req_input_len"] == 159

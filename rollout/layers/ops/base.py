@@ -19,6 +19,9 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sign-folded sin, each [T, 
 class LayerOps(ABC):
     """Stateless.  All floating-point arguments of a call have one dtype, which is that of the result."""
 
+    # Whether a row of a result has the same bits whatever other rows are there and however many threads compute.
+    batch_invariant = False
+
     @abstractmethod
     def linear(self, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
         """`hidden @ weight.T` [T, O]."""

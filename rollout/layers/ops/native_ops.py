@@ -18,6 +18,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 class NativeOps(LayerOps):
     """`torch.ops.lockstep` must be loaded."""
 
+    batch_invariant = True
+
     def __init__(self) -> None:
         operators = torch.ops.lockstep
         self._linear = operators.linear.default

@@ -1,0 +1,70 @@
+"""/server_info's word on batch invariance follows what was chosen, and names what stands in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.core.io_struct import GetStateReqInput
+from rollout.core.server_args import ServerArgs
+from rollout.kernels.build import KernelStatus
+from rollout.layers.ops.torch_ops import TorchOps
+from rollout.scheduler import build
+from rollout.scheduler.batch_invariance import batch_invariance
+from tests.model_zoo import tiny_checkpoint
+from tests.scheduler_harness import Harness
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m")
+
+
+def facts(folder: Path, **settings: Any) -> tuple[bool, str]:
+    state = Harness(folder, **settings).control(GetStateReqInput).data
+    return state["batch_invariant"], state["batch_invariance_note"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_holds_on_the_compiled_operators(folder: Path, dtype: str) -> None:
+    assert facts(folder, dtype=dtype) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "reason"),
+    [
+        ({"disable_native_kernels": True}, "layers and attention", "--disable-native-kernels"),
+        ({"dtype": "float64"}, "layers and attention", "torch.float64"),
+        ({"dtype": "float16"}, "layers", "torch.float16"),
+    ],
+)
+def test_it_does_not_hold_on_plain_torch(folder: Path, settings: dict[str, Any], parts: str, reason: str) -> None:
+    holds, note = facts(folder, **settings)
+    assert not holds and note.startswith(f"{parts} on plain torch: ") and reason in note
+
+
+def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None:
+    holds, note = facts(tiny_checkpoint(tmp_path / "model", head_dim=12))
+    assert not holds and note.startswith("attention on plain torch: ") and "heads of 12" in note
+
+
+def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_kernels", lambda progress: KernelStatus(False, "no C++ compiler found: g++"))
+    assert facts(folder) == (False, "layers and attention on plain torch: no C++ compiler found: g++")
+
+
+def test_another_device() -> None:
+    status = build._load_kernels(ServerArgs(device="cuda"), torch.device("cuda"))
+    assert batch_invariance({"layers": False}, status.reason) == {
+        "batch_invariant": False,
+        "batch_invariance_note": "layers on plain torch: no compiled operators for device cuda",
+    }
+
+
+def test_what_was_chosen_counts_and_not_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "select_ops", lambda *_: TorchOps())
+    holds, note = facts(folder, dtype="bfloat16")
+    assert not holds and note.startswith("layers on plain torch")
