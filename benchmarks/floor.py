@@ -1,28 +1,11 @@
-"""What the machine allows: memory bandwidth and bf16 arithmetic, measured now, and the floor of a decode step."""
+"""The floor of a decode step on the machine as it is now: bandwidth and arithmetic measured, the model counted."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
-import torch
-
+from rollout.entrypoints.bench.machine import Machine, measure_machine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 
-
-@dataclass(frozen=True)
-class Machine:
-    """Bytes and floating-point operations a second with all threads, best of a few tries."""
-
-    read_bytes_per_s: float
-    bf16_flops_per_s: float
-
-
-def measure_machine() -> Machine:
-    """A sum over 1 GiB, and a bf16 matmul of 2048^3."""
-    data = torch.ones(1 << 27, dtype=torch.float64)
-    a = torch.randn(2048, 2048).bfloat16()
-    return Machine(data.nbytes / _best(lambda: data.sum()), 2 * 2048**3 / _best(lambda: a @ a))
+__all__ = ["Machine", "decode_step_floor_s", "measure_machine"]
 
 
 def decode_step_floor_s(spec: CheckpointSpec, batch: int, context: int, machine: Machine) -> float:
@@ -40,13 +23,3 @@ def decode_step_floor_s(spec: CheckpointSpec, batch: int, context: int, machine:
     flops = 2 * batch * (spec.layers * (dense + spec.top_k * expert) + head)
     flops += spec.layers * 4 * batch * spec.heads * spec.head_dim * context
     return max(2 * numel / machine.read_bytes_per_s, flops / machine.bf16_flops_per_s)
-
-
-def _best(work, tries: int = 5) -> float:
-    work()
-    times = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -1,0 +1,55 @@
+"""What the machine allows: memory bandwidth and matrix arithmetic, measured now, with the threads that torch uses now.
+
+Knows no operators and no models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+MATMUL_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes and floating-point operations a second with all threads, best of a few tries."""
+
+    read_bytes_per_s: float
+    bf16_flops_per_s: float
+    fp32_flops_per_s: float
+
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
+        """The peak of a matrix product in `dtype`: bfloat16 has its own, everything else is held against float32's."""
+        return self.bf16_flops_per_s if dtype == torch.bfloat16 else self.fp32_flops_per_s
+
+    def least_seconds(self, bytes_moved: int, flops: int, dtype: torch.dtype) -> float:
+        """The roofline: the larger of the time to move the bytes and the time to compute (Williams et al., 2009)."""
+        return max(bytes_moved / self.read_bytes_per_s, flops / self.peak_flops_per_s(dtype))
+
+
+def measure_machine() -> Machine:
+    """A sum over 1 GiB, and a matmul of 2048^3 in bfloat16 and in float32."""
+    data = torch.ones(1 << 27, dtype=torch.float64)
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE)
+    b = a.bfloat16()
+    flops = 2 * MATMUL_SIZE**3
+    return Machine(
+        read_bytes_per_s=data.nbytes / best_seconds(data.sum),
+        bf16_flops_per_s=flops / best_seconds(lambda: b @ b),
+        fp32_flops_per_s=flops / best_seconds(lambda: a @ a),
+    )
+
+
+def best_seconds(work: Callable[[], object], tries: int = 5) -> float:
+    """The shortest of a few runs, one more beforehand to warm up."""
+    work()
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)

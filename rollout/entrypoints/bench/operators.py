@@ -1,0 +1,69 @@
+"""Times every torch operator that runs while it is switched on, and says what each had to move and to compute.
+
+Knows calls, not steps or requests.  A timed call is longer by less than half a microsecond; the Python around it is
+slowed down by much more, so this is no measure of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.entrypoints.bench.costs import operator_cost
+from rollout.entrypoints.bench.machine import Machine
+
+
+@dataclass(slots=True)
+class OperatorUse:
+    """Sums over calls of one operator.  `least_seconds` is the machine's roofline for the same calls."""
+
+    calls: float = 0.0
+    seconds: float = 0.0
+    least_seconds: float = 0.0
+    bytes_moved: float = 0.0
+    flops: float = 0.0
+
+    def add(self, other: OperatorUse) -> None:
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.least_seconds += other.least_seconds
+        self.bytes_moved += other.bytes_moved
+        self.flops += other.flops
+
+
+class OperatorTimer(TorchDispatchMode):
+    """A context: operators that this thread runs inside it are timed."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+        self._uses: dict[str, OperatorUse] = defaultdict(OperatorUse)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        cost = operator_cost(func, args, kwargs, result)
+        use = self._uses[operator_name(func)]
+        use.calls += 1
+        use.seconds += seconds
+        use.least_seconds += self._machine.least_seconds(cost.bytes_moved, cost.flops, cost.dtype)
+        use.bytes_moved += cost.bytes_moved
+        use.flops += cost.flops
+        return result
+
+    def take(self) -> dict[str, OperatorUse]:
+        """What was timed since the last call, by operator name."""
+        uses, self._uses = self._uses, defaultdict(OperatorUse)
+        return dict(uses)
+
+
+def operator_name(func: Any) -> str:
+    """`linear` for the engine's `lockstep::linear`, `aten.mm` for torch's; overloads are one operator."""
+    namespace, name = func._schema.name.split("::")
+    return name if namespace == "lockstep" else f"{namespace}.{name}"

@@ -1,0 +1,181 @@
+"""Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
+
+Operators are timed in steps of their own, in turn with steps that run undisturbed, so that both see the same machine.
+All times are medians.  Knows no output format.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rollout.core.io_struct import FlushCacheReqInput
+from rollout.entrypoints.bench.machine import Machine
+from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
+from rollout.entrypoints.bench.steps import SECTIONS, Step, StepRecorder
+from rollout.entrypoints.engine import Engine
+from rollout.scheduler.stats import StepStats
+
+TIMED_EVERY = 3  # of the decode steps, one in so many has its operators timed
+PREFILL_PASSES = 6  # half of them timed, after one to warm up
+WARM_UP_TOKENS = 4
+MIN_OUTPUT_LEN = 4 * TIMED_EVERY
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase of a step: its seconds undisturbed, and those that its operators take when they are timed."""
+
+    name: str
+    seconds: float
+    operator_seconds: float
+
+    @property
+    def python_seconds(self) -> float:
+        return self.seconds - self.operator_seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kind of work.  `tokens` and all numbers below are those of one unit: a decode step, or a whole prompt."""
+
+    kind: str  # "decode" or "prefill"
+    batch_size: int
+    tokens: int
+    seconds: float
+    phases: list[PhaseTime]
+    operators: dict[str, OperatorUse]  # the slowest first
+    operator_seconds: float
+    num_undisturbed: int
+    num_timed: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the requests look like."""
+
+    input_len: int
+    output_len: int
+    temperature: float
+    vocab_size: int
+
+
+class Profiler:
+    """Owns an engine's time for as long as it is used."""
+
+    def __init__(self, engine: Engine, machine: Machine, workload: Workload, advance: Callable[[], None]) -> None:
+        """`advance` is called after every run of the engine: `runs_of_decode`, `runs_of_prefill` say how many."""
+        self._engine = engine
+        self._workload = workload
+        self._advance = advance
+        self._timer = OperatorTimer(machine)
+        self._rng = random.Random(0)
+
+    def decode(self, batch_size: int) -> Profile:
+        """Steps in which `batch_size` requests decode and nothing else happens."""
+        work = self._workload
+        self._run([work.input_len] * batch_size, WARM_UP_TOKENS)
+        chunk = self._engine.server_args.chunked_prefill_size
+        new_tokens = work.output_len + decode_head_start(batch_size, work.input_len, chunk)
+        steps = self._run([work.input_len] * batch_size, new_tokens, lambda i: i % TIMED_EVERY == 0)
+        # The last step also ends all requests; the one before a change of the batch is like any other.
+        return summarise("decode", batch_size, batch_size, [s for s in steps[:-1] if s.num_decodes == batch_size])
+
+    def prefill(self, num_tokens: int) -> Profile:
+        """Whole passes over one prompt, in as many steps as the chunk size makes of it."""
+        units = []
+        for turn in range(-1, PREFILL_PASSES):
+            timed = turn % 2 == 1
+            first, *others = self._run([num_tokens], 1, lambda _, timed=timed: timed)  # type: ignore[misc]
+            for step in others:
+                first.add(step)
+            if turn >= 0:
+                units.append(first)
+        return summarise("prefill", 1, num_tokens, units)
+
+    def _run(
+        self, lengths: Sequence[int], new_tokens: int, watch: Callable[[int], bool] = lambda _: False
+    ) -> list[Step]:
+        engine, work = self._engine, self._workload
+        prompts = [[self._rng.randrange(work.vocab_size) for _ in range(length)] for length in lengths]
+        recorder = StepRecorder(engine.scheduler.queues, self._timer, watch)
+        engine.scheduler.stats = recorder
+        try:
+            engine.generate(
+                input_ids=prompts,
+                sampling_params={
+                    "temperature": work.temperature,
+                    "max_new_tokens": new_tokens,
+                    "ignore_eos": True,
+                },
+            )
+        finally:
+            recorder.close()
+            engine.scheduler.stats = StepStats()
+        engine.control(FlushCacheReqInput)
+        self._advance()
+        return recorder.steps
+
+
+def runs_of(num_batches: int, prefill: bool) -> int:
+    """How often a `Profiler` calls `advance` for so many batch sizes, and a prefill."""
+    return 2 * num_batches + (PREFILL_PASSES + 1) * prefill
+
+
+def decode_head_start(batch_size: int, input_len: int, chunk: int) -> int:
+    """Most tokens that the first request has sampled when the last prompt is done."""
+    return 1 + (math.ceil(batch_size * input_len / chunk) if chunk > 0 else batch_size)
+
+
+def summarise(kind: str, batch_size: int, tokens: int, units: list[Step]) -> Profile:
+    """Medians over undisturbed units, and over those whose operators were timed; there must be some of both."""
+    undisturbed = [unit for unit in units if unit.uses is None]
+    timed = [unit.uses for unit in units if unit.uses is not None]
+    assert undisturbed and timed, (kind, batch_size, len(units))
+    by_phase = {name: [_seconds(uses, phase=name) for uses in timed] for name in SECTIONS}
+    operators = {name: _typical([_sum(uses, name) for uses in timed]) for name in {op for u in timed for _, op in u}}
+    return Profile(
+        kind=kind,
+        batch_size=batch_size,
+        tokens=tokens,
+        seconds=median(unit.total_seconds for unit in undisturbed),
+        phases=[
+            PhaseTime(name, median(unit.seconds[name] for unit in undisturbed), median(by_phase[name]))
+            for name in SECTIONS
+        ],
+        operators=dict(sorted(operators.items(), key=lambda item: -item[1].seconds)),
+        operator_seconds=median(sum(each) for each in zip(*by_phase.values())),
+        num_undisturbed=len(undisturbed),
+        num_timed=len(timed),
+    )
+
+
+def _seconds(uses: dict[tuple[str, str], OperatorUse], phase: str) -> float:
+    return sum(use.seconds for (name, _), use in uses.items() if name == phase)
+
+
+def _sum(uses: dict[tuple[str, str], OperatorUse], operator: str) -> OperatorUse:
+    """Over all phases."""
+    total = OperatorUse()
+    for (_, name), use in uses.items():
+        if name == operator:
+            total.add(use)
+    return total
+
+
+def _typical(uses: list[OperatorUse]) -> OperatorUse:
+    """The median of the seconds; the mean of what does not depend on the machine's moods."""
+    return OperatorUse(
+        calls=fmean(use.calls for use in uses),
+        seconds=median(use.seconds for use in uses),
+        least_seconds=fmean(use.least_seconds for use in uses),
+        bytes_moved=fmean(use.bytes_moved for use in uses),
+        flops=fmean(use.flops for use in uses),
+    )

@@ -1,0 +1,99 @@
+"""Profiles as tables and as JSON.  Knows units and rounding; measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from rollout.entrypoints.bench.machine import Machine
+from rollout.entrypoints.bench.operators import OperatorUse
+from rollout.entrypoints.bench.profile import Profile
+
+NOTICEABLE = 0.01  # of the step; operators below are shown as one line
+
+
+def machine_line(machine: Machine, threads: int) -> str:
+    return (
+        f"machine, {threads} threads: {machine.read_bytes_per_s / 1e9:.1f} GB/s read, "
+        f"{machine.bf16_flops_per_s / 1e9:.0f} GFLOP/s bfloat16, {machine.fp32_flops_per_s / 1e9:.0f} GFLOP/s float32"
+    )
+
+
+def title(profile: Profile) -> str:
+    if profile.kind == "prefill":
+        return f"Prefill, {profile.tokens} tokens"
+    return f"Decode, batch {profile.batch_size}"
+
+
+def overview(profiles: list[Profile]) -> Table:
+    """One row a profile: throughput, and the step in operators and Python."""
+    table = Table(title="Throughput, and what a step (or a whole prompt) is made of, milliseconds; medians")
+    _add_columns(table, "", "tokens/s", "ms", "operators", "Python", "of roofline")
+    for profile in profiles:
+        least = sum(use.least_seconds for use in profile.operators.values())
+        table.add_row(
+            title(profile),
+            f"{profile.tokens_per_s:.0f}",
+            _ms(profile.seconds),
+            _ms(profile.operator_seconds),
+            _ms(profile.seconds - profile.operator_seconds),
+            f"{100 * least / profile.seconds:.0f} %",
+        )
+    return table
+
+
+def phase_table(profile: Profile) -> Table:
+    table = Table(title=f"{title(profile)}: milliseconds by phase ({profile.num_undisturbed} runs)")
+    _add_columns(table, "phase", "all", "operators", "Python")
+    for phase in profile.phases:
+        table.add_row(phase.name, _ms(phase.seconds), _ms(phase.operator_seconds), _ms(phase.python_seconds))
+    return table
+
+
+def operator_table(profile: Profile) -> Table:
+    """Operators that take a noticeable share of the step, then the others together, then what no operator takes."""
+    table = Table(title=f"{title(profile)}: operators ({profile.num_timed} runs timed)")
+    _add_columns(table, "operator", "calls", "ms", "of step", "MB", "GB/s", "GFLOP/s", "of roofline")
+    shown = {name: use for name, use in profile.operators.items() if use.seconds >= NOTICEABLE * profile.seconds}
+    for name, use in shown.items():
+        table.add_row(name, *_operator_cells(use, profile.seconds))
+    rest = OperatorUse()
+    for name, use in profile.operators.items():
+        if name not in shown:
+            rest.add(use)
+    if rest.calls:
+        table.add_row(f"{len(profile.operators) - len(shown)} others", *_operator_cells(rest, profile.seconds))
+    python = profile.seconds - profile.operator_seconds
+    table.add_section()
+    table.add_row("no operator", "", _ms(python), f"{100 * python / profile.seconds:.1f} %", "", "", "", "")
+    return table
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """All that was measured, in seconds, bytes and floating-point operations."""
+    return asdict(profile) | {"tokens_per_s": profile.tokens_per_s}
+
+
+def _add_columns(table: Table, first: str, *others: str) -> None:
+    table.add_column(first, no_wrap=True)
+    for column in others:
+        table.add_column(column, justify="right")
+
+
+def _operator_cells(use: OperatorUse, step_seconds: float) -> list[str]:
+    seconds = max(use.seconds, 1e-9)
+    return [
+        f"{use.calls:.1f}",
+        _ms(use.seconds),
+        f"{100 * use.seconds / step_seconds:.1f} %",
+        f"{use.bytes_moved / 1e6:.2f}",
+        f"{use.bytes_moved / seconds / 1e9:.1f}",
+        f"{use.flops / seconds / 1e9:.0f}" if use.flops else "",
+        f"{100 * use.least_seconds / seconds:.0f} %",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3f}"

@@ -1,0 +1,122 @@
+"""Step statistics that keep every step by itself, and let some of them be watched operator by operator.
+
+Put in the place of `Scheduler.stats`; knows the scheduler's queues, to tell a step that only decodes from one with
+prompts in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch.profiler import record_function
+
+from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
+from rollout.scheduler.policy import RequestQueues
+from rollout.scheduler.stats import PHASES, StepStats
+
+BETWEEN = "between steps"  # messages in, the engine's own loop
+SECTIONS = (*PHASES, BETWEEN)
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, or several added up.
+
+    `num_decodes` counts the requests that decode, 0 if there are prompts in the step.  `uses` is by (phase, operator),
+    and None for a step whose operators were not watched.
+    """
+
+    num_decodes: int
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
+    uses: dict[tuple[str, str], OperatorUse] | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def add(self, other: Step) -> None:
+        """`other` was watched if this one was."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+        if self.uses is not None and other.uses is not None:
+            for key, use in other.uses.items():
+                self.uses.setdefault(key, OperatorUse()).add(use)
+
+
+class StepRecorder(StepStats):
+    """A context that is `stats` of a scheduler while it lasts.  `watch` chooses steps by their index."""
+
+    def __init__(self, queues: RequestQueues, timer: OperatorTimer, watch: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._queues = queues
+        self._timer = timer
+        self._watch = watch
+        self._step = Step(0)
+        self._ended: float | None = None
+        self._watching = ExitStack()
+
+    def close(self) -> None:
+        """Stop watching, also in the middle of a step."""
+        self._watching.close()
+
+    def start_step(self) -> None:
+        self.close()
+        queues = self._queues
+        with_prompts = bool(queues.waiting or queues.partial)
+        self._step = Step(0 if with_prompts else len(queues.running))
+        if self._watch(len(self.steps)):
+            self._step.uses = {}
+            self._watching.enter_context(self._timer)
+        if self._ended is not None:
+            self.steps[-1].seconds[BETWEEN] += perf_counter() - self._ended
+            self._ended = None
+        super().start_step()
+
+    def phase(self, name: str) -> None:
+        before = self.seconds[name]
+        super().phase(name)
+        self._step.seconds[name] += self.seconds[name] - before
+        if self._step.uses is not None:
+            for operator, use in self._timer.take().items():
+                self._step.uses.setdefault((name, operator), OperatorUse()).add(use)
+
+    def end_step(self, generated: int) -> None:
+        super().end_step(generated)
+        self.close()
+        self.steps.append(self._step)
+        self._ended = perf_counter()
+
+
+class TracedSteps(StepStats):
+    """`stats` of a scheduler whose steps and phases become ranges in torch's profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step = ExitStack()
+        self._phase = ExitStack()
+
+    def start_step(self) -> None:
+        self.close()
+        self._step.enter_context(record_function("step"))
+        self._phase.enter_context(record_function(PHASES[0]))
+        super().start_step()
+
+    def phase(self, name: str) -> None:
+        """`name` has ended; the next begins."""
+        super().phase(name)
+        self._phase.close()
+        following = PHASES.index(name) + 1
+        if following < len(PHASES):
+            self._phase.enter_context(record_function(PHASES[following]))
+
+    def end_step(self, generated: int) -> None:
+        super().end_step(generated)
+        self.close()
+
+    def close(self) -> None:
+        self._phase.close()
+        self._step.close()

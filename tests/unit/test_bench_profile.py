@@ -1,0 +1,198 @@
+"""Steps by themselves, what is summed up from them, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.entrypoints import cli
+from rollout.entrypoints.bench import run
+from rollout.entrypoints.bench.machine import Machine
+from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
+from rollout.entrypoints.bench.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
+from rollout.entrypoints.bench.report import operator_table, overview, phase_table
+from rollout.entrypoints.bench.steps import BETWEEN, Step, StepRecorder
+from rollout.entrypoints.engine import Engine
+from rollout.scheduler.policy import RequestQueues
+from rollout.scheduler.stats import PHASES, StepStats
+from tests.model_zoo import tiny_checkpoint
+
+MACHINE = Machine(read_bytes_per_s=1e10, bf16_flops_per_s=1e11, fp32_flops_per_s=1e11)
+
+
+def play(recorder: StepRecorder, operators: dict[str, int]) -> None:
+    """One step; in each phase as many additions as `operators` says."""
+    recorder.start_step()
+    for phase in PHASES:
+        for _ in range(operators.get(phase, 0)):
+            torch.ones(3).add(1)
+        recorder.phase(phase)
+    recorder.end_step(1)
+
+
+def test_recorder_watches_the_chosen_steps_and_knows_their_phases() -> None:
+    recorder = StepRecorder(RequestQueues(waiting=deque()), OperatorTimer(MACHINE), lambda i: i == 1)
+    for _ in range(3):
+        play(recorder, {"forward": 2, "process": 1})
+    assert [step.uses is not None for step in recorder.steps] == [False, True, False]
+    uses = recorder.steps[1].uses
+    assert uses is not None
+    assert {key: use.calls for key, use in uses.items() if key[1] == "aten.add"} == {
+        ("forward", "aten.add"): 2,
+        ("process", "aten.add"): 1,
+    }
+    assert recorder.num_steps == 3 and recorder.num_generated == 3
+    for name in PHASES:
+        assert sum(step.seconds[name] for step in recorder.steps) == pytest.approx(recorder.seconds[name])
+    assert recorder.steps[0].seconds[BETWEEN] > 0 and recorder.steps[2].seconds[BETWEEN] == 0
+
+
+def test_recorder_stops_watching_a_step_that_ends_early() -> None:
+    timer = OperatorTimer(MACHINE)
+    recorder = StepRecorder(RequestQueues(), timer, lambda i: True)
+    recorder.start_step()
+    recorder.start_step()  # the first had nothing to do
+    recorder.close()
+    torch.ones(3)
+    assert timer.take() == {}
+
+
+def unit(forward: float, operator: float | None) -> Step:
+    step = Step(4)
+    step.seconds["forward"] = forward
+    if operator is not None:
+        step.uses = {("forward", "linear"): OperatorUse(2, operator, operator / 4, 100, 200)}
+    return step
+
+
+def test_summary_takes_medians_and_keeps_the_two_kinds_apart() -> None:
+    units = [unit(2.0, None), unit(3.0, None), unit(50.0, None), unit(9.0, 1.0), unit(9.0, 1.5), unit(9.0, 70.0)]
+    profile = summarise("decode", 4, 4, units)
+    assert profile.seconds == 3.0 and profile.operator_seconds == 1.5
+    assert profile.tokens_per_s == pytest.approx(4 / 3)
+    (forward,) = [phase for phase in profile.phases if phase.name == "forward"]
+    assert (forward.seconds, forward.operator_seconds, forward.python_seconds) == (3.0, 1.5, 1.5)
+    assert profile.operators["linear"].seconds == 1.5 and profile.operators["linear"].calls == 2
+    assert (profile.num_undisturbed, profile.num_timed) == (3, 3)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Operators large enough to be most of the step, on one thread."""
+    folder = tiny_checkpoint(
+        tmp_path_factory.mktemp("bench") / "model", "moe", hidden_size=256, moe_intermediate_size=256, vocab_size=2000
+    )
+    return Engine(model_path=str(folder), skip_tokenizer_init=True, max_total_tokens=2048, chunked_prefill_size=64)
+
+
+@pytest.fixture(scope="module")
+def profiles(engine: Engine) -> list[Profile]:
+    runs: list[None] = []
+    profiler = Profiler(engine, MACHINE, Workload(20, 24, 0.0, 2000), lambda: runs.append(None))
+    found = [profiler.decode(8), profiler.prefill(200)]
+    assert len(runs) == runs_of(1, prefill=True)
+    assert type(engine.scheduler.stats) is StepStats
+    return found
+
+
+def test_decode_steps_are_those_of_the_whole_batch(profiles: list[Profile]) -> None:
+    decode, _ = profiles
+    assert (decode.kind, decode.batch_size, decode.tokens) == ("decode", 8, 8)
+    assert decode.num_undisturbed + decode.num_timed >= 20
+    assert decode.operators["paged_attention"].calls == 2  # layers
+    assert decode.operators["fused_experts"].calls == 2
+
+
+def test_prefill_is_the_whole_prompt(profiles: list[Profile]) -> None:
+    _, prefill = profiles
+    assert (prefill.tokens, prefill.num_undisturbed, prefill.num_timed) == (200, 3, 3)
+    assert prefill.operators["fused_experts"].calls == 2 * 4  # layers, chunks of 64
+    per_token = 3 * 3 * 256 * 256  # top-k experts of three matrices
+    assert prefill.operators["fused_experts"].flops == 2 * 2 * 200 * per_token
+
+
+def test_operator_times_add_up_to_the_undisturbed_ones(profiles: list[Profile]) -> None:
+    """Of a prefill, Python is a small part: operators timed one by one must come to about the undisturbed forward."""
+    _, prefill = profiles
+    (forward,) = [phase for phase in prefill.phases if phase.name == "forward"]
+    assert 0.5 < forward.operator_seconds / forward.seconds < 1.5
+    assert sum(use.seconds for use in prefill.operators.values()) == pytest.approx(prefill.operator_seconds, rel=0.3)
+
+
+def test_every_table_names_its_rows(profiles: list[Profile]) -> None:
+    decode, _ = profiles
+    assert list(phase_table(decode).columns[0].cells) == [*PHASES, BETWEEN]
+    names = list(operator_table(decode).columns[0].cells)
+    assert "fused_experts" in names and names[-1] == "no operator"
+    assert list(overview(profiles).columns[0].cells) == ["Decode, batch 8", "Prefill, 200 tokens"]
+
+
+@pytest.mark.parametrize(("size", "length", "chunk", "expected"), [(1, 10, 64, 2), (64, 128, 2048, 5), (5, 9, -1, 6)])
+def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
+    assert decode_head_start(size, length, chunk) == expected
+
+
+SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "12", "--prefill", "16", "--threads", "1"]
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
+    assert cli.main(["bench", "--model-path", str(folder), *SMALL, *files]) == 0
+    printed = capsys.readouterr()
+    assert "Decode, batch 2" in printed.out and "GB/s read" in printed.out
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [profile["kind"] for profile in content["profiles"]] == ["decode", "prefill"]
+    assert content["machine"]["read_bytes_per_s"] > 0
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert {"batch 2", "prefill 16", "step", *PHASES} <= set(names)
+    assert names.count("forward") == names.count("step") == 1 + 4 + 1
+
+
+def refuse_to_measure() -> Machine:
+    raise AssertionError("must be refused before anything is measured")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--input-len", "600"], "need a context of 614 tokens, the model has 512"),
+        (["--prefill", "512"], "need a context of 513 tokens, the model has 512"),
+        (["--trace", "/nowhere/trace.json"], "/nowhere is not a folder"),
+        (["--batch-sizes", "1000000000", "--chunked-prefill-size", "100000000000"], "give smaller --batch-sizes"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(run, "measure_machine", refuse_to_measure)
+    folder = tiny_checkpoint(tmp_path / "model")
+    assert cli.main(["bench", "--model-path", str(folder), *SMALL, *extra]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"lockstep bench: .*{re.escape(message)}.*\n", error), error
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--model-path", str(tmp_path)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_interrupting_is_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> Machine:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "measure_machine", interrupt)
+    folder = tiny_checkpoint(tmp_path / "model")
+    assert cli.main(["bench", "--model-path", str(folder), *SMALL]) == 130
+    assert "Traceback" not in capsys.readouterr().err
