@@ -1,0 +1,149 @@
+"""Serves the same requests in many ways and says whether what came out has the same bits.
+
+Everything goes through a real scheduler with the compiled operators.  Shapes: n output tokens, V vocabulary, L MoE
+layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.core.io_struct import GetStateReqInput
+from rollout.layers.ops.base import LayerOps
+from tests.scheduler_harness import Harness, Result
+
+# Room for everything: nothing is retracted, evicted or split unless a test asks for it.
+ROOMY = {"max_total_tokens": 16384, "chunked_prefill_size": -1}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: what is sampled, and how."""
+
+    prompt: tuple[int, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.params["max_new_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What an engine says of one request."""
+
+    token_ids: list[int]
+    logprobs: np.ndarray  # [n] of the sampled tokens
+    vocabulary: np.ndarray  # [n, V] of every token at every output position
+    routes: np.ndarray  # [rows, L, K]
+    retractions: int = 0
+    cached_tokens: int = 0
+
+
+def facts_of(result: Result, has_routes: bool = True) -> Facts:
+    assert result.finished is not None
+    return Facts(
+        result.token_ids,
+        np.array(result.logprobs),
+        np.array(result.chosen),
+        result.routes if has_routes else np.empty((0, 0, 0)),
+        result.finished.num_retractions,
+        result.finished.cached_tokens,
+    )
+
+
+def differences(got: Facts, want: Facts) -> list[str]:
+    """The fields that are not the same bits."""
+    found = [] if got.token_ids == want.token_ids else ["token ids"]
+    for name in ("logprobs", "vocabulary", "routes"):
+        ours, theirs = getattr(got, name), getattr(want, name)
+        if ours.shape != theirs.shape or ours.tobytes() != theirs.tobytes():
+            found.append(name)
+    return found
+
+
+class Server:
+    """One engine on the compiled operators; `settings` are those of `ServerArgs`."""
+
+    def __init__(self, folder: Path, dtype: str, **settings: Any) -> None:
+        is_moe = '"num_experts"' in (folder / "config.json").read_text()
+        self.harness = Harness(folder, dtype=dtype, **{"enable_return_routed_experts": is_moe} | ROOMY | settings)
+        self.has_routes = is_moe
+        state = self.harness.control(GetStateReqInput).data
+        assert state["batch_invariant"], state["batch_invariance_note"]
+        self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
+
+    def replace_ops(self, wrong: type) -> None:
+        """Make every layer compute with `wrong`, a mixin over the class that it computes with now."""
+        for module in self.harness.scheduler.runner.state.model.modules():
+            ops = getattr(module, "ops", None)
+            if isinstance(ops, LayerOps):
+                module.ops = type(wrong.__name__, (wrong, type(ops)), {})()
+
+    def submit(self, ask: Ask, every_token: bool = True, **fields: Any) -> str:
+        chosen = list(range(self.vocab_size)) if every_token else None
+        return self.harness.submit(list(ask.prompt), params=dict(ask.params), token_ids_logprob=chosen, **fields)
+
+    def facts(self, rids: Sequence[str]) -> list[Facts]:
+        return [facts_of(self.harness.results[rid], self.has_routes) for rid in rids]
+
+    def together(self, asks: Sequence[Ask], gaps: Sequence[int] = (), every_token: bool = True) -> list[Facts]:
+        """All in one engine; after the i-th arrival `gaps[i]` steps run before the next."""
+        rids = []
+        for i, ask in enumerate(asks):
+            rids.append(self.submit(ask, every_token))
+            for _ in range(gaps[i] if i < len(gaps) else 0):
+                self.harness.tick()
+        self.harness.run()
+        self.harness.check_idle()
+        return self.facts(rids)
+
+    def alone(self, asks: Sequence[Ask], every_token: bool = True) -> list[Facts]:
+        """One after the other.  Start the engine without a prefix cache, or one finds what another left."""
+        return [self.together([ask], every_token=every_token)[0] for ask in asks]
+
+    def rescored(self, asks: Sequence[Ask], facts: Sequence[Facts], every_token: bool = True) -> list[Facts]:
+        """The outputs of `facts` as the ends of prompts that are only scored, all in one engine."""
+        rids = []
+        for ask, known in zip(asks, facts, strict=True):
+            temperature = ask.params.get("temperature", 0.0)
+            assert temperature in (0.0, 1.0), "scores of prompts are of the logits over the temperature"
+            whole = Ask((*ask.prompt, *known.token_ids), {"temperature": temperature, "max_new_tokens": 0})
+            rids.append(self.submit(whole, every_token, logprob_start_len=len(ask.prompt) - 1))
+        self.harness.run()
+        self.harness.check_idle()
+        return [self._scores(rid, known) for rid, known in zip(rids, facts, strict=True)]
+
+    def _scores(self, rid: str, known: Facts) -> Facts:
+        result = self.harness.results[rid]
+        assert result.finished is not None and result.finished.prompt_logprobs is not None
+        scores = result.finished.prompt_logprobs
+        chosen = [] if scores.chosen is None else scores.chosen[1:]
+        routes = result.routes if self.has_routes else known.routes
+        return Facts(known.token_ids, np.array(scores.values[1:]), np.array(chosen), routes)
+
+
+def assert_same(got: Sequence[Facts], want: Sequence[Facts]) -> None:
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert not differences(ours, theirs), f"request {i}"
+
+
+def any_differs(got: Sequence[Facts], want: Sequence[Facts]) -> bool:
+    return any(differences(ours, theirs) for ours, theirs in zip(got, want, strict=True))
+
+
+@contextmanager
+def compute_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,348 @@
+"""A token's log-probability, id and routes have the same bits however its request was served.
+
+Whole engines on the compiled operators, random small models, random schedules.  Every comparison is also made with an
+engine that breaks the promise on purpose.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.attention.base import AttentionBackend
+from rollout.attention.registry import create_attention_backend
+from rollout.core.forward_batch import ForwardBatch
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
+from tests.kernels import native_ops
+from tests.model_zoo import tiny_spec
+
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+CHUNKS = [1, 3, 7, 64, -1]
+VOCABULARY = 320
+EXAMPLES = settings(max_examples=16, deadline=None, derandomize=True, database=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators() -> None:
+    native_ops()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Odd sizes, a dense layer, more experts than lanes."""
+    spec = tiny_spec(hidden_size=51, moe_intermediate_size=19, intermediate_size=45, experts=17, seed=3)
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "m", spec)
+
+
+def asks(count: int, seed: int = 0, new_tokens: int = 10, longest: int = 60) -> list[Ask]:
+    """Random prompts, every third with a prefix that others share; greedy and random, with and without filters."""
+    rng = random.Random(seed)
+    shared = tuple(rng.randrange(VOCABULARY) for _ in range(40))
+    filters: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9}]
+    result = []
+    for i in range(count):
+        own = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest)))
+        prompt = shared[: rng.randint(1, 40)] + own[:20] if i % 3 == 0 else own
+        params = {"max_new_tokens": rng.randint(1, new_tokens), "temperature": 0.0}
+        if i % 4:
+            params |= {"temperature": 1.0, "sampling_seed": rng.randrange(2**63)} | filters[i % len(filters)]
+        result.append(Ask(prompt, params))
+    return result
+
+
+def alone(folder: Path, dtype: str, batch: list[Ask], every_token: bool = True) -> list[Facts]:
+    """The reference: each request by itself, its prompt in one piece, on one thread."""
+    facts = Server(folder, dtype, disable_radix_cache=True).alone(batch, every_token)
+    assert all(x.retractions == x.cached_tokens == 0 for x in facts)
+    return facts
+
+
+# --- random models, random schedules -------------------------------------------------------------------------------
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> CheckpointSpec:
+    kv_heads, experts, layers = draw(st.integers(1, 3)), draw(st.integers(1, 20)), draw(st.integers(1, 3))
+    dense = draw(st.sampled_from([False, False, False, True]))
+    return CheckpointSpec(
+        seed=draw(st.integers(0, 99)),
+        vocab_size=draw(st.integers(VOCABULARY, VOCABULARY + 40)),
+        hidden_size=draw(st.integers(9, 100)),
+        layers=layers,
+        dense_first=draw(st.integers(0, layers - 1)),
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([8, 16, 24, 40, 64])),
+        intermediate_size=draw(st.integers(1, 90)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 5))),
+        moe_intermediate_size=draw(st.integers(1, 70)),
+        norm_topk_prob=draw(st.booleans()),
+        dense=dense,
+        tie=draw(st.booleans()),
+        context_length=256,
+        dtype="float32",
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How requests arrive, and an engine's settings."""
+
+    order_seed: int
+    gaps: list[int]
+    twice: bool  # a second time, when prefixes are cached
+    tight: bool  # a pool for hardly more than the longest request
+    settings: dict[str, Any]
+
+    def server(self, folder: Path, dtype: str, batch: list[Ask]) -> Server:
+        pool = {"max_total_tokens": max(ask.length for ask in batch) + 9} if self.tight else {}
+        return Server(folder, dtype, **pool | self.settings)
+
+    def serve(self, server: Server, batch: list[Ask]) -> list[Facts]:
+        order = random.Random(self.order_seed).sample(range(len(batch)), len(batch))
+        for _ in range(1 + self.twice):
+            facts = server.together([batch[i] for i in order], self.gaps)
+        return [facts[order.index(i)] for i in range(len(batch))]
+
+
+schedules = st.builds(
+    Schedule,
+    order_seed=st.integers(0, 99),
+    gaps=st.lists(st.integers(0, 4), max_size=8),
+    twice=st.booleans(),
+    tight=st.booleans(),
+    settings=st.fixed_dictionaries(
+        {
+            "chunked_prefill_size": st.sampled_from(CHUNKS),
+            "disable_radix_cache": st.booleans(),
+            "max_running_requests": st.sampled_from([2, 5, 256]),
+        }
+    ),
+)
+
+
+@DTYPES
+def test_any_model_in_any_schedule(dtype: str) -> None:
+    seen = {"retractions": 0, "cached": 0, "several routes": 0}
+
+    @EXAMPLES
+    @given(specs(), schedules, st.integers(0, 99))
+    def check(spec: CheckpointSpec, schedule: Schedule, seed: int) -> None:
+        batch = asks(7, seed)
+        with TemporaryDirectory() as temporary:
+            folder = make_checkpoint(Path(temporary) / "model", spec)
+            want = alone(folder, dtype, batch)
+            server = schedule.server(folder, dtype, batch)
+            got = schedule.serve(server, batch)
+            assert_same(got, want)
+            assert_same(server.rescored(batch, want), want)
+        seen["retractions"] += sum(x.retractions for x in got)
+        seen["cached"] += sum(x.cached_tokens for x in got)
+        seen["several routes"] += len({x.routes.tobytes() for x in got}) == len(batch)
+
+    check()
+    assert all(seen.values()), seen
+
+
+# --- each promise by itself ------------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_among_256(folder: Path, dtype: str) -> None:
+    batch = asks(6, seed=1)
+    want = alone(folder, dtype, batch)
+    others = [Ask(ask.prompt, ask.params | {"max_new_tokens": 12}) for ask in asks(250, seed=2, longest=12)]
+    server = Server(folder, dtype)
+    everything = others[:100] + batch + others[100:]
+    rids = [server.submit(ask, every_token=100 <= i < 106) for i, ask in enumerate(everything)]
+    most = 0
+    while server.harness.tick():
+        most = max(most, len(server.harness.scheduler.queues.running))
+    assert most >= 250
+    assert_same(server.facts(rids[100:106]), want)
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
+    batch = asks(6, seed=4)
+    want = alone(folder, dtype, batch)
+    server = Server(folder, dtype, chunked_prefill_size=chunk)
+    assert_same(server.together(batch, gaps=[0, 2, 5]), want)
+    assert_same(server.rescored(batch, want), want)
+
+
+@DTYPES
+def test_prefix_hits(folder: Path, dtype: str) -> None:
+    batch = asks(6, seed=5)
+    want = alone(folder, dtype, batch)
+    server = Server(folder, dtype)
+    server.together(batch)
+    again = server.together(batch)
+    assert_same(again, want)
+    assert all(facts.cached_tokens == len(ask.prompt) - 1 for ask, facts in zip(batch, again, strict=True))
+    # A hit that covers what was decoded: its KV came from steps of one token.
+    longer = [Ask((*ask.prompt, *facts.token_ids, 7), ask.params) for ask, facts in zip(batch, want, strict=True)]
+    got = server.together(longer)
+    assert_same(got, alone(folder, dtype, longer))
+    assert all(new.cached_tokens >= len(ask.prompt) for new, ask in zip(got, batch, strict=True))
+
+
+@DTYPES
+def test_before_and_after_retraction(folder: Path, dtype: str) -> None:
+    batch = [Ask(ask.prompt, ask.params | {"max_new_tokens": 30}) for ask in asks(8, seed=6)]
+    got = Server(folder, dtype, max_total_tokens=110).together(batch)
+    assert_same(got, alone(folder, dtype, batch))
+    assert sum(facts.retractions > 0 for facts in got) >= 3
+
+
+@DTYPES
+def test_one_and_two_threads(tmp_path: Path, dtype: str) -> None:
+    """Large enough that the operators wake a team, and that torch would: more than 32768 elements."""
+    spec = tiny_spec(hidden_size=128, intermediate_size=131, moe_intermediate_size=67, context_length=1024, seed=1)
+    folder = make_checkpoint(tmp_path / "model", spec)
+    rng = random.Random(0)
+    batch = [
+        Ask(tuple(rng.randrange(VOCABULARY) for _ in range(length)), {"max_new_tokens": 3, "temperature": 0.0})
+        for length in (301, 523, 77)
+    ]
+    want = alone(folder, dtype, batch)
+    for threads in (2, 1):
+        with compute_threads(threads):
+            for chunk in (-1, 301):
+                server = Server(folder, dtype, chunked_prefill_size=chunk)
+                assert_same(server.together(batch), want)
+                assert_same(server.rescored(batch, want), want)
+
+
+@DTYPES
+def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) -> None:
+    """At temperatures and with filters, penalties and biases that scored prompts do not have."""
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_p": 0.7},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "top_k": 9},
+        {"temperature": 0.9, "logit_bias": {5: 2.0, 17: -3.0}, "min_p": 0.02},
+        {"temperature": 1.0, "min_new_tokens": 4},
+    ]
+    prompts = [ask.prompt for ask in asks(6, seed=8)]
+    batch = [
+        Ask(prompt, extra | {"sampling_seed": seed, "max_new_tokens": 12})
+        for seed, (prompt, extra) in enumerate(zip(prompts, params, strict=True))
+    ]
+    want = alone(folder, dtype, batch)
+    others = asks(30, seed=9)
+    got = Server(folder, dtype, chunked_prefill_size=16).together(others[:20] + batch + others[20:], gaps=[0, 1] * 15)
+    assert_same(got[20:26], want)
+    assert len({tuple(facts.token_ids) for facts in want}) == len(batch)
+
+
+# --- engines that break the promise ----------------------------------------------------------------------------------
+
+
+class SplitsSumsOfLargeBatches:
+    """With more than four rows a sum over features is made of two, as a kernel for large batches may do."""
+
+    def linear(self, hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
+        if hidden_TD.shape[0] <= 4:
+            return super().linear(hidden_TD, *weight)  # type: ignore[misc]
+        first = hidden_TD.clone()
+        first[:, hidden_TD.shape[1] // 2 :] = 0
+        second = hidden_TD - first
+        return super().linear(first, *weight) + super().linear(second, *weight)  # type: ignore[misc]
+
+
+class AddsExpertsOneByOne:
+    """With more than one row, the experts' outputs are added up in memory in the order of their ids, as atomics may."""
+
+    def experts(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *w: Any) -> torch.Tensor:
+        if hidden_TD.shape[0] == 1:
+            return super().experts(hidden_TD, ids_TK, weights_TK, *w)  # type: ignore[misc]
+        ids_TK, order_TK = ids_TK.sort(dim=1)
+        slots_TKD = super().experts(hidden_TD, ids_TK, None, *w)  # type: ignore[misc]
+        total_TD = torch.zeros_like(hidden_TD)
+        for k, weights_T in enumerate(weights_TK.gather(1, order_TK).unbind(1)):
+            total_TD += slots_TKD[:, k] * weights_T[:, None]
+        return total_TD
+
+
+class RoundsByThreads:
+    """A last bit that depends on the number of threads."""
+
+    def linear(self, hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
+        out = super().linear(hidden_TD, *weight)  # type: ignore[misc]
+        return out * (1 + torch.finfo(out.dtype).eps) if torch.get_num_threads() > 1 else out
+
+
+class OtherBlocksInPrefill(AttentionBackend):
+    """Decodes with the compiled operator and extends with torch, which takes keys in other blocks."""
+
+    def __init__(self, decoding: AttentionBackend) -> None:
+        super().__init__(decoding.kv)
+        self._decoding, self._extending = decoding, create_attention_backend("torch_native", decoding.kv)
+        self._now = decoding
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._now = self._extending if batch.extend_lens else self._decoding
+        self._now.plan(batch)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        return self._now.attend(layer, q)
+
+
+@DTYPES
+@pytest.mark.parametrize("wrong", [SplitsSumsOfLargeBatches, AddsExpertsOneByOne])
+def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str, wrong: type) -> None:
+    batch = asks(6, seed=4)
+    reference = Server(folder, dtype, disable_radix_cache=True)
+    reference.replace_ops(wrong)
+    want = reference.alone(batch)
+    for chunk in (-1, 3):
+        server = Server(folder, dtype, chunked_prefill_size=chunk)
+        server.replace_ops(wrong)
+        assert any_differs(server.together(batch), want)
+        assert any_differs(server.rescored(batch, want), want)
+
+
+@DTYPES
+def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str) -> None:
+    batch = asks(6, seed=4)
+
+    def wrong(**options: Any) -> Server:
+        server = Server(folder, dtype, **options)
+        runner = server.harness.scheduler.runner
+        runner._attention = OtherBlocksInPrefill(runner._attention)
+        return server
+
+    want = wrong(disable_radix_cache=True).alone(batch)
+    assert any_differs(wrong().rescored(batch, want), want)
+    assert any_differs(wrong(chunked_prefill_size=7).together(batch), want)
+
+
+@DTYPES
+def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str) -> None:
+    batch = asks(2, seed=4)
+    server = Server(folder, dtype, disable_radix_cache=True)
+    server.replace_ops(RoundsByThreads)
+    want = server.alone(batch)
+    with compute_threads(2):
+        assert any_differs(server.alone(batch), want)
+
+
+def test_samples_that_depend_on_the_others_are_noticed(folder: Path) -> None:
+    """Requests without a seed get one in the order in which they come."""
+    batch = [Ask(ask.prompt, {"temperature": 1.0, "max_new_tokens": 10}) for ask in asks(3, seed=8)]
+    want = [Server(folder, "float32").together([ask])[0] for ask in batch]
+    assert not any_differs(Server(folder, "float32").together(batch[:1]), want[:1])
+    assert any_differs(Server(folder, "float32").together(batch), want)
