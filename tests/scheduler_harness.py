@@ -53,7 +53,10 @@ class Result:
 
 
 class Harness:
-    """`submit` requests, `run` until all have ended; `control` sends a verb and waits for its answer."""
+    """`submit` requests, `run` until all have ended; `control` sends a verb and waits for its answer.
+
+    After every turn of the loop the arrays of the decode batch are compared with its requests.
+    """
 
     def __init__(self, model_path: Path | str, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -92,6 +95,7 @@ class Harness:
 
     def tick(self) -> bool:
         ran = self.scheduler.tick(0)
+        self.scheduler.queues.running.check()
         self._collect()
         return ran
 

@@ -21,5 +21,10 @@ class ReqToTokenPool:
         """A free row.  The caller has checked `num_free`."""
         return self._free_rows.pop()
 
+    def enter(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots [n] of one position [n] in each of the rows [n], all int64."""
+        device = self.table.device
+        self.table.index_put_((rows.to(device), positions.to(device)), slots)
+
     def free(self, row: int) -> None:
         self._free_rows.append(row)

@@ -1,4 +1,7 @@
-"""From plain lists to one step's `ForwardBatch`.  Pure; knows no requests, no policy."""
+"""From plain lists and arrays to one step's `ForwardBatch`.  Pure; knows no requests, no policy.
+
+Shapes: B decoding requests.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +24,65 @@ class ExtendInput:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInput:
-    """One token a request [B]; `seq_lens` count it."""
+    """One token a request, int64 on the host [B].  A batch that only decodes on the CPU holds these very tensors."""
 
-    token_ids: list[int]
-    pool_indices: list[int]
-    seq_lens: list[int]
+    input_ids: torch.Tensor
+    pool_indices: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor  # positions + 1
+    rows: torch.Tensor  # 0 .. B - 1
 
 
-def build_forward_batch(extends: list[ExtendInput], decode: DecodeInput, req_to_token: torch.Tensor) -> ForwardBatch:
-    """The step's batch.  Slots of all its tokens are already entered in `req_to_token`."""
-    device = req_to_token.device
-    decode_rows = torch.tensor(decode.pool_indices, dtype=torch.int64, device=device)
-    seq_lens = torch.tensor(decode.seq_lens, dtype=torch.int64, device=device)
-    token_ids = [token for item in extends for token in item.token_ids] + decode.token_ids
-    positions = [torch.arange(x.prefix_len, x.prefix_len + len(x.token_ids), device=device) for x in extends]
-    slots = [req_to_token[x.pool_index, x.prefix_len : x.prefix_len + len(x.token_ids)] for x in extends]
-    lens = [len(item.token_ids) for item in extends]
-    num_extend = sum(lens)
+def build_forward_batch(
+    extends: list[ExtendInput], decode: DecodeInput, decode_slots: torch.Tensor, req_to_token: torch.Tensor
+) -> ForwardBatch:
+    """The step's batch.
+
+    `decode_slots` [B] are those of the decoding requests' tokens.  Slots of all tokens are entered in `req_to_token`.
+    """
+    decode_batch = _decode_only(decode, decode_slots, req_to_token)
+    return _with_extends(extends, decode_batch) if extends else decode_batch
+
+
+def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, req_to_token: torch.Tensor) -> ForwardBatch:
+    tensors = [decode.input_ids, decode.positions, decode.pool_indices, decode.seq_lens, decode.rows]
+    if not req_to_token.is_cpu:
+        tensors = [tensor.to(req_to_token.device) for tensor in tensors]
+    input_ids, positions, pool_indices, seq_lens, rows = tensors
     return ForwardBatch(
-        input_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.cat([*positions, seq_lens - 1]),
-        out_cache_loc=torch.cat([*slots, req_to_token[decode_rows, seq_lens - 1]]),
+        input_ids=input_ids,
+        positions=positions,
+        out_cache_loc=decode_slots,
         req_to_token=req_to_token,
+        extend_req_pool_indices=[],
+        extend_prefix_lens=[],
+        extend_lens=[],
+        decode_req_pool_indices=pool_indices,
+        decode_seq_lens=seq_lens,
+        logits_rows=rows,
+    )
+
+
+def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBatch:
+    """`decode` behind the tokens of `extends`."""
+    table = decode.req_to_token
+    device = table.device
+    lens = [len(item.token_ids) for item in extends]
+    token_ids = [token for item in extends for token in item.token_ids]
+    positions = [torch.arange(x.prefix_len, x.prefix_len + count, device=device) for x, count in zip(extends, lens)]
+    slots = [table[x.pool_index, x.prefix_len : x.prefix_len + count] for x, count in zip(extends, lens)]
+    wanted = torch.tensor(_logits_rows(extends), dtype=torch.int64, device=device)
+    return ForwardBatch(
+        input_ids=torch.cat([torch.tensor(token_ids, dtype=torch.int64, device=device), decode.input_ids]),
+        positions=torch.cat([*positions, decode.positions]),
+        out_cache_loc=torch.cat([*slots, decode.out_cache_loc]),
+        req_to_token=table,
         extend_req_pool_indices=[item.pool_index for item in extends],
         extend_prefix_lens=[item.prefix_len for item in extends],
         extend_lens=lens,
-        decode_req_pool_indices=decode_rows,
-        decode_seq_lens=seq_lens,
-        logits_rows=torch.tensor(
-            _logits_rows(extends) + list(range(num_extend, num_extend + len(decode.token_ids))),
-            dtype=torch.int64,
-            device=device,
-        ),
+        decode_req_pool_indices=decode.decode_req_pool_indices,
+        decode_seq_lens=decode.decode_seq_lens,
+        logits_rows=torch.cat([wanted, decode.logits_rows + len(token_ids)]),
     )
 
 

@@ -33,6 +33,7 @@ from rollout.scheduler.batch_invariance import batch_invariance
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.control import Control
+from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
@@ -128,7 +129,7 @@ def _wire(
         device=device,
         disable_radix_cache=args.disable_radix_cache,
     )
-    queues = RequestQueues()
+    queues = RequestQueues(DecodeBatch(args.max_running_requests))
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
     return Scheduler(
         channel=channel,

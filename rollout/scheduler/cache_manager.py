@@ -58,13 +58,14 @@ class CacheManager:
         slots = self._alloc(count)
         self.pool.table[req.pool_index, req.device_len : req.device_len + count] = slots
 
-    def extend_each(self, pool_indices: list[int], seq_lens: list[int]) -> None:
-        """A slot for the last position of each row's new length [B].  The caller has checked `num_available`."""
-        if pool_indices:
-            table = self.pool.table
-            rows = torch.tensor(pool_indices, device=table.device)
-            positions = torch.tensor(seq_lens, device=table.device) - 1
-            table[rows, positions] = self._alloc(len(pool_indices))
+    def extend_each(self, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B].
+
+        The caller has checked `num_available`.
+        """
+        slots = self._alloc(pool_indices.shape[0])
+        self.pool.enter(pool_indices, positions, slots)
+        return slots
 
     def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
         """View of the slots of positions `start .. end - 1`."""
@@ -111,7 +112,7 @@ class CacheManager:
         total = self.allocator.num_slots
         counted = self.allocator.num_free + self.prefix_cache.num_cached + self.num_private
         assert counted == total, f"{counted} KV slots accounted for, {total} exist"
-        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots()]).cpu().numpy()
+        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots().cpu()]).numpy()
         assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"
 
     def _alloc(self, count: int) -> torch.Tensor:

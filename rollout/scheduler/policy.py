@@ -7,9 +7,11 @@ request is partly prefilled.  Knows queues, lengths and free slots; does not kno
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
 
 MAX_PREFILL_TOKENS = 16384  # prompt tokens of one step when prompts are not split
@@ -28,10 +30,10 @@ class Extend:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: prompts (or parts) to compute, requests that decode one token, requests that had to go back."""
+    """One step: prompts (or parts) to compute, the batch that decodes one token, requests that had to go back."""
 
+    decodes: DecodeBatch
     extends: list[Extend] = field(default_factory=list)
-    decodes: list[Req] = field(default_factory=list)
     retracted: list[Req] = field(default_factory=list)
 
     @property
@@ -43,8 +45,8 @@ class StepPlan:
 class RequestQueues:
     """Every unfinished request is in exactly one of the three."""
 
+    running: DecodeBatch
     waiting: deque[Req] = field(default_factory=deque)
-    running: list[Req] = field(default_factory=list)
     partial: Req | None = None
 
     def all(self) -> list[Req]:
@@ -66,18 +68,17 @@ class Policy:
         self._budget = chunked_prefill_size if self._splits_prompts else MAX_PREFILL_TOKENS
         self._max_running = max_running_requests
 
-    def plan(self, weight_epoch: int, retract) -> StepPlan:
+    def plan(self, weight_epoch: int, retract: Callable[[Req], None]) -> StepPlan:
         """The next step.  `retract(req)` gives back what a request holds and keeps its record."""
-        plan = StepPlan()
+        queues = self._queues
+        plan = StepPlan(queues.running)
         self._make_room_for_decode(plan, retract)
-        plan.decodes = list(self._queues.running)
-        reserved = len(plan.decodes)
-        budget = self._continue_partial(plan, self._budget, reserved)
-        if self._queues.partial is None:
-            self._admit(plan, budget, reserved, weight_epoch)
+        budget = self._continue_partial(plan, self._budget, len(queues.running))
+        if queues.waiting and queues.partial is None:
+            self._admit(plan, budget, len(queues.running), weight_epoch)
         return plan
 
-    def _make_room_for_decode(self, plan: StepPlan, retract) -> None:
+    def _make_room_for_decode(self, plan: StepPlan, retract: Callable[[Req], None]) -> None:
         queues = self._queues
         while queues.running and self._cache.num_available < len(queues.running):
             victim = max(queues.holding_kv(), key=lambda req: req.arrival)

@@ -36,10 +36,10 @@ class OutputRecord:
     chosen: list[list[float]] = field(default_factory=list)
     version_marks: list[tuple[str, int]] = field(default_factory=list)
 
-    def append(self, token_id: int, weight_version: str) -> None:
+    def mark_version(self, weight_version: str) -> None:
+        """The tokens appended from now on come from `weight_version`."""
         if not self.version_marks or self.version_marks[-1][0] != weight_version:
             self.version_marks.append((weight_version, len(self.token_ids)))
-        self.token_ids.append(token_id)
 
 
 @dataclass(eq=False, slots=True)

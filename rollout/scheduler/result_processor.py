@@ -13,10 +13,11 @@ import torch
 
 from rollout.core.io_struct import FinishReason
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.sampler import SampledTokens, chosen_logprobs, sample, top_logprobs
+from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Extend, StepPlan
 from rollout.scheduler.req import Req
+from rollout.scheduler.sampled_rows import SampledRows
 from rollout.scheduler.stop import StopChecker
 
 
@@ -28,68 +29,56 @@ class ResultProcessor:
         self._stop = stop
         self._vocab_size = vocab_size
         self._device = device
-        self._info_reqs: list[Req] = []
-        self._info = SamplingBatchInfo([], vocab_size, device)
+        self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
+        self._generation = -1
 
     def process(self, plan: StepPlan, hidden_TD: torch.Tensor, logits_NV: torch.Tensor) -> list[Req]:
-        """Enter the step into the records.  Returns the requests that got a token or finished.
+        """Enter the step into the records.  Returns the requests that have something to send: finished or streaming.
 
         `logits_NV` has a row for each sampling request: those that complete their prompt, then those that decode.
         """
-        self._score_prompts(plan.extends, hidden_TD)
-        for item in plan.extends:
+        outgoing: list[Req] = []
+        if plan.extends:
+            outgoing, first_decode = self._process_extends(plan.extends, hidden_TD, logits_NV)
+            logits_NV = logits_NV[first_decode:]
+        if plan.decodes:
+            rows = self._rows_of(plan.decodes)
+            tokens = sample(logits_NV, rows.info, plan.decodes.output_counts)
+            token_ids_N = tokens.token_ids.cpu().numpy()
+            plan.decodes.advance(token_ids_N)
+            outgoing += rows.enter(tokens, token_ids_N.tolist(), self._weight_version)
+        return outgoing
+
+    @property
+    def _weight_version(self) -> str:
+        return self._runner.state.epoch.weight_version
+
+    def _process_extends(
+        self, extends: Sequence[Extend], hidden_TD: torch.Tensor, logits_NV: torch.Tensor
+    ) -> tuple[list[Req], int]:
+        """The part of `process` for prompts.  Also returns how many rows of `logits_NV` were theirs."""
+        self._score_prompts(extends, hidden_TD)
+        for item in extends:
             item.req.device_len += item.count
-        for req in plan.decodes:
-            req.device_len += 1
-        scored = [item.req for item in plan.extends if item.completes and not item.req.samples]
-        for req in scored:
+        completed = [item.req for item in extends if item.completes]
+        outgoing = [req for req in completed if not req.samples]
+        for req in outgoing:
             req.finished = FinishReason(type="length", length=0)
-        sampled = [item.req for item in plan.extends if item.completes and item.req.samples] + plan.decodes
-        if sampled:
-            self._sample(sampled, logits_NV)
-        return scored + sampled
+        sampling = [req for req in completed if req.samples]
+        if sampling:
+            rows = SampledRows(sampling, self._stop, self._vocab_size, self._device)
+            output_counts = torch.tensor([len(req.output.token_ids) for req in sampling])
+            tokens = sample(logits_NV[: len(sampling)], rows.info, output_counts)
+            outgoing += rows.enter(tokens, tokens.token_ids.tolist(), self._weight_version)
+        return outgoing, len(sampling)
 
-    @torch.inference_mode()
-    def _sample(self, reqs: list[Req], logits_NV: torch.Tensor) -> None:
-        info = self._batch_info(reqs)
-        positions_N = torch.tensor([len(req.output.token_ids) for req in reqs])
-        tokens = sample(logits_NV, info, positions_N)
-        with_logprobs = [i for i, req in enumerate(reqs) if req.source.return_logprob]
-        if with_logprobs:
-            self._record_logprobs(reqs, with_logprobs, tokens)
-        version = self._runner.state.epoch.weight_version
-        for req, token in zip(reqs, tokens.token_ids.tolist()):
-            req.output.append(token, version)
-            req.finished = self._stop.check(req)
+    def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
+        """What was looked up for the last step if the same requests decode now."""
+        if self._decoding is None or self._generation != decodes.generation:
+            self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, self._device)
+            self._generation = decodes.generation
+        return self._decoding
 
-    def _batch_info(self, reqs: list[Req]) -> SamplingBatchInfo:
-        """The tensors of the last step if it sampled the same requests."""
-        if reqs != self._info_reqs:
-            rows = [
-                SamplingRow(req.sampling_params, req.seed, tuple(req.end_ids), req.prompt_ids, req.output.token_ids)
-                for req in reqs
-            ]
-            self._info_reqs, self._info = list(reqs), SamplingBatchInfo(rows, self._vocab_size, self._device)
-        return self._info
-
-    @staticmethod
-    def _record_logprobs(reqs: list[Req], rows: list[int], tokens: SampledTokens) -> None:
-        values = tokens.logprobs().tolist()
-        for i in rows:
-            reqs[i].output.logprobs.append(values[i])
-        wants_top = [i for i in rows if reqs[i].source.top_logprobs_num]
-        if wants_top:
-            width = max(reqs[i].source.top_logprobs_num for i in wants_top)
-            best, ids = (x.tolist() for x in top_logprobs(tokens.scaled_logits_NV[wants_top], width))
-            for k, i in enumerate(wants_top):
-                count = reqs[i].source.top_logprobs_num
-                reqs[i].output.top.append((best[k][:count], ids[k][:count]))
-        for i in rows:
-            chosen = reqs[i].source.token_ids_logprob
-            if chosen:
-                reqs[i].output.chosen.append(chosen_logprobs(tokens.scaled_logits_NV[i : i + 1], chosen)[0].tolist())
-
-    @torch.inference_mode()
     def _score_prompts(self, extends: Sequence[Extend], hidden_TD: torch.Tensor) -> None:
         """Log-probabilities of prompt tokens from the rows that predict them, of the raw distribution at temperature.
 

@@ -12,8 +12,10 @@ import secrets
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 
 from rollout.core.errors import BadRequest, LockstepError, Unavailable, status_of
+from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
@@ -25,7 +27,7 @@ from rollout.core.io_struct import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from rollout.model_executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
@@ -103,6 +105,7 @@ class Scheduler:
             return False
         return self._step()
 
+    @torch.inference_mode()
     def _step(self) -> bool:
         stats = self.stats
         stats.start_step()
@@ -113,24 +116,20 @@ class Scheduler:
         batch = self._build(plan)
         stats.phase("build")
         hidden_TD = self.runner.forward(batch)
-        logits_NV = self.runner.logits(hidden_TD[batch.logits_rows])
+        logits_NV = self.runner.logits(hidden_TD[batch.logits_rows] if plan.extends else hidden_TD)
         stats.phase("forward")
-        touched = self._results.process(plan, hidden_TD, logits_NV)
-        self._settle(plan, touched)
+        outgoing = self._results.process(plan, hidden_TD, logits_NV)
+        self._settle(plan, outgoing)
         stats.phase("process")
-        self._emit(req for req in touched if req.finished or req.source.stream)
+        if outgoing:
+            self._emit(outgoing)
         stats.phase("messages")
-        stats.end_step(sum(1 for req in touched if req.samples))
+        stats.end_step(logits_NV.shape[0])
         return True
 
-    def _build(self, plan: StepPlan):
-        decodes = plan.decodes
-        decode = DecodeInput(
-            token_ids=[req.output.token_ids[-1] for req in decodes],
-            pool_indices=[req.pool_index for req in decodes],
-            seq_lens=[req.device_len + 1 for req in decodes],
-        )
-        self.cache.extend_each(decode.pool_indices, decode.seq_lens)
+    def _build(self, plan: StepPlan) -> ForwardBatch:
+        decode = plan.decodes.inputs
+        slots = self.cache.extend_each(decode.pool_indices, decode.positions)
         extends = [
             ExtendInput(
                 item.req.tokens(item.start, item.start + item.count),
@@ -140,21 +139,21 @@ class Scheduler:
             )
             for item in plan.extends
         ]
-        return build_forward_batch(extends, decode, self.cache.pool.table)
+        return build_forward_batch(extends, decode, slots, self.cache.pool.table)
 
-    def _settle(self, plan: StepPlan, touched: list[Req]) -> None:
+    def _settle(self, plan: StepPlan, outgoing: list[Req]) -> None:
         """Move requests between the queues after a step."""
         weight_epoch = self.runner.state.epoch.weight_epoch
-        for item in plan.extends:
-            if item.completes:
-                self.cache.share_prompt(item.req, weight_epoch)
-                if item.req.num_retractions == 0:
-                    self.stats.num_prompt_tokens += item.req.prompt_len
-                    self.stats.num_cached_tokens += item.req.cached_tokens
-                if not item.req.finished:
-                    self.queues.running.append(item.req)
-        if any(req.finished for req in touched):
-            self.queues.running = [req for req in self.queues.running if not req.finished]
+        completed = [item.req for item in plan.extends if item.completes]
+        for req in completed:
+            self.cache.share_prompt(req, weight_epoch)
+            if req.num_retractions == 0:
+                self.stats.num_prompt_tokens += req.prompt_len
+                self.stats.num_cached_tokens += req.cached_tokens
+        if any(req.finished for req in outgoing):
+            self.queues.running.drop_finished()
+        if completed:
+            self.queues.running.join(req for req in completed if not req.finished)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
         """Send what is new of `reqs`; those that finished give back their slots and are forgotten."""
@@ -236,7 +235,7 @@ class Scheduler:
                 status_code=status_of(error) if error else None,
             )
         queues = self.queues
-        queues.running = [req for req in queues.running if not req.finished]
+        queues.running.drop_finished()
         remaining = [req for req in queues.waiting if not req.finished]
         queues.waiting.clear()
         queues.waiting.extend(remaining)
@@ -251,7 +250,7 @@ class Scheduler:
         for req in sorted(queues.holding_kv(), key=lambda req: -req.arrival):
             self._retract(req)
             queues.waiting.appendleft(req)
-        queues.running = []
+        queues.running.clear()
         queues.partial = None
 
     def _retract(self, req: Req) -> None:

@@ -6,7 +6,8 @@ After any history: every request got exactly one finish, no request is left anyw
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -18,6 +19,8 @@ from rollout.core.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.scheduler import build
+from tests.decode_batch_faults import ForgetsToAdvance, ForgetsToMoveColumns
 from tests.scheduler_harness import Harness
 
 TINY = CheckpointSpec(
@@ -112,3 +115,15 @@ def test_histories(tmp_path_factory) -> None:
             max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.parametrize("wrong", [ForgetsToMoveColumns, ForgetsToAdvance])
+def test_histories_catch_a_batch_whose_arrays_go_astray(tmp_path_factory, monkeypatch, wrong: type) -> None:
+    Histories.checkpoint = str(make_checkpoint(tmp_path_factory.mktemp("model"), TINY))
+    monkeypatch.setattr(build, "DecodeBatch", wrong)
+    unshrunk = settings(
+        max_examples=20, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
+        derandomize=True, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="column differ"):
+        run_state_machine_as_test(Histories, settings=unshrunk)

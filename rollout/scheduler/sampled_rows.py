@@ -1,0 +1,90 @@
+"""`SampledRows`: the requests that sample in a step, and what each of them wants, looked up once.
+
+Kept while the requests stay the same, so that a step costs each of them two appends.  Writes records; does not know
+plans, queues or the model.
+
+Shapes: N requests, one row of logits each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+from rollout.sampling.sampler import SampledTokens, chosen_logprobs, top_logprobs
+from rollout.scheduler.req import Req
+from rollout.scheduler.stop import StopChecker
+
+
+class SampledRows:
+    """`info` is what the sampler needs of the rows.  `enter` sets `req.finished`; the scheduler acts on it."""
+
+    def __init__(
+        self, reqs: Sequence[Req], stop: StopChecker, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.info = SamplingBatchInfo([_sampling_row(req) for req in reqs], vocab_size, device)
+        self._reqs = reqs
+        self._stop = stop
+        self._marked_version: str | None = None
+        self._append_token = [req.output.token_ids.append for req in reqs]
+        rows = [row for row, req in enumerate(reqs) if req.source.return_logprob]
+        self._append_logprob = [(row, reqs[row].output.logprobs.append) for row in rows]
+        self._top_rows = [row for row in rows if reqs[row].source.top_logprobs_num]
+        self._chosen_rows = [row for row in rows if reqs[row].source.token_ids_logprob]
+        self._streaming = [req for req in reqs if req.source.stream]
+        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_window]
+        self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
+        self._steps_left = min(req.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs)
+
+    def enter(self, tokens: SampledTokens, token_ids_N: list[int], weight_version: str) -> list[Req]:
+        """Append a step to the records.  Returns the requests that finished or stream: those with news to send."""
+        if self._append_logprob:
+            self._append_logprobs(tokens)
+        if weight_version != self._marked_version:
+            for req in self._reqs:
+                req.output.mark_version(weight_version)
+            self._marked_version = weight_version
+        for append, token_id in zip(self._append_token, token_ids_N):
+            append(token_id)
+        finished = self._check_finished(token_ids_N)
+        if not self._streaming:
+            return finished
+        return [req for req in self._reqs if req.finished or req.source.stream]
+
+    def _check_finished(self, token_ids_N: list[int]) -> list[Req]:
+        """Looks closely only at rows that can have finished: an end token, a stop string, the length."""
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            rows: Sequence[int] = range(len(self._reqs))
+        else:
+            rows = self._stop_string_rows
+            if not self._end_ids.isdisjoint(token_ids_N):
+                rows = sorted({*rows, *(row for row, id in enumerate(token_ids_N) if id in self._end_ids)})
+        finished = []
+        for row in rows:
+            req = self._reqs[row]
+            req.finished = self._stop.check(req)
+            if req.finished:
+                finished.append(req)
+        return finished
+
+    def _append_logprobs(self, tokens: SampledTokens) -> None:
+        values = tokens.logprobs().tolist()
+        for row, append in self._append_logprob:
+            append(values[row])
+        if self._top_rows:
+            width = max(self._reqs[row].source.top_logprobs_num for row in self._top_rows)
+            best, ids = (x.tolist() for x in top_logprobs(tokens.scaled_logits_NV[self._top_rows], width))
+            for k, row in enumerate(self._top_rows):
+                count = self._reqs[row].source.top_logprobs_num
+                self._reqs[row].output.top.append((best[k][:count], ids[k][:count]))
+        for row in self._chosen_rows:
+            req = self._reqs[row]
+            logits_1V = tokens.scaled_logits_NV[row : row + 1]
+            req.output.chosen.append(chosen_logprobs(logits_1V, req.source.token_ids_logprob or [])[0].tolist())
+
+
+def _sampling_row(req: Req) -> SamplingRow:
+    return SamplingRow(req.sampling_params, req.seed, tuple(req.end_ids), req.prompt_ids, req.output.token_ids)
