@@ -1,4 +1,7 @@
-"""`make bench`: all benchmarks, or those named.  Results as tables, and as JSON lines with `--json FILE`."""
+"""`make bench`: throughput and capture, or the parts named.
+
+Results are tables; `--json FILE` writes them as JSON lines too.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, throughput
+from benchmarks import capture, scaling, throughput
+
+PARTS = ("throughput", "capture", "scaling")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("throughput", "capture"), nargs="+", default=["throughput", "capture"])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=["throughput", "capture"])
     parser.add_argument("--shapes", choices=("S", "M"), nargs="+", default=["S", "M"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling`")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -31,6 +37,9 @@ def main() -> None:
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
+        if "scaling" in args.only:
+            svg = None if args.svg is None else args.svg / f"scaling_{shape}.svg"
+            rows += scaling.run(shape, args.rounds, console, svg)
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

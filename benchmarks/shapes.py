@@ -1,4 +1,4 @@
-"""The two model shapes that are measured, and where their checkpoints are kept."""
+"""The two model shapes that are measured, and where checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ SHAPES = {
 
 def checkpoint(name: str) -> Path:
     """The checkpoint of shape `name`, written on first use."""
+    return cached_checkpoint(name, SHAPES[name])
+
+
+def cached_checkpoint(name: str, spec: CheckpointSpec) -> Path:
+    """A checkpoint of `spec`, written on first use; `name` must say all that tells it from others."""
     folder = CACHE / name
     if not (folder / "config.json").exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         print(f"writing the checkpoint of shape {name} to {folder}")
-        make_checkpoint(folder, SHAPES[name], force=True)
+        make_checkpoint(folder, spec, force=True)
     return folder
