@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rollout.kernels.build import load_kernels
+from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.native_ops import NativeOps
 
 Rows = Callable[[torch.Tensor], torch.Tensor]  # from the indices of input rows [N] to their results [N, ...]
@@ -17,6 +18,40 @@ def native_ops() -> NativeOps:
     status = load_kernels()
     assert status.available, status.reason
     return NativeOps()
+
+
+def matrix(ops: LayerOps, weight_OD: torch.Tensor) -> torch.Tensor:
+    """The storage of `ops` with this content."""
+    rows, depth = weight_OD.shape
+    storage = ops.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
+    ops.matrix_place(storage, range(rows), depth).write(weight_OD)
+    return storage
+
+
+def expert_weights(ops: LayerOps, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The storage of `ops` for gate rows before up rows [P, 2I, D] and `w2` [P, D, I]; and I."""
+    experts, hidden, inner = w2.shape
+    stored = ops.empty_experts(experts, inner, hidden, w2.dtype, "cpu")
+    for expert in range(experts):
+        gate, up = w13[expert].split(inner)
+        for part, content in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[expert])):
+            ops.expert_place(*stored, part, expert, inner, hidden).write(content)  # type: ignore[arg-type]
+    return *stored, inner
+
+
+def linear(ops: LayerOps, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+    return ops.linear(hidden_TD, matrix(ops, weight_OD), weight_OD.shape[0])
+
+
+def experts(
+    ops: LayerOps,
+    hidden_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    return ops.experts(hidden_TD, ids_TK, weights_TK, *expert_weights(ops, w13, w2))
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:

@@ -13,8 +13,8 @@ from torch import nn
 from rollout.core.model_config import ModelConfig
 from rollout.layers.context import ForwardContext
 from rollout.layers.linear import Linear, MergedLinear
-from rollout.layers.norm_rotary import QueryKeyNormRotary
-from rollout.layers.ops.base import LayerOps, Rotary
+from rollout.layers.norm_rotary import QueryKeyNormRotary, RMSNorm
+from rollout.layers.ops.base import LayerOps
 
 
 class Attention(nn.Module):
@@ -36,8 +36,17 @@ class Attention(nn.Module):
         )
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, ops)
 
-    def forward(self, hidden_TD: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm: RMSNorm,
+        angles: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """Of the norm of `residual += hidden`.  `angles` [T, 2, hd]."""
         kv = context.attention.kv
         pools = kv.k[self.layer_id], kv.v[self.layer_id]
-        query = self.qk_norm(self.qkv_proj(hidden_TD), rotary, *pools, context.batch.out_cache_loc)
+        qkv = self.qkv_proj(residual_TD, hidden_TD, norm)
+        query = self.qk_norm(qkv, angles, *pools, context.batch.out_cache_loc)
         return self.o_proj(context.attention.attend(self.layer_id, query))

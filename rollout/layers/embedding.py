@@ -10,23 +10,39 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from rollout.layers.linear import Linear, matrix_entry
 from rollout.layers.ops.base import LayerOps
-from rollout.layers.weight_entry import SingleWeightLayer, WeightEntry, empty_parameter
+from rollout.layers.ops.place import Place, ViewPlace
+from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
 
 
-class Embedding(SingleWeightLayer):
-    """Weight [V, D]."""
+class Embedding(WeightLayer):
+    """Weight [V, D], for looking up rows only."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
 
     def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, D]."""
         return F.embedding(input_ids_T, self.weight)
 
+    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        yield WeightEntry(f"{prefix}.weight", tuple(self.weight.shape), self.weight.dtype, self._places)
 
-class OutputHead(SingleWeightLayer):
+    def _places(self) -> list[Place]:
+        return [ViewPlace(self.weight)]
+
+
+class TiedEmbedding(Linear):
+    """The matrix [V, D] of an output head, looked up by row."""
+
+    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] int64 -> [T, D]."""
+        return self.ops.matrix_rows(self.weight, input_ids_T, self.in_features)
+
+
+class OutputHead(WeightLayer):
     """Logits over the vocabulary.  With `tied_to`, the matrix is the embedding's and this layer holds nothing."""
 
     def __init__(
@@ -36,20 +52,19 @@ class OutputHead(SingleWeightLayer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
-        tied_to: Embedding | None = None,
+        tied_to: TiedEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.ops = ops
         self.is_tied = tied_to is not None
-        self.weight = (
-            tied_to.weight if tied_to else empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
-        )
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.weight = tied_to.weight if tied_to else parameter(ops.empty_matrix(vocab_size, hidden_size, dtype, device))
 
     def forward(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> logits [N, V] in float32, or float64 for a float64 model."""
-        logits_NV = self.ops.linear(hidden_ND, self.weight)
+        logits_NV = self.ops.linear(hidden_ND, self.weight, self.vocab_size)
         return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         if not self.is_tied:
-            yield self.rows_entry(f"{prefix}.weight")
+            yield matrix_entry(self.ops, f"{prefix}.weight", self.weight, range(self.vocab_size), self.hidden_size)

@@ -11,6 +11,7 @@ from torch import nn
 from rollout.layers.activation import silu_and_mul
 from rollout.layers.context import ForwardContext
 from rollout.layers.linear import Linear, MergedLinear
+from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
 
 
@@ -30,5 +31,8 @@ class DenseMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, device, ops)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, device, ops)
 
-    def forward(self, hidden_TD: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_TD)))
+    def forward(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
+    ) -> torch.Tensor:
+        """Of the norm of `residual += hidden`."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(residual_TD, hidden_TD, norm)))

@@ -12,44 +12,55 @@ from functools import partial
 
 import torch
 
-from rollout.layers.ops.base import LayerOps, Rotary
-from rollout.layers.weight_entry import SingleWeightLayer, WeightEntry, empty_parameter
+from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.place import Place, ViewPlace
+from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
 
 
-class RMSNorm(SingleWeightLayer):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019)."""
+class RMSNorm(WeightLayer):
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
+
+    Layers that begin with a norm take the `RMSNorm` and apply it together with their first product.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, ops: LayerOps) -> None:
         super().__init__()
         self.ops = ops
         self.eps = eps
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = parameter(torch.empty(size, dtype=dtype, device=device))
 
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self.ops.rms_norm(hidden_TD, self.weight, self.eps)
+    def forward(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        """`residual += hidden` in place, where there is one; the norm of it is returned."""
+        return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps)
 
-    def add_and_norm(self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual += hidden`, then the norm of it.  Returns (normed, residual); `residual_TD` is changed in place."""
-        return self.ops.add_rms_norm(hidden_TD, residual_TD, self.weight, self.eps), residual_TD
+    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        yield WeightEntry(f"{prefix}.weight", tuple(self.weight.shape), self.weight.dtype, self._places)
+
+    def _places(self) -> list[Place]:
+        return [ViewPlace(self.weight)]
 
 
 class RotaryTable:
-    """Rotary embedding (Su et al., 2021) in the rotate-half form: angles once per step, for all layers."""
+    """Rotary embedding (Su et al., 2021) in the rotate-half form: the angles of every position, computed once.
 
-    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.dtype = dtype
-        self._work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        exponents = torch.arange(0, head_dim, 2, dtype=self._work_dtype, device=device) / head_dim
-        self._inverse_frequencies = 1.0 / theta**exponents
+    Takes 2 * hd elements a position.
+    """
 
-    def angles(self, positions_T: torch.Tensor) -> Rotary:
-        """cos and sign-folded sin, each [T, 1, hd]."""
-        angles = positions_T.to(self._work_dtype)[:, None] * self._inverse_frequencies
-        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+    def __init__(
+        self, head_dim: int, theta: float, num_positions: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        exponents = torch.arange(0, head_dim, 2, dtype=work_dtype, device=device) / head_dim
+        angles = torch.arange(num_positions, dtype=work_dtype, device=device)[:, None] * (1.0 / theta**exponents)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+    def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """cos and sign-folded sin [T, 2, hd]."""
+        return self._table.index_select(0, positions_T)
 
 
-class QueryKeyNormRotary(SingleWeightLayer):
+class QueryKeyNormRotary(WeightLayer):
     """Per-head RMSNorm of queries and keys, and their rotation, in one pass; keys and values go to the KV pool.
 
     The two norm weights live in one table of a row per head, so that both are applied by one multiplication;
@@ -71,19 +82,19 @@ class QueryKeyNormRotary(SingleWeightLayer):
         self.eps = eps
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.weight = parameter(torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device))
 
     def forward(
-        self, qkv: torch.Tensor, rotary: Rotary, k_pool: torch.Tensor, v_pool: torch.Tensor, slots_T: torch.Tensor
+        self, qkv: torch.Tensor, angles: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """[T, (H + 2 Hkv) * hd] -> queries [T, H, hd]; keys and values are in slots `slots_T` [T] of [S, Hkv, hd]."""
-        return self.ops.heads_to_pool(qkv, self.weight, rotary, self.eps, k_pool, v_pool, slots_T)
+        return self.ops.heads_to_pool(qkv, self.weight, angles, self.eps, k_pool, v_pool, slots_T)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]
         for part, rows in (("q_norm", slice(0, self.num_heads)), ("k_norm", slice(self.num_heads, None))):
-            views = partial(self._head_rows, rows)
-            yield WeightEntry(f"{parent}.{part}.weight", (self.head_dim,), self.weight.dtype, views)
+            places = partial(self._head_rows, rows)
+            yield WeightEntry(f"{parent}.{part}.weight", (self.head_dim,), self.weight.dtype, places)
 
-    def _head_rows(self, rows: slice) -> list[torch.Tensor]:
-        return list(self.weight[rows])
+    def _head_rows(self, rows: slice) -> list[Place]:
+        return [ViewPlace(row) for row in self.weight[rows]]

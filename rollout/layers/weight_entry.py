@@ -5,12 +5,13 @@ Knows the record that a layer hands over.  Does not know who collects the record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from rollout.layers.ops.place import Place
 from weight_sync.tensor_meta import Piece
 
 
@@ -18,14 +19,14 @@ from weight_sync.tensor_meta import Piece
 class WeightEntry:
     """One logical tensor held by a layer.
 
-    `views()` returns every place where the tensor lives now, at least one, each a view of exactly `shape`.  It is
-    called for each write and never cached, because the places of an expert follow the placement in force.
+    `places()` returns every place where the tensor lives now, at least one, each of exactly `shape`.  It is called for
+    each write and never cached, because the places of an expert follow the placement in force.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    views: Callable[[], list[torch.Tensor]]
+    places: Callable[[], Sequence[Place]]
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,6 @@ class WeightLayer(nn.Module):
         return iter(())
 
 
-class SingleWeightLayer(WeightLayer):
-    """A layer with one parameter, `weight`, which is one logical tensor unless the layer says otherwise."""
-
-    weight: nn.Parameter
-
-    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        yield self.rows_entry(f"{prefix}.weight")
-
-    def rows_entry(self, name: str, rows: slice = slice(None)) -> WeightEntry:
-        """The entry of a logical tensor that is `weight[rows]`."""
-        view = self.weight[rows]
-        return WeightEntry(name, tuple(view.shape), view.dtype, lambda: [self.weight[rows]])
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialised weight that never asks for a gradient."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+def parameter(storage: torch.Tensor) -> nn.Parameter:
+    """A weight that never asks for a gradient."""
+    return nn.Parameter(storage, requires_grad=False)

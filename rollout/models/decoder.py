@@ -17,12 +17,13 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
 from rollout.layers.attention import Attention
 from rollout.layers.context import ForwardContext
-from rollout.layers.embedding import Embedding, OutputHead
+from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
-from rollout.layers.ops.base import LayerOps, Rotary
+from rollout.layers.ops.base import LayerOps
 from rollout.models.weight_loading import WeightIndex
 
-MLPFactory = Callable[[int], nn.Module]  # hidden-layer index -> block called with (hidden [T, D], context)
+# Hidden-layer index -> block called with (residual [T, D], hidden [T, D], the norm before it, context).
+MLPFactory = Callable[[int], nn.Module]
 
 
 class DecoderLayer(nn.Module):
@@ -46,19 +47,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary: Rotary,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        angles: torch.Tensor,
         context: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the block's output, not yet added, and the residual stream (changed in place)."""
-        if residual_TD is None:
-            hidden_TD, residual_TD = self.input_layernorm(hidden_TD), hidden_TD
-        else:
-            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
-        hidden_TD = self.self_attn(hidden_TD, rotary, context)
-        hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
-        return self.mlp(hidden_TD, context), residual_TD
+    ) -> torch.Tensor:
+        """The block's output, not yet added to the residual stream, which is changed in place."""
+        hidden_TD = self.self_attn(residual_TD, hidden_TD, self.input_layernorm, angles, context)
+        return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
 
 
 class Decoder(nn.Module):
@@ -73,22 +69,24 @@ class Decoder(nn.Module):
         ops: LayerOps,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embed_tokens: Embedding | TiedEmbedding
+        if config.tie_word_embeddings:
+            self.embed_tokens = TiedEmbedding(config.hidden_size, config.vocab_size, dtype, device, ops)
+        else:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops)
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ops)
-        self.rotary = RotaryTable(config.head_dim, config.rope_theta, dtype, device)
+        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings, dtype, device)
 
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        rotary = self.rotary.angles(batch.positions)
-        hidden_TD, residual_TD = self.embed_tokens(batch.input_ids), None
+        angles = self.rotary.angles(batch.positions)
+        residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
-            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotary, context)
-        if residual_TD is None:
-            return self.norm(hidden_TD)
-        return self.norm.add_and_norm(hidden_TD, residual_TD)[0]
+            hidden_TD = layer(residual_TD, hidden_TD, angles, context)
+        return self.norm(residual_TD, hidden_TD)
 
 
 class DecoderForCausalLM(nn.Module):
@@ -111,7 +109,8 @@ class DecoderForCausalLM(nn.Module):
         self.dtype = dtype
         self.moe_layer_ids = config.moe_layer_ids
         self.model = Decoder(config, make_mlp, dtype, device, ops)
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        embedding = self.model.embed_tokens
+        tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
         self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, tied_to)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
         self.weights = WeightIndex(self, aliases)

@@ -58,12 +58,12 @@ class WeightIndex:
         """
         entry = self._entry(name)
         _require_shape(name, tuple(source.shape), entry.shape)
-        for view in entry.views():
-            view.copy_(source)
+        for place in entry.places():
+            place.write(source)
 
     def read(self, name: str) -> torch.Tensor:
-        """A view of the first place of the logical tensor, not to be written to.  Raises `UnknownTensorError`."""
-        return self._entry(name).views()[0]
+        """The content of the logical tensor's first place, not to be written to.  Raises `UnknownTensorError`."""
+        return self._entry(name).places()[0].read()
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""

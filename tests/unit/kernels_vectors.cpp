@@ -1,8 +1,8 @@
-// Checks simd.h and dot.h against plain double arithmetic; exit status = number of failed checks.
+// Checks simd.h and packed.h against plain double arithmetic; exit status = number of failed checks.
 #include <cstdio>
 #include <vector>
 
-#include "dot.h"
+#include "packed.h"
 
 using namespace lockstep;
 
@@ -21,20 +21,58 @@ float sample(int i) { return static_cast<float>(std::sin(i * 12.9898) * 3.0); }
 float widened(float x, float) { return x; }
 float widened(float x, bf16) { return static_cast<float>(static_cast<bf16>(x)); }
 
+// A weight [rows, depth] in the layout of packed.h, element by element.
 template <class T>
-void check_dots(const char* what, double tolerance) {
-  for (int depth : {1, 15, 16, 31, 32, 33, 64, 100}) {
-    for (int rows : {1, 3, 4, 9}) {
-      for (int tokens : {1, 2, 5, 6, 7, 13}) {
-        std::vector<T> weight((rows + 8) * depth), x(tokens * depth);
-        for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<T>(sample(static_cast<int>(i)));
+std::vector<T> packed(const std::vector<T>& weight, int rows, int depth) {
+  std::vector<T> out(panels_of(rows) * panel_numel<T>(depth), T(0));
+  for (int r = 0; r < rows; ++r) {
+    for (int k = 0; k < depth; ++k) {
+      const int64_t group = r / kPanelRows * groups_of<T>(depth) + k / kGroup<T>;
+      out[(group * kPanelRows + r % kPanelRows) * kGroup<T> + k % kGroup<T>] = weight[r * depth + k];
+    }
+  }
+  return out;
+}
+
+template <class T>
+std::vector<float> products(const std::vector<T>& panels, const T* tokens, int count, int rows, int depth) {
+  const Tiles tiles{count};
+  const int64_t groups = groups_of<T>(depth);
+  std::vector<float> out(count * rows, -1.0f);
+  for (int64_t tile = 0; tile < tiles.size; ++tile) {
+    std::vector<uint32_t> buffer(tiles.rows(tile) * groups);
+    for (int t = 0; t < tiles.rows(tile); ++t) {
+      pack_token(tokens + (tiles.begin(tile) + t) * depth, depth, tiles.rows(tile), t, buffer.data());
+    }
+    for (int64_t panel = 0; panel < panels_of(rows); ++panel) {
+      with_tile_rows(tiles.rows(tile), [&](auto m) {
+        F32x16 sums[m][kPanelVectors];
+        multiply_tile<m, T>(buffer.data(), panels.data() + panel * panel_numel<T>(depth), groups, sums);
+        for (int t = 0; t < m; ++t) {
+          for (int v = 0; v < kPanelVectors; ++v) {
+            const int64_t first = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, rows - first);
+            if (n > 0) store(out.data() + (tiles.begin(tile) + t) * rows + first, sums[t][v], static_cast<int>(n));
+          }
+        }
+      });
+    }
+  }
+  return out;
+}
+
+template <class T>
+void check_products(const char* what, double tolerance) {
+  for (int depth : {1, 2, 15, 16, 31, 33, 64, 101}) {
+    for (int rows : {1, 16, 17, 32, 40, 70}) {
+      std::vector<T> weight(rows * depth);
+      for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<T>(sample(static_cast<int>(i)));
+      const std::vector<T> panels = packed(weight, rows, depth);
+      for (int tokens : {1, 2, 5, 6, 7, 12, 13, 29}) {
+        std::vector<T> x(tokens * depth);
         for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<T>(sample(static_cast<int>(i) + 7777));
-        std::vector<const T*> pointers;
-        for (int t = 0; t < tokens; ++t) pointers.push_back(x.data() + t * depth);
-        std::vector<float> out(tokens * rows, -1.0f), alone(rows, -1.0f);
-        dot_rows(weight.data(), 0, rows, depth, pointers.data(), tokens, weight.data(), out.data(), rows);
+        const std::vector<float> out = products(panels, x.data(), tokens, rows, depth);
         for (int t = 0; t < tokens; ++t) {
-          dot_rows(weight.data(), 0, rows, depth, pointers.data() + t, 1, weight.data(), alone.data(), rows);
+          const std::vector<float> alone = products(panels, x.data() + t * depth, 1, rows, depth);
           for (int r = 0; r < rows; ++r) {
             double exact = 0, size = 0;
             for (int k = 0; k < depth; ++k) {
@@ -49,6 +87,18 @@ void check_dots(const char* what, double tolerance) {
         }
       }
     }
+  }
+}
+
+void check_even_odd() {
+  bf16 in[2 * kLanes];
+  float even[kLanes], odd[kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) in[i] = static_cast<bf16>(sample(i));
+  const EvenOdd parts = load_even_odd(in);
+  store(even, parts.even);
+  store(odd, parts.odd);
+  for (int i = 0; i < kLanes; ++i) {
+    expect(even[i] == static_cast<float>(in[2 * i]) && odd[i] == static_cast<float>(in[2 * i + 1]), "even, odd", i);
   }
 }
 
@@ -98,8 +148,9 @@ void check_rounding() {
 int main() {
   check_moves<float>();
   check_moves<bf16>();
-  check_dots<float>("float dot", 1e-6);
-  check_dots<bf16>("bf16 dot", 1e-6);
+  check_products<float>("float product", 1e-6);
+  check_products<bf16>("bf16 product", 1e-6);
+  check_even_odd();
   check_functions();
   check_rounding();
   std::printf("%s: %d failures\n", kIsa, failures);

@@ -38,7 +38,12 @@ def test_vectors_compute_what_they_say(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),
     [
-        ("dot.h", "num_tokens * (tile + 1) / num_tiles", "num_tokens * (tile + 1) / num_tiles - (tile > 0)"),
+        ("packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
+        (
+            "simd.h",
+            "_mm512_set1_epi32(static_cast<int>(0xffff0000))",
+            "_mm512_set1_epi32(static_cast<int>(0xfffe0000))",
+        ),
         ("simd.h", "1.0f / 24", "1.0f / 25"),
     ],
 )

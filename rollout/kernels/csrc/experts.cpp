@@ -1,59 +1,63 @@
-// SwiGLU experts on the rows that were routed to them, in one call.
+// SwiGLU experts on the rows that were routed to them, in one call, on packed weights.
 //
 // Shapes: T tokens, K slots of a token, A = T * K assignments, P experts stored here, D hidden, I expert intermediate.
 //
-// The A (token, slot) pairs are sorted by expert.  Three phases, each a queue of items that any thread may take:
+// The A (token, slot) pairs are sorted by expert; those of one expert form tiles.  Phases, each a queue of items that
+// any thread may take:
 //
-//   gate, up   (expert, block of I)   inner[a] = silu(gate) * up
-//   down       (expert, block of D)   slots[token, slot] = w2 . inner[a]
-//   combine    token                  out[token] = sum over slots, in slot order
+//   fill       tile                    its hidden rows, packed
+//   gate, up   (expert, 16 of I)       inner = silu(gate) * up, packed
+//   down       (expert, panel of D)    slots[token, slot] = w2 . inner
+//   combine    span of tokens          out[token] = sum over slots, in slot order
 //
-// Rounding to the storage dtype happens where torch rounds: gate, up, silu(gate), their product, the expert's output, its
-// product with the weight, the sum.
-#include <algorithm>
+// A panel of w13 holds sixteen gate rows, then the sixteen up rows that go with them.  Rounding to the storage dtype
+// happens where torch rounds: gate, up, silu(gate), their product, the expert's output, its product with the weight, the
+// sum.
 #include <optional>
 #include <vector>
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "checks.h"
-#include "dot.h"
-#include "parallel.h"
+#include "matmul.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int64_t kInnerBlock = 16;   // columns of I of an item: 32 rows of w13
-constexpr int64_t kHiddenBlock = 32;  // columns of D of an item
-constexpr int64_t kTokenChunk = 48;   // tokens whose rows stay in the cache while a block is applied to them
+constexpr int64_t kMaxTokens = 2048;  // at a time: bounds the buffers
+
+// The tokens of a tile and where they lie among the sorted assignments.
+struct ExpertTile {
+  int64_t begin;
+  int rows;
+};
 
 // Assignments in the order of their experts; those of one expert keep their own order.
 struct SortedAssignments {
-  std::vector<int64_t> order;   // [A] flat (token, slot) index
-  std::vector<int64_t> starts;  // [used + 1] first sorted position of each used expert
-  std::vector<int64_t> experts; // [used]
-};
+  std::vector<int64_t> order;        // [A] flat (token, slot) index
+  std::vector<int64_t> experts;      // [used]
+  std::vector<int64_t> first_tiles;  // [used + 1]
+  std::vector<ExpertTile> tiles;
 
-SortedAssignments sort_by_expert(const int64_t* ids, int64_t num_assignments, int64_t num_experts) {
-  std::vector<int64_t> next(num_experts + 1, 0);
-  for (int64_t a = 0; a < num_assignments; ++a) {
-    TORCH_CHECK(ids[a] >= 0 && ids[a] < num_experts, "expert id ", ids[a], " is not in 0..", num_experts - 1);
-    ++next[ids[a] + 1];
-  }
-  SortedAssignments sorted;
-  for (int64_t e = 0; e < num_experts; ++e) {
-    if (next[e + 1] > 0) {
-      sorted.experts.push_back(e);
-      sorted.starts.push_back(next[e]);
+  SortedAssignments(const int64_t* ids, int64_t num_assignments, int64_t num_experts) : order(num_assignments) {
+    std::vector<int64_t> next(num_experts + 1, 0);
+    for (int64_t a = 0; a < num_assignments; ++a) ++next[ids[a] + 1];
+    for (int64_t e = 0; e < num_experts; ++e) {
+      if (next[e + 1] > 0) add_expert(e, next[e], next[e + 1]);
+      next[e + 1] += next[e];
     }
-    next[e + 1] += next[e];
+    first_tiles.push_back(static_cast<int64_t>(tiles.size()));
+    for (int64_t a = 0; a < num_assignments; ++a) order[next[ids[a]]++] = a;
   }
-  sorted.starts.push_back(num_assignments);
-  sorted.order.resize(num_assignments);
-  for (int64_t a = 0; a < num_assignments; ++a) sorted.order[next[ids[a]]++] = a;
-  return sorted;
-}
+
+ private:
+  void add_expert(int64_t expert, int64_t begin, int64_t count) {
+    experts.push_back(expert);
+    first_tiles.push_back(static_cast<int64_t>(tiles.size()));
+    const Tiles split{count};
+    for (int64_t i = 0; i < split.size; ++i) tiles.push_back({begin + split.begin(i), split.rows(i)});
+  }
+};
 
 template <class T>
 struct Experts {
@@ -61,48 +65,60 @@ struct Experts {
   const T* w13;
   const T* w2;
   const T* weights;  // [T, K], or null: leave the slots unweighted
-  T* inner;          // [A, I], sorted by expert
   T* slots;          // [T, K, D]
   T* out;            // [T, D], or null
-  int64_t num_slots, hidden_size, inner_size;
-  SortedAssignments sorted;
+  int64_t num_tokens, num_slots, hidden_size, inner_size;
+  const SortedAssignments& sorted;
+  uint32_t* packed_hidden;  // a tile starts at its first assignment times the groups of D, then of I
+  uint32_t* packed_inner;
 
-  void gate_up(int64_t used, int64_t first) const {
-    const int64_t last = std::min(first + kInnerBlock, inner_size), columns = last - first;
-    const T* gate_rows = w13 + sorted.experts[used] * 2 * inner_size * hidden_size;
-    const T* up_rows = gate_rows + inner_size * hidden_size;
-    float gate[kTokenChunk * kInnerBlock], up[kTokenChunk * kInnerBlock];
-    const T* tokens[kTokenChunk];
-    for (int64_t a = sorted.starts[used]; a < sorted.starts[used + 1]; a += kTokenChunk) {
-      const int64_t count = std::min(kTokenChunk, sorted.starts[used + 1] - a);
-      for (int64_t t = 0; t < count; ++t) tokens[t] = hidden + sorted.order[a + t] / num_slots * hidden_size;
-      dot_rows(gate_rows, first, last, hidden_size, tokens, count, up_rows + first * hidden_size, gate, kInnerBlock);
-      dot_rows(up_rows, first, last, hidden_size, tokens, count, gate_rows + last * hidden_size, up, kInnerBlock);
-      for (int64_t t = 0; t < count; ++t) {
-        const F32x16 g = round_to<T>(silu(round_to<T>(load(gate + t * kInnerBlock, columns))));
-        const F32x16 u = round_to<T>(load(up + t * kInnerBlock, columns));
-        store(inner + (a + t) * inner_size + first, g * u, static_cast<int>(columns));
-      }
+  int64_t hidden_groups() const { return groups_of<T>(hidden_size); }
+  int64_t inner_groups() const { return groups_of<T>(inner_size); }
+  int64_t inner_panels() const { return (inner_size + kLanes - 1) / kLanes; }
+
+  // `body(tile)` for the tiles of the `used`-th expert.
+  template <class F>
+  void each_tile(int64_t used, F&& body) const {
+    for (int64_t i = sorted.first_tiles[used]; i < sorted.first_tiles[used + 1]; ++i) body(sorted.tiles[i]);
+  }
+
+  void fill(const ExpertTile& tile) const {
+    uint32_t* place = packed_hidden + tile.begin * hidden_groups();
+    for (int row = 0; row < tile.rows; ++row) {
+      const int64_t token = sorted.order[tile.begin + row] / num_slots;
+      pack_token(hidden + token * hidden_size, hidden_size, tile.rows, row, place);
     }
   }
 
-  void down(int64_t used, int64_t first) const {
-    const int64_t last = std::min(first + kHiddenBlock, hidden_size);
-    const T* rows = w2 + sorted.experts[used] * hidden_size * inner_size;
-    float sums[kTokenChunk * kHiddenBlock];
-    const T* tokens[kTokenChunk];
-    for (int64_t a = sorted.starts[used]; a < sorted.starts[used + 1]; a += kTokenChunk) {
-      const int64_t count = std::min(kTokenChunk, sorted.starts[used + 1] - a);
-      for (int64_t t = 0; t < count; ++t) tokens[t] = inner + (a + t) * inner_size;
-      dot_rows(rows, first, last, inner_size, tokens, count, rows + last * inner_size, sums, kHiddenBlock);
-      for (int64_t t = 0; t < count; ++t) {
-        T* place = slots + sorted.order[a + t] * hidden_size;
-        for (int64_t d = first; d < last; d += kLanes) {
-          const int n = static_cast<int>(std::min<int64_t>(kLanes, last - d));
-          store(place + d, load(sums + t * kHiddenBlock + d - first, n), n);
+  void gate_up(int64_t used, int64_t block) const {
+    const int64_t panel = sorted.experts[used] * inner_panels() + block;
+    const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
+    each_tile(used, [&](const ExpertTile& tile) {
+      uint32_t* place = packed_inner + tile.begin * inner_groups();
+      const auto put = [&](int t, const F32x16* sums) {
+        const F32x16 gate = round_to<T>(silu(round_to<T>(sums[0])));
+        uint32_t inner[kLanes];  // zeros beyond I, as the weights are zeros there
+        store(reinterpret_cast<T*>(inner), gate * round_to<T>(sums[1]));
+        for (int64_t g = first; g < last; ++g) place[g * tile.rows + t] = inner[g - first];
+      };
+      multiply_panel<T>(tile.rows, packed_hidden + tile.begin * hidden_groups(),
+                        w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), put);
+    });
+  }
+
+  void down(int64_t used, int64_t block) const {
+    const int64_t panel = sorted.experts[used] * panels_of(hidden_size) + block;
+    each_tile(used, [&](const ExpertTile& tile) {
+      const auto put = [&](int t, const F32x16* sums) {
+        T* row = slots + sorted.order[tile.begin + t] * hidden_size;
+        for (int v = 0; v < kPanelVectors; ++v) {
+          const int64_t d = block * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, hidden_size - d);
+          if (n > 0) store(row + d, sums[v], static_cast<int>(n));
         }
-      }
-    }
+      };
+      multiply_panel<T>(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
+                        inner_groups(), put);
+    });
   }
 
   void combine(int64_t token) const {
@@ -117,57 +133,78 @@ struct Experts {
     }
   }
 
-  void run(int64_t num_tokens) const {
+  void run() const {
     const int64_t used = static_cast<int64_t>(sorted.experts.size());
-    const int64_t inner_blocks = (inner_size + kInnerBlock - 1) / kInnerBlock;
-    const int64_t hidden_blocks = (hidden_size + kHiddenBlock - 1) / kHiddenBlock;
-    ItemQueue gate_up_items(used * inner_blocks), down_items(used * hidden_blocks);
-    ItemQueue combine_items(out == nullptr ? 0 : num_tokens);
-    const int threads = team_size(nanoseconds_of_dots(num_tokens, num_slots * 3 * hidden_size * inner_size));
-#pragma omp parallel num_threads(threads)
-    {
-      gate_up_items.drain([&](int64_t i) { gate_up(i / inner_blocks, i % inner_blocks * kInnerBlock); });
-#pragma omp barrier
-      down_items.drain([&](int64_t i) { down(i / hidden_blocks, i % hidden_blocks * kHiddenBlock); });
-#pragma omp barrier
-      combine_items.drain([&](int64_t token) { combine(token); });
-    }
+    const int64_t inner_blocks = inner_panels(), hidden_blocks = panels_of(hidden_size);
+    ItemQueue tiles(static_cast<int64_t>(sorted.tiles.size())), inner_items(used * inner_blocks);
+    ItemQueue down_items(used * hidden_blocks), spans((num_tokens + kFinishSpan - 1) / kFinishSpan);
+    const auto fill_tile = [&](int64_t i) { fill(sorted.tiles[i]); };
+    const auto inner_item = [&](int64_t i) { gate_up(i / inner_blocks, i % inner_blocks); };
+    const auto down_item = [&](int64_t i) { down(i / hidden_blocks, i % hidden_blocks); };
+    const auto combine_span = [&](int64_t span) {
+      const int64_t end = std::min(num_tokens, (span + 1) * kFinishSpan);
+      for (int64_t t = span * kFinishSpan; out != nullptr && t < end; ++t) combine(t);
+    };
+    const int64_t rows_each = (static_cast<int64_t>(sorted.order.size()) + used - 1) / std::max<int64_t>(used, 1);
+    run_phases(team_size(nanoseconds_of_products(rows_each, used * 3 * hidden_size * inner_size)),
+               Phase{tiles, fill_tile}, Phase{inner_items, inner_item}, Phase{down_items, down_item},
+               Phase{spans, combine_span});
   }
 };
 
-at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
-                         const at::Tensor& w13, const at::Tensor& w2) {
-  TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() == 3 && w2.dim() == 3, "wrong number of dimensions");
-  const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1), inner_size = w2.size(2);
-  TORCH_CHECK(ids.size(0) == num_tokens && ids.scalar_type() == at::kLong, "ids must be [T, K] int64");
-  TORCH_CHECK(w13.size(0) == w2.size(0) && w13.size(1) == 2 * inner_size && w13.size(2) == hidden_size &&
-                  w2.size(1) == hidden_size,
-              "w13 must be [P, 2I, D] and w2 [P, D, I]");
+void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
+                   const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size) {
+  TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() == 5 && w2.dim() == 5, "wrong number of dimensions");
+  TORCH_CHECK(ids.size(0) == hidden.size(0) && ids.scalar_type() == at::kLong, "ids must be [T, K] int64");
   TORCH_CHECK(w13.is_contiguous() && w2.is_contiguous(), "expert weights must be contiguous");
   TORCH_CHECK(!weights || weights->sizes() == ids.sizes(), "weights must be [T, K]");
   check_same_dtype(hidden, {w13, w2, weights ? *weights : hidden});
-  const at::Tensor rows = hidden.contiguous(), picks = ids.contiguous();
-  const at::Tensor factors = weights ? weights->contiguous() : at::Tensor();
-  const at::Tensor inner = at::empty({ids.numel(), inner_size}, hidden.options());
-  const at::Tensor slots = at::empty({num_tokens, ids.size(1), hidden_size}, hidden.options());
-  const at::Tensor out = weights ? at::empty({num_tokens, hidden_size}, hidden.options()) : slots;
-  SortedAssignments sorted = sort_by_expert(picks.const_data_ptr<int64_t>(), ids.numel(), w13.size(0));
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
-    const Experts<T> experts{
-        .hidden = rows.const_data_ptr<T>(),
-        .w13 = w13.const_data_ptr<T>(),
-        .w2 = w2.const_data_ptr<T>(),
-        .weights = weights ? factors.const_data_ptr<T>() : nullptr,
-        .inner = inner.mutable_data_ptr<T>(),
-        .slots = slots.mutable_data_ptr<T>(),
-        .out = weights ? out.mutable_data_ptr<T>() : nullptr,
-        .num_slots = ids.size(1),
-        .hidden_size = hidden_size,
-        .inner_size = inner_size,
-        .sorted = std::move(sorted),
-    };
-    experts.run(num_tokens);
+    const int64_t hidden_size = hidden.size(1), inner_panels = (inner_size + kLanes - 1) / kLanes;
+    TORCH_CHECK(w13.size(0) == w2.size(0) && w13.numel() == w13.size(0) * inner_panels * panel_numel<T>(hidden_size) &&
+                    w2.numel() == w2.size(0) * panels_of(hidden_size) * panel_numel<T>(inner_size),
+                "w13 must be the packed gate and up rows [P, 2I, D] and w2 the packed [P, D, I]");
+  });
+}
+
+at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
+                         const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size) {
+  check_experts(hidden, ids, weights, w13, w2, inner_size);
+  const int64_t num_tokens = hidden.size(0), num_slots = ids.size(1), hidden_size = hidden.size(1);
+  const int64_t num_experts = w13.size(0), chunk = std::min(num_tokens, kMaxTokens);
+  const at::Tensor rows = hidden.contiguous(), picks = ids.contiguous();
+  const at::Tensor factors = weights ? weights->contiguous() : at::Tensor();
+  const int64_t* pick = picks.const_data_ptr<int64_t>();
+  for (int64_t a = 0; a < picks.numel(); ++a) {
+    TORCH_CHECK(pick[a] >= 0 && pick[a] < num_experts, "expert id ", pick[a], " is not in 0..", num_experts - 1);
+  }
+  const at::Tensor slots = at::empty({weights ? chunk : num_tokens, num_slots, hidden_size}, hidden.options());
+  const at::Tensor out = weights ? at::empty({num_tokens, hidden_size}, hidden.options()) : slots;
+  with_dtype(hidden, [&](auto zero) {
+    using T = decltype(zero);
+    const at::Tensor packed_hidden = packed_token_buffer<T>(chunk * num_slots, hidden_size);
+    const at::Tensor packed_inner = packed_token_buffer<T>(chunk * num_slots, inner_size);
+    for (int64_t first = 0; first < num_tokens; first += kMaxTokens) {
+      const int64_t count = std::min(kMaxTokens, num_tokens - first);
+      const SortedAssignments sorted(pick + first * num_slots, count * num_slots, num_experts);
+      const Experts<T> experts{
+          .hidden = rows.const_data_ptr<T>() + first * hidden_size,
+          .w13 = w13.const_data_ptr<T>(),
+          .w2 = w2.const_data_ptr<T>(),
+          .weights = weights ? factors.const_data_ptr<T>() + first * num_slots : nullptr,
+          .slots = slots.mutable_data_ptr<T>() + (weights ? 0 : first * num_slots * hidden_size),
+          .out = weights ? out.mutable_data_ptr<T>() + first * hidden_size : nullptr,
+          .num_tokens = count,
+          .num_slots = num_slots,
+          .hidden_size = hidden_size,
+          .inner_size = inner_size,
+          .sorted = sorted,
+          .packed_hidden = reinterpret_cast<uint32_t*>(packed_hidden.mutable_data_ptr<int32_t>()),
+          .packed_inner = reinterpret_cast<uint32_t*>(packed_inner.mutable_data_ptr<int32_t>()),
+      };
+      experts.run();
+    }
   });
   return out;
 }
@@ -176,7 +213,7 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
 }  // namespace lockstep
 
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
-  m.def("fused_experts(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2) -> Tensor");
+  m.def("fused_experts(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("fused_experts", &lockstep::fused_experts); }

@@ -1,54 +1,59 @@
-// Linear layers without bias, with rows that do not depend on one another.
+// Linear layers without bias on packed weights, with the norm before them where there is one.
 //
 // Shapes: T tokens, D input features, O output features.
+#include <optional>
+#include <vector>
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "checks.h"
-#include "dot.h"
-#include "parallel.h"
+#include "matmul.h"
+#include "norm.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int64_t kRowBlock = 32;    // weight rows of an item
-constexpr int64_t kTokenChunk = 48;  // tokens whose rows stay in the cache while a block is applied to them
-
-template <class T>
-void linear_rows(const T* input, const T* weight, T* out, int64_t num_tokens, int64_t depth, int64_t out_size,
-                 int64_t first, int64_t last) {
-  float sums[kTokenChunk * kRowBlock];
-  const T* tokens[kTokenChunk];
-  for (int64_t begin = 0; begin < num_tokens; begin += kTokenChunk) {
-    const int64_t count = std::min(kTokenChunk, num_tokens - begin);
-    for (int64_t t = 0; t < count; ++t) tokens[t] = input + (begin + t) * depth;
-    dot_rows(weight, first, last, depth, tokens, count, weight + last * depth, sums, kRowBlock);
-    for (int64_t t = 0; t < count; ++t) {
-      T* place = out + (begin + t) * out_size;
-      for (int64_t o = first; o < last; o += kLanes) {
-        const int n = static_cast<int>(std::min<int64_t>(kLanes, last - o));
-        store(place + o, load(sums + t * kRowBlock + o - first, n), n);
-      }
-    }
-  }
-}
-
-at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight) {
-  TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1),
-              "hidden must be [T, D] and weight [O, D]");
-  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
-  check_same_dtype(hidden, {weight});
+at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight, int64_t out_size) {
+  check_weight(hidden, weight, out_size);
+  const int64_t num_tokens = hidden.size(0), depth = hidden.size(1);
   const at::Tensor input = hidden.contiguous();
-  const int64_t num_tokens = hidden.size(0), depth = hidden.size(1), out_size = weight.size(0);
   at::Tensor out = at::empty({num_tokens, out_size}, hidden.options());
-  if (num_tokens == 0) return out;
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
-    const T *x = input.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+    const T* x = input.const_data_ptr<T>();
     T* y = out.mutable_data_ptr<T>();
-    for_spans(out_size, kRowBlock, nanoseconds_of_dots(num_tokens, weight.numel()), [&](int64_t first, int64_t last) {
-      linear_rows(x, w, y, num_tokens, depth, out_size, first, last);
-    });
+    packed_matmul<T>(
+        num_tokens, depth, out_size, weight.const_data_ptr<T>(),
+        [&](int64_t token, int row, int rows, uint32_t* tile) {
+          pack_token(x + token * depth, depth, rows, row, tile);
+        },
+        [&](int64_t token, int64_t column, int n, F32x16 sums) { store(y + token * out_size + column, sums, n); },
+        [](int64_t, int64_t) {});
+  });
+  return out;
+}
+
+at::Tensor norm_linear(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& norm_weight,
+                       double eps, const at::Tensor& weight, int64_t out_size) {
+  check_weight(residual, weight, out_size);
+  check_norm(residual, hidden, norm_weight);
+  const int64_t num_tokens = residual.size(0), depth = residual.size(1);
+  at::Tensor out = at::empty({num_tokens, out_size}, residual.options());
+  with_dtype(residual, [&](auto zero) {
+    using T = decltype(zero);
+    const NormRows<T> norm(residual, hidden, norm_weight, eps);
+    T* y = out.mutable_data_ptr<T>();
+    packed_matmul<T>(
+        num_tokens, depth, out_size, weight.const_data_ptr<T>(),
+        [&](int64_t token, int row, int rows, uint32_t* tile) {
+          thread_local std::vector<T> normed;
+          normed.resize(depth);
+          norm.token(token, normed.data());
+          pack_token(normed.data(), depth, rows, row, tile);
+        },
+        [&](int64_t token, int64_t column, int n, F32x16 sums) { store(y + token * out_size + column, sums, n); },
+        [](int64_t, int64_t) {});
   });
   return out;
 }
@@ -56,6 +61,14 @@ at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight) {
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("linear(Tensor hidden, Tensor weight) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(lockstep, m) {
+  m.def("linear(Tensor hidden, Tensor weight, int out_size) -> Tensor");
+  m.def(
+      "norm_linear(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int out_size) -> "
+      "Tensor");
+}
 
-TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("linear", &lockstep::linear); }
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
+  m.impl("linear", &lockstep::linear);
+  m.impl("norm_linear", &lockstep::norm_linear);
+}

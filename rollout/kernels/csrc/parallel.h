@@ -33,6 +33,30 @@ inline int team_size(int64_t nanoseconds) {
   return static_cast<int>(std::min<int64_t>(1 + nanoseconds / kWorthAThread, at::get_num_threads()));
 }
 
+// A queue and what is done with its items.
+template <class F>
+struct Phase {
+  ItemQueue& queue;
+  F& work;
+};
+
+// Phases one after the other, each finished by all threads before the next begins.
+template <class... F>
+inline void run_phases(int threads, Phase<F>... phases) {
+  if (threads <= 1) {
+    (phases.queue.drain(phases.work), ...);
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const auto run = [](auto& phase) {
+      phase.queue.drain(phase.work);
+#pragma omp barrier
+    };
+    (run(phases), ...);
+  }
+}
+
 // One phase: `body(first, last)` over spans of at most `span` of the numbers 0 .. size - 1.
 template <class F>
 inline void for_spans(int64_t size, int64_t span, int64_t nanoseconds, F&& body) {

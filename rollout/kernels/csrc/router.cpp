@@ -1,6 +1,7 @@
-// From router logits to expert choices: softmax over all experts, then the best K of each token.
+// From hidden states to expert choices: the norm before the block, the router's logits, softmax over all experts, then
+// the best K of each token.
 //
-// Shapes: T tokens, E logical experts, K top-k.
+// Shapes: T tokens, D hidden, E logical experts, K top-k.
 #include <tuple>
 #include <vector>
 
@@ -8,12 +9,11 @@
 #include <torch/library.h>
 
 #include "checks.h"
-#include "parallel.h"
+#include "matmul.h"
+#include "norm.h"
 
 namespace lockstep {
 namespace {
-
-constexpr int64_t kTokenSpan = 8;
 
 // The K largest, best first; of equal ones the lowest index first.  A NaN is never chosen over a number that follows
 // it, and the K ids are distinct whatever the values are.
@@ -50,33 +50,47 @@ void route_token(const T* logits, int64_t size, int64_t k, bool normalise, T* we
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& logits, int64_t k, bool normalise) {
-  TORCH_CHECK(logits.dim() == 2, "logits must be [T, E]");
-  const int64_t num_tokens = logits.size(0), size = logits.size(1);
-  TORCH_CHECK(0 < k && k <= size, "k must be in 1..", size, ", got ", k);
-  const at::Tensor rows = logits.contiguous();
-  at::Tensor weights = at::empty({num_tokens, k}, logits.options());
-  at::Tensor ids = at::empty({num_tokens, k}, logits.options().dtype(at::kLong));
-  with_dtype(logits, [&](auto zero) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(at::Tensor& residual, const std::optional<at::Tensor>& hidden,
+                                                          const at::Tensor& norm_weight, double eps,
+                                                          const at::Tensor& weight, int64_t num_experts, int64_t k,
+                                                          bool normalise) {
+  check_norm(residual, hidden, norm_weight);
+  check_weight(residual, weight, num_experts);
+  TORCH_CHECK(0 < k && k <= num_experts, "k must be in 1..", num_experts, ", got ", k);
+  const int64_t num_tokens = residual.size(0), depth = residual.size(1);
+  at::Tensor normed = at::empty({num_tokens, depth}, residual.options());
+  at::Tensor factors = at::empty({num_tokens, k}, residual.options());
+  at::Tensor ids = at::empty({num_tokens, k}, residual.options().dtype(at::kLong));
+  at::Tensor logits = at::empty({num_tokens, num_experts}, residual.options());
+  with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
-    const T* x = rows.const_data_ptr<T>();
-    T* w = weights.mutable_data_ptr<T>();
+    const NormRows<T> norm(residual, hidden, norm_weight, eps);
+    T *x = normed.mutable_data_ptr<T>(), *scores = logits.mutable_data_ptr<T>(), *w = factors.mutable_data_ptr<T>();
     int64_t* i = ids.mutable_data_ptr<int64_t>();
-    for_spans(num_tokens, kTokenSpan, 4 * num_tokens * size, [&](int64_t first, int64_t last) {
-      std::vector<float> buffer(size);
-      for (int64_t t = first; t < last; ++t) {
-        route_token(x + t * size, size, k, normalise, w + t * k, i + t * k, buffer.data());
-      }
-    });
+    packed_matmul<T>(
+        num_tokens, depth, num_experts, weight.const_data_ptr<T>(),
+        [&](int64_t token, int row, int rows, uint32_t* tile) {
+          norm.token(token, x + token * depth);
+          pack_token(x + token * depth, depth, rows, row, tile);
+        },
+        [&](int64_t token, int64_t column, int n, F32x16 sums) { store(scores + token * num_experts + column, sums, n); },
+        [&](int64_t first, int64_t last) {
+          std::vector<float> buffer(num_experts);
+          for (int64_t t = first; t < last; ++t) {
+            route_token(scores + t * num_experts, num_experts, k, normalise, w + t * k, i + t * k, buffer.data());
+          }
+        });
   });
-  return {weights, ids};
+  return {normed, factors, ids};
 }
 
 }  // namespace
 }  // namespace lockstep
 
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
-  m.def("topk_softmax(Tensor logits, int k, bool normalise) -> (Tensor, Tensor)");
+  m.def(
+      "norm_route(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int num_experts, "
+      "int k, bool normalise) -> (Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("topk_softmax", &lockstep::topk_softmax); }
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("norm_route", &lockstep::norm_route); }

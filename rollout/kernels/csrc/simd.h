@@ -77,6 +77,16 @@ inline void store(bf16* p, F32x16 x) { _mm256_storeu_si256(reinterpret_cast<__m2
 inline void store(bf16* p, F32x16 x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x)); }
 inline F32x16 round_bf16(F32x16 x) { return widen(narrow(x)); }
 
+// Thirty-two neighbouring elements: those at even places and those at odd places.
+struct EvenOdd {
+  F32x16 even, odd;
+};
+inline EvenOdd load_even_odd(const bf16* p) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  const __m512i odd = _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))}, {_mm512_castsi512_ps(odd)}};
+}
+
 // The sums of four vectors.  Each is ((0+2)+(1+3)) within every quarter, then the quarters as ((0+2)+(1+3)).
 inline void sum4(const F32x16 (&x)[4], float* out) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0].v, x[1].v), _mm512_unpackhi_ps(x[0].v, x[1].v));
@@ -115,6 +125,13 @@ inline Part part_load(const bf16* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
+inline Part part_load_even(const bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+}
+inline Part part_load_odd(const bf16* p) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask));
+}
 #else
 using Part = float;
 inline constexpr int kPart = 1;
@@ -134,6 +151,8 @@ inline Part part_max(Part a, Part b) { return a > b ? a : b; }
 inline Part part_min(Part a, Part b) { return a < b ? a : b; }
 inline Part part_round(Part a) { return __builtin_rintf(a); }
 inline Part part_load(const bf16* p) { return static_cast<float>(*p); }
+inline Part part_load_even(const bf16* p) { return static_cast<float>(p[0]); }
+inline Part part_load_odd(const bf16* p) { return static_cast<float>(p[1]); }
 inline Part part_scale(Part a, Part n) {
   const int32_t power = n == n ? static_cast<int32_t>(n) : 0, first = power / 2;
   const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
@@ -189,6 +208,13 @@ inline F32x16 round_bf16(F32x16 x) {
   bf16 buffer[kLanes];
   store(buffer, x);
   return load(buffer);
+}
+struct EvenOdd {
+  F32x16 even, odd;
+};
+inline EvenOdd load_even_odd(const bf16* p) {
+  return {each_part([&](int i) { return part_load_even(p + 2 * i * kPart); }),
+          each_part([&](int i) { return part_load_odd(p + 2 * i * kPart); })};
 }
 inline F32x16 operator+(F32x16 a, F32x16 b) {
   return each_part([&](int i) { return part_add(a.v[i], b.v[i]); });

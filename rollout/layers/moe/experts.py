@@ -15,13 +15,14 @@ import torch
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
 from rollout.layers.moe.dispatchers.base import DispatchOutput
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer, empty_parameter
+from rollout.layers.ops.base import ExpertPart, LayerOps
+from rollout.layers.ops.place import Place
+from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer, parameter
 from weight_sync.tensor_meta import Piece
 
 
 class Experts(WeightLayer):
-    """`w13` [P, 2I, D], gate rows before up rows, and `w2` [P, D, I]."""
+    """`w13` holds gate and up projections, `w2` down projections; `LayerOps` decides how."""
 
     def __init__(
         self,
@@ -39,22 +40,26 @@ class Experts(WeightLayer):
         self.num_logical_experts = config.num_experts
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.moe_intermediate_size
-        num_slots = placement.num_physical_experts
-        hidden, inner = self.hidden_size, self.intermediate_size
-        self.w13 = empty_parameter(num_slots, 2 * inner, hidden, dtype=dtype, device=device)
-        self.w2 = empty_parameter(num_slots, hidden, inner, dtype=dtype, device=device)
+        stored = placement.num_physical_experts
+        w13, w2 = ops.empty_experts(stored, self.intermediate_size, self.hidden_size, dtype, device)
+        self.w13, self.w2 = parameter(w13), parameter(w2)
 
     def forward(self, work: DispatchOutput) -> torch.Tensor:
         """[R, D] where the work carries weights, else [R, S, D] unweighted."""
-        return self.ops.experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, self.w13, self.w2)
+        ids_RS, weights_RS = work.local_physical_ids_RS, work.weights_RS
+        return self.ops.experts(work.hidden_RD, ids_RS, weights_RS, self.w13, self.w2, self.intermediate_size)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         hidden, inner = self.hidden_size, self.intermediate_size
-        parts = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        parts: dict[ExpertPart, tuple[int, int]] = {
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
         for logical_expert in range(self.num_logical_experts):
             for part, shape in parts.items():
                 name = f"{prefix}.{logical_expert}.{part}.weight"
-                yield WeightEntry(name, shape, self.w13.dtype, partial(self._views, part, logical_expert))
+                yield WeightEntry(name, shape, self.w13.dtype, partial(self._places, part, logical_expert))
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """The form of transformers 5: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""
@@ -71,9 +76,7 @@ class Experts(WeightLayer):
             tuple(Piece(f"{prefix}.{e}.down_proj.weight", (e,)) for e in experts),
         )
 
-    def _views(self, part: str, logical_expert: int) -> list[torch.Tensor]:
+    def _places(self, part: ExpertPart, logical_expert: int) -> list[Place]:
+        sizes = self.intermediate_size, self.hidden_size
         slots = self.placement.local_slots(self.moe_layer, logical_expert)
-        if part == "down_proj":
-            return [self.w2[slot] for slot in slots]
-        rows = slice(0, self.intermediate_size) if part == "gate_proj" else slice(self.intermediate_size, None)
-        return [self.w13[slot, rows] for slot in slots]
+        return [self.ops.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]

@@ -15,6 +15,7 @@ from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
+from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
 
 
@@ -46,7 +47,10 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, moe_layer, placement, dtype, device, ops)
         self.dispatcher = dispatcher or LocalDispatcher()
 
-    def forward(self, hidden_TD: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        weights_TK, physical_ids_TK = self.gate(hidden_TD, context.route_hooks)
+    def forward(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
+    ) -> torch.Tensor:
+        """Of the norm of `residual += hidden`."""
+        hidden_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context.route_hooks)
         work = self.dispatcher.dispatch(hidden_TD, physical_ids_TK, weights_TK)
         return self.dispatcher.combine(self.experts(work), work.handle)

@@ -1,7 +1,7 @@
 """What layers compute with: the operations of which there is more than one implementation.
 
-A model is given one `LayerOps` when it is built and hands it to its layers.  Knows nothing of parameters, names or
-requests.
+A model is given one `LayerOps` when it is built and hands it to its layers.  It also decides how matrices are stored:
+layers allocate through it and reach logical content through `Place`s.  Knows nothing of parameters, names or requests.
 
 Shapes: T tokens, D hidden, O output features, E logical experts, P physical experts, K top-k, I expert intermediate,
 H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
@@ -10,38 +10,101 @@ H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sign-folded sin, each [T, 1, hd], in the model's dtype
+from rollout.layers.ops.place import Place
+
+ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 
 
 class LayerOps(ABC):
-    """Stateless.  All floating-point arguments of a call have one dtype, which is that of the result."""
+    """Stateless.  All floating-point arguments of a call have one dtype, which is that of the result.
 
-    # Whether a row of a result has the same bits whatever other rows are there and however many threads compute.
+    `weight`, `w13` and `w2` are storage that `empty_matrix` and `empty_experts` gave out.  `residual_TD` is changed in
+    place: `hidden_TD` is added to it, where there is one, before the norm.
+    """
+
+    # Whether a row of every result has the same bits whatever else is in the batch and however many threads compute.
     batch_invariant = False
 
+    # --- storage ----------------------------------------------------------------------------------------------------
+
     @abstractmethod
-    def linear(self, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+    def empty_matrix(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Storage for [O, D]."""
+
+    @abstractmethod
+    def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
+        """Where the logical rows `rows` (step 1) live: content [len(rows), D]."""
+
+    @abstractmethod
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Storage `w13` for gate and up projections [P, I, D] each, and `w2` for down projections [P, D, I]."""
+
+    @abstractmethod
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        """Where one projection of one expert lives: content [I, D], or [D, I] for the down projection."""
+
+    # --- arithmetic -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def matrix_rows(self, weight: torch.Tensor, ids_T: torch.Tensor, in_features: int) -> torch.Tensor:
+        """Rows of a matrix by number [T, D]."""
+
+    @abstractmethod
+    def linear(self, hidden_TD: torch.Tensor, weight: torch.Tensor, out_features: int) -> torch.Tensor:
         """`hidden @ weight.T` [T, O]."""
 
     @abstractmethod
-    def rms_norm(self, hidden_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root mean square norm over D, rounded to the dtype, then times the weight."""
+    def add_rms_norm(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Root mean square norm over D of the new residual, rounded to the dtype, then times the weight."""
 
     @abstractmethod
-    def add_rms_norm(
-        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    def norm_linear(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        out_features: int,
     ) -> torch.Tensor:
-        """`residual += hidden` in place; the norm of it is returned."""
+        """`linear` of `add_rms_norm` [T, O]."""
+
+    @abstractmethod
+    def norm_route(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        num_logical_experts: int,
+        top_k: int,
+        normalise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`add_rms_norm` [T, D], and of its router logits the K largest probabilities of each token, best first, with
+        their logical expert ids [T, K] int64.
+
+        The softmax runs in float32 at least.  With `normalise` the weights of a token are divided by their sum.
+        """
 
     @abstractmethod
     def heads_to_pool(
         self,
         qkv: torch.Tensor,
         qk_weight: torch.Tensor,
-        rotary: Rotary,
+        angles: torch.Tensor,
         eps: float,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
@@ -49,14 +112,8 @@ class LayerOps(ABC):
     ) -> torch.Tensor:
         """Norm and rotate queries and keys per head, store keys and values in their slots, return q [T, H, hd].
 
-        `qkv` [T, (H + 2 Hkv) * hd], `qk_weight` [H + Hkv, hd], pools [S, Hkv, hd], `slots_T` [T] int64.
-        """
-
-    @abstractmethod
-    def softmax_topk(self, logits_TE: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K largest probabilities of each token, best first, and their logical expert ids [T, K] int64.
-
-        The softmax runs in float32 at least.  With `normalise` the weights of a token are divided by their sum.
+        `qkv` [T, (H + 2 Hkv) * hd], `qk_weight` [H + Hkv, hd], `angles` [T, 2, hd] of cos and sign-folded sin, pools
+        [S, Hkv, hd], `slots_T` [T] int64.
         """
 
     @abstractmethod
@@ -67,8 +124,6 @@ class LayerOps(ABC):
         weights_TK: torch.Tensor | None,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        inner: int,
     ) -> torch.Tensor:
-        """SwiGLU of expert `ids[t, k]` on row t: [T, K, D], or with weights their sum over K in slot order [T, D].
-
-        `w13` [P, 2I, D] holds gate rows, then up rows; `w2` [P, D, I].
-        """
+        """SwiGLU of expert `ids[t, k]` on row t: [T, K, D], or with weights their sum over K in slot order [T, D]."""

@@ -1,7 +1,8 @@
 """`LayerOps` by the compiled CPU operators (`rollout.kernels`): bfloat16 and float32.
 
-A row of a result depends on that row of the input only: not on other rows, their number, or the number of threads.
-Rounds where `TorchOps` rounds; sums run in another order.  Of equal router scores the lowest expert comes first.
+Matrices are packed once, when they are written.  A row of a result depends on that row of the input only: not on other
+rows, their number, or the number of threads.  Rounds where `TorchOps` rounds; sums run in another order.  Of equal
+router scores the lowest expert comes first.
 
 Shapes: as in `base`.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.ops.base import LayerOps, Rotary
+from rollout.layers.ops.base import ExpertPart, LayerOps
+from rollout.layers.ops.place import PackedPlace, Place
 
 DTYPES = (torch.bfloat16, torch.float32)
+_ROW_BLOCK = 16  # rows of a projection that lie together; gate and up projections alternate by such blocks
 
 
 class NativeOps(LayerOps):
@@ -22,38 +25,84 @@ class NativeOps(LayerOps):
 
     def __init__(self) -> None:
         operators = torch.ops.lockstep
+        self._empty_packed = operators.empty_packed.default
+        self._packed_embedding = operators.packed_embedding.default
         self._linear = operators.linear.default
-        self._rms_norm = operators.rms_norm.default
         self._add_rms_norm = operators.add_rms_norm.default
+        self._norm_linear = operators.norm_linear.default
+        self._norm_route = operators.norm_route.default
         self._qk_norm_rope_store = operators.qk_norm_rope_store.default
-        self._topk_softmax = operators.topk_softmax.default
         self._fused_experts = operators.fused_experts.default
 
-    def linear(self, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
-        return self._linear(hidden_TD, weight_OD)
+    def empty_matrix(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        return self._empty_packed([], out_features, in_features, dtype)
 
-    def rms_norm(self, hidden_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._rms_norm(hidden_TD, weight_D, eps)
+    def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
+        return PackedPlace(weight, rows, in_features)
+
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK)
+        return self._empty_packed([experts], both, hidden, dtype), self._empty_packed([experts], hidden, inner, dtype)
+
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        if part == "down_proj":
+            return PackedPlace(w2[physical_id], range(hidden), inner)
+        return PackedPlace(w13[physical_id], range(inner), hidden, step=2, offset=int(part == "up_proj"))
+
+    def matrix_rows(self, weight: torch.Tensor, ids_T: torch.Tensor, in_features: int) -> torch.Tensor:
+        return self._packed_embedding(weight, ids_T, in_features)
+
+    def linear(self, hidden_TD: torch.Tensor, weight: torch.Tensor, out_features: int) -> torch.Tensor:
+        return self._linear(hidden_TD, weight, out_features)
 
     def add_rms_norm(
-        self, hidden_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        return self._add_rms_norm(hidden_TD, residual_TD, weight_D, eps)
+        return self._add_rms_norm(residual_TD, hidden_TD, weight_D, eps)
+
+    def norm_linear(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        out_features: int,
+    ) -> torch.Tensor:
+        return self._norm_linear(residual_TD, hidden_TD, norm_weight_D, eps, weight, out_features)
+
+    def norm_route(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm_weight_D: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        num_logical_experts: int,
+        top_k: int,
+        normalise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._norm_route(
+            residual_TD, hidden_TD, norm_weight_D, eps, weight, num_logical_experts, top_k, normalise
+        )
 
     def heads_to_pool(
         self,
         qkv: torch.Tensor,
         qk_weight: torch.Tensor,
-        rotary: Rotary,
+        angles: torch.Tensor,
         eps: float,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slots_T: torch.Tensor,
     ) -> torch.Tensor:
-        return self._qk_norm_rope_store(qkv, qk_weight, *rotary, k_pool, v_pool, slots_T, eps)
-
-    def softmax_topk(self, logits_TE: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._topk_softmax(logits_TE, top_k, normalise)
+        return self._qk_norm_rope_store(qkv, qk_weight, angles, k_pool, v_pool, slots_T, eps)
 
     def experts(
         self,
@@ -62,5 +111,6 @@ class NativeOps(LayerOps):
         weights_TK: torch.Tensor | None,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        inner: int,
     ) -> torch.Tensor:
-        return self._fused_experts(hidden_TD, physical_ids_TK, weights_TK, w13, w2)
+        return self._fused_experts(hidden_TD, physical_ids_TK, weights_TK, w13, w2, inner)

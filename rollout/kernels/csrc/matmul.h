@@ -1,0 +1,82 @@
+// Token rows times a packed weight, by a team of threads, with work before and after in the same region.
+//
+//   fill     tile of tokens               their rows, into the packed buffer
+//   product  (block of tiles, panel)      a panel stays in the cache while the tiles of a block pass over it
+//   finish   span of tokens               what needs whole rows of the result
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include "checks.h"
+#include "packed.h"
+#include "parallel.h"
+
+namespace lockstep {
+
+inline constexpr int64_t kTilesOfBlock = 16;  // their rows and a panel fit the second-level cache
+inline constexpr int64_t kFinishSpan = 8;
+
+inline void check_weight(const at::Tensor& input, const at::Tensor& weight, int64_t out_size) {
+  TORCH_CHECK(input.dim() == 2 && weight.is_contiguous() && out_size > 0, "the input must be [T, D], the weight packed");
+  check_same_dtype(input, {weight});
+  const int64_t group = weight.scalar_type() == at::kBFloat16 ? kGroup<bf16> : kGroup<float>;
+  const int64_t groups = (input.size(1) + group - 1) / group;
+  TORCH_CHECK(weight.numel() == panels_of(out_size) * groups * kPanelRows * group, "the packed weight is not [",
+              out_size, ", ", input.size(1), "]");
+}
+
+// Room for `num_tokens` packed rows; a tile starts at `tiles.begin(tile) * groups`.
+template <class T>
+inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
+  return at::empty({num_tokens * groups_of<T>(depth)}, at::TensorOptions().dtype(at::kInt));
+}
+
+// The product of one tile and one panel, given to `put(row of the tile, first column in the panel, vector)`.
+template <class T, class Put>
+inline void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, Put&& put) {
+  with_tile_rows(rows, [&](auto m) {
+    F32x16 sums[m][kPanelVectors];
+    multiply_tile<m, T>(tokens, panel, groups, sums);
+    for (int t = 0; t < m; ++t) put(t, sums[t]);
+  });
+}
+
+// `fill(tile, token, row, rows, place)` for each token of a tile; `put(token, column, count, vector)`;
+// `finish(first token, last token)`.
+template <class T, class Fill, class Put, class Finish>
+inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, Fill&& fill, Put&& put,
+                          Finish&& finish) {
+  const Tiles tiles{num_tokens};
+  const int64_t groups = groups_of<T>(depth), panels = panels_of(out_size);
+  const int64_t blocks = (tiles.size + kTilesOfBlock - 1) / kTilesOfBlock;
+  const at::Tensor buffer = packed_token_buffer<T>(num_tokens, depth);
+  uint32_t* packed = reinterpret_cast<uint32_t*>(buffer.mutable_data_ptr<int32_t>());
+  ItemQueue fills(tiles.size), products(blocks * panels), finishes((num_tokens + kFinishSpan - 1) / kFinishSpan);
+
+  const auto fill_tile = [&](int64_t tile) {
+    const int rows = tiles.rows(tile);
+    uint32_t* place = packed + tiles.begin(tile) * groups;
+    for (int row = 0; row < rows; ++row) fill(tiles.begin(tile) + row, row, rows, place);
+  };
+  const auto multiply = [&](int64_t item) {
+    const int64_t panel = item % panels, first_tile = item / panels * kTilesOfBlock;
+    const int64_t last_tile = std::min(first_tile + kTilesOfBlock, tiles.size), column = panel * kPanelRows;
+    const T* rows = weight + panel * panel_numel<T>(depth);
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+      const int64_t begin = tiles.begin(tile);
+      multiply_panel<T>(tiles.rows(tile), packed + begin * groups, rows, groups, [&](int t, const F32x16* sums) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+          const int64_t first = column + v * kLanes, count = std::min<int64_t>(kLanes, out_size - first);
+          if (count > 0) put(begin + t, first, static_cast<int>(count), sums[v]);
+        }
+      });
+    }
+  };
+  const auto finish_span = [&](int64_t span) {
+    finish(span * kFinishSpan, std::min(num_tokens, (span + 1) * kFinishSpan));
+  };
+  run_phases(team_size(nanoseconds_of_products(num_tokens, panels * panel_numel<T>(depth))),
+             Phase{fills, fill_tile}, Phase{products, multiply}, Phase{finishes, finish_span});
+}
+
+}  // namespace lockstep

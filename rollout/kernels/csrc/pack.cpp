@@ -1,0 +1,124 @@
+// Between logical rows and packed weights: writing, reading back, and looking up single rows.
+//
+// Blocks of sixteen logical rows lie `step` half-panels apart from half-panel `offset` on: 1 and 0 where a matrix is
+// alone; 2 and 0, 2 and 1 where two of one size alternate (gate and up projections of an expert).
+//
+// Shapes: N rows, K their elements.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "packed.h"
+#include "parallel.h"
+
+namespace lockstep {
+namespace {
+
+// The place of one logical row: its first group; the next groups follow `kRowStride` elements apart.
+template <class T>
+inline constexpr int64_t kRowStride = kPanelRows * kGroup<T>;
+
+template <class T>
+T* row_place(T* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
+  const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
+  return packed + half / kPanelVectors * panel_numel<T>(depth) + lane * kGroup<T>;
+}
+
+int64_t check_packed(const at::Tensor& packed, int64_t depth, int64_t last_row, int64_t step, int64_t offset) {
+  TORCH_CHECK(packed.is_contiguous() && packed.dim() >= 1, "packed weights must be contiguous");
+  TORCH_CHECK(step >= 1 && 0 <= offset && offset < step, "offset must be in 0..step - 1");
+  return with_dtype(packed, [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t half = last_row < 0 ? -1 : last_row / kLanes * step + offset;
+    const int64_t panels = half < 0 ? 0 : half / kPanelVectors + 1;
+    TORCH_CHECK(panels * panel_numel<T>(depth) <= packed.numel(), "rows lie outside the packed weights");
+    return panels;
+  });
+}
+
+// Zeros that hold a packed [N, K].
+at::Tensor empty_packed(at::IntArrayRef lead, int64_t rows, int64_t depth, at::ScalarType dtype) {
+  std::vector<int64_t> shape(lead.begin(), lead.end());
+  const int64_t group = dtype == at::kBFloat16 ? kGroup<bf16> : kGroup<float>;
+  shape.insert(shape.end(), {panels_of(rows), (depth + group - 1) / group, kPanelRows, group});
+  return at::zeros(shape, at::TensorOptions().dtype(dtype));
+}
+
+void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, int64_t step, int64_t offset) {
+  TORCH_CHECK(source.dim() == 2 && first_row >= 0, "the source must be [N, K]");
+  check_same_dtype(packed, {source});
+  const int64_t num_rows = source.size(0), depth = source.size(1);
+  check_packed(packed, depth, first_row + num_rows - 1, step, offset);
+  const at::Tensor rows = source.contiguous();
+  with_dtype(packed, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = rows.const_data_ptr<T>();
+    T* to = packed.mutable_data_ptr<T>();
+    for_spans(num_rows, kLanes, num_rows * depth / 2, [&](int64_t begin, int64_t end) {
+      // Sixteen rows side by side fill whole cache lines.
+      T* places[kLanes];
+      for (int64_t n = begin; n < end; ++n) places[n - begin] = row_place(to, depth, first_row + n, step, offset);
+      for (int64_t k = 0; k < depth; k += kGroup<T>) {
+        const int64_t count = std::min(kGroup<T>, depth - k), place = k / kGroup<T> * kRowStride<T>;
+        for (int64_t n = begin; n < end; ++n) std::copy_n(from + n * depth + k, count, places[n - begin] + place);
+      }
+    });
+  });
+}
+
+// `row_of(n)`: the logical row that becomes row n of the result [num_rows, depth].
+template <class F>
+at::Tensor unpack(const at::Tensor& packed, int64_t depth, int64_t num_rows, int64_t step, int64_t offset, F&& row_of) {
+  at::Tensor out = at::empty({num_rows, depth}, packed.options());
+  with_dtype(packed, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = packed.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    for_spans(num_rows, kLanes, num_rows * depth / 2, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const T* place = row_place(from, depth, row_of(n), step, offset);
+        for (int64_t k = 0; k < depth; k += kGroup<T>, place += kRowStride<T>) {
+          std::copy_n(place, std::min(kGroup<T>, depth - k), to + n * depth + k);
+        }
+      }
+    });
+  });
+  return out;
+}
+
+at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_row, int64_t num_rows, int64_t step,
+                       int64_t offset) {
+  TORCH_CHECK(first_row >= 0 && num_rows >= 0, "rows must not be negative");
+  check_packed(packed, depth, first_row + num_rows - 1, step, offset);
+  return unpack(packed, depth, num_rows, step, offset, [&](int64_t n) { return first_row + n; });
+}
+
+at::Tensor packed_embedding(const at::Tensor& packed, const at::Tensor& ids, int64_t depth) {
+  TORCH_CHECK(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be [N] int64");
+  const at::Tensor rows = ids.contiguous();
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  int64_t largest = -1;
+  for (int64_t n = 0; n < rows.numel(); ++n) {
+    TORCH_CHECK(row[n] >= 0, "row ", row[n], " is negative");
+    largest = std::max(largest, row[n]);
+  }
+  check_packed(packed, depth, largest, 1, 0);
+  return unpack(packed, depth, rows.numel(), 1, 0, [&](int64_t n) { return row[n]; });
+}
+
+}  // namespace
+}  // namespace lockstep
+
+TORCH_LIBRARY_FRAGMENT(lockstep, m) {
+  m.def("empty_packed(int[] lead, int rows, int depth, ScalarType dtype) -> Tensor", &lockstep::empty_packed);
+  m.def("pack_rows(Tensor(a!) packed, Tensor source, int first_row, int step, int offset) -> ()");
+  m.def("unpack_rows(Tensor packed, int depth, int first_row, int num_rows, int step, int offset) -> Tensor");
+  m.def("packed_embedding(Tensor packed, Tensor ids, int depth) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
+  m.impl("pack_rows", &lockstep::pack_rows);
+  m.impl("unpack_rows", &lockstep::unpack_rows);
+  m.impl("packed_embedding", &lockstep::packed_embedding);
+}
