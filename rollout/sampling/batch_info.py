@@ -1,98 +1,227 @@
 """The sampling parameters of the rows of one step, as tensors.
 
-Built from plain parameters and histories; does not know requests.  Building it costs Python time per row, so the
-caller keeps it while the rows stay the same: what changes from step to step is read from the live histories of the rows
-that have penalties or a minimum length.
+Built from plain parameters and histories; does not know requests, nor how tokens are drawn.  Building costs Python time
+per row, so the caller keeps it while the rows stay the same; then only `update_histories` costs anything, and only for
+rows with penalties.
 
-Shapes: N rows, V vocabulary.
+Shapes: N rows, V vocabulary, F rows with filters.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from rollout.core.sampling_params import SamplingParams
 
+_SPANS = ("chosen", "bias", "ends", "prompt", "output")  # entries begin .. end - 1 of a list of the batch
+# One row as the compiled operators read it: `RowSettings` in rollout/kernels/csrc/sampler_edits.h.
+ROW_SETTINGS = np.dtype(
+    [
+        ("seed", "u8"),
+        ("temperature", "f8"),
+        ("top_p", "f8"),
+        ("min_p", "f8"),
+        ("frequency_penalty", "f8"),
+        ("presence_penalty", "f8"),
+        ("repetition_penalty", "f8"),
+        ("top_k", "i8"),
+        ("is_greedy", "i8"),
+        ("wants_logprob", "i8"),
+        ("top_logprobs", "i8"),
+        ("min_new_tokens", "i8"),
+        *((f"{name}_{end}", "i8") for name in _SPANS for end in ("begin", "end")),
+    ]
+)
+_PACK = struct.Struct(f"=Q6d{5 + 2 * len(_SPANS)}q").pack
+_NO_SPANS = (0,) * (2 * len(_SPANS))
+_MIN_HISTORY = 64
 
-@dataclass
+
+@dataclass(eq=False, slots=True)
 class SamplingRow:
-    """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, and its tokens so far."""
+    """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, and which
+    log-probabilities are wanted: of the sampled token, of so many best ones, of chosen ones."""
 
     params: SamplingParams
     seed: int
     end_ids: Sequence[int]
     prompt_ids: Sequence[int]
     output_ids: list[int]  # the live list, read at every step
+    wants_logprob: bool = True
+    top_logprobs: int = 0
+    chosen_ids: Sequence[int] = ()
+    settings: bytes = field(init=False, repr=False)  # one `ROW_SETTINGS` without spans
+    has_lists: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.settings = _PACK(
+            self.seed,
+            params.effective_temperature,
+            params.top_p,
+            params.min_p,
+            params.frequency_penalty,
+            params.presence_penalty,
+            params.repetition_penalty,
+            params.top_k,
+            params.is_greedy,
+            self.wants_logprob,
+            self.top_logprobs,
+            params.min_new_tokens,
+            *_NO_SPANS,
+        )
+        self.has_lists = bool(self.chosen_ids or params.logit_bias or params.min_new_tokens > 0 or params.has_penalties)
+
+
+@dataclass(eq=False, slots=True)
+class _History:
+    """Where the output tokens of a row with penalties lie in `SamplingBatchInfo.histories`."""
+
+    index: int
+    output_ids: list[int]
+    begin: int
+    capacity: int
+    filled: int = 0
 
 
 class SamplingBatchInfo:
-    """Parameters of N rows.  `None` fields mean that no row uses the feature."""
+    """Parameters of N rows.
 
-    def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device | str = "cpu") -> None:
-        params = [row.params for row in rows]
-        self.rows = rows
+    `settings` [N] of `ROW_SETTINGS`; its spans point into `chosen_ids`, `bias_ids` (and `bias_values`, float32),
+    `end_ids` and `histories`, all int64 on the CPU.  `operands` are those tensors in the order of the operator's
+    arguments; `rows_with_lists` are the rows, with their indices, that have chosen ids, bias, penalties or a minimum
+    length.  The cached properties are the same parameters for plain torch, on `device`.
+    """
+
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.rows = list(rows)
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        self.all_greedy = all(p.is_greedy for p in params)
-        self.greedy = self._tensor([p.is_greedy for p in params], torch.bool)
-        self.temperatures = self._tensor([p.effective_temperature for p in params], torch.float32)
-        self.scales = bool((self.temperatures != 1.0).any())
-        filtering = [
-            i for i, p in enumerate(params) if not p.is_greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0)
-        ]
-        self.filtered_rows = self._tensor(filtering, torch.int64) if filtering else None
-        self.top_k = self._tensor(
-            [params[i].top_k if params[i].top_k > 0 else vocab_size for i in filtering], torch.int64
+        self.settings = np.frombuffer(bytearray(b"".join([row.settings for row in rows])), dtype=ROW_SETTINGS)
+        self.top_n = max([row.top_logprobs for row in rows], default=0)
+        self.rows_with_lists = with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
+        self.chosen_ids = self._spans("chosen", [(i, row.chosen_ids) for i, row in with_lists])
+        self.bias_ids = self._spans("bias", [(i, list(row.params.logit_bias)) for i, row in with_lists])
+        biases = [value for _, row in with_lists for value in row.params.logit_bias.values()]
+        self.bias_values = torch.tensor(biases, dtype=torch.float32)
+        self.end_ids = self._spans("ends", [(i, row.end_ids) for i, row in with_lists if row.params.min_new_tokens > 0])
+        self._penalised = [(i, row) for i, row in with_lists if row.params.has_penalties]
+        self._lay_out_histories()
+
+    def update_histories(self) -> None:
+        """Take in the tokens that rows with penalties got since the last call."""
+        for history in self._histories:
+            count = len(history.output_ids)
+            if count > history.capacity:
+                self._lay_out_histories()
+                return
+            if count != history.filled:
+                begin = history.begin
+                self._tokens[begin + history.filled : begin + count] = history.output_ids[history.filled :]
+                self.settings["output_end"][history.index] = begin + count
+                history.filled = count
+
+    def _lay_out_histories(self) -> None:
+        """Per penalised row: its distinct prompt tokens if they count, then its output with room to grow."""
+        self._histories: list[_History] = []
+        prompts: list[np.ndarray] = []
+        end = 0
+        for i, row in self._penalised:
+            repeats = row.params.repetition_penalty != 1.0
+            prompt = np.unique(np.array(row.prompt_ids if repeats else (), dtype=np.int64))
+            capacity = max(_MIN_HISTORY, 2 * len(row.output_ids))
+            begin = end + len(prompt)
+            for name, value in (("prompt_begin", end), ("prompt_end", begin), ("output_begin", begin)):
+                self.settings[name][i] = value
+            self.settings["output_end"][i] = begin
+            self._histories.append(_History(i, row.output_ids, begin, capacity))
+            prompts.append(prompt)
+            end = begin + capacity
+        self._tokens = np.zeros(end, dtype=np.int64)
+        for history, prompt in zip(self._histories, prompts):
+            self._tokens[history.begin - len(prompt) : history.begin] = prompt
+        self.histories = torch.from_numpy(self._tokens)
+        self.update_histories()
+        table = torch.from_numpy(self.settings.view(np.int64).reshape(len(self.rows), ROW_SETTINGS.itemsize // 8))
+        self.operands = (
+            table,
+            self.chosen_ids,
+            self.bias_ids,
+            self.bias_values,
+            self.end_ids,
+            self.histories,
+            self.top_n,
         )
-        self.top_p = self._tensor([params[i].top_p for i in filtering], torch.float64)
-        self.min_p = self._tensor([params[i].min_p for i in filtering], torch.float64)
-        self.bias = self._bias(params)
-        self.penalised_rows = [i for i, p in enumerate(params) if p.has_penalties]
-        self.min_length_rows = [i for i, p in enumerate(params) if p.min_new_tokens > 0]
 
-    def apply(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Logit bias, penalties and minimum length, in place.
+    def _spans(self, name: str, lists: list[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        """One list after the other; their places are entered in the settings of their rows."""
+        flat: list[int] = []
+        for i, ids in lists:
+            self.settings[f"{name}_begin"][i] = len(flat)
+            flat += ids
+            self.settings[f"{name}_end"][i] = len(flat)
+        return torch.tensor(flat, dtype=torch.int64)
 
-        Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty looks at
-        prompt and output (Keskar et al., "CTRL", 2019).
-        """
-        if self.bias is not None:
-            rows, ids, values = self.bias
-            logits_NV.index_put_((rows, ids), values.to(logits_NV.dtype), accumulate=True)
-        for i in self.penalised_rows:
-            self._penalise(logits_NV[i], self.rows[i])
-        for i in self.min_length_rows:
-            row = self.rows[i]
-            if len(row.output_ids) < row.params.min_new_tokens and row.end_ids:
-                logits_NV[i, list(row.end_ids)] = -torch.inf
-        return logits_NV
+    # --- for plain torch ------------------------------------------------------------------------------------------
 
-    def _penalise(self, logits_V: torch.Tensor, row: SamplingRow) -> None:
-        params = row.params
-        if params.repetition_penalty != 1.0:
-            seen = torch.tensor([*row.prompt_ids, *row.output_ids], device=self.device).unique()
-            values = logits_V[seen]
-            penalty = params.repetition_penalty
-            logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-            seen, counts = torch.tensor(row.output_ids, device=self.device).unique(return_counts=True)
-            logits_V[seen] -= params.frequency_penalty * counts + params.presence_penalty
+    @cached_property
+    def temperatures(self) -> torch.Tensor:
+        """[N] float32."""
+        return self._column("temperature", torch.float32)
 
-    def _bias(self, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        entries = [(i, token, value) for i, p in enumerate(params) for token, value in p.logit_bias.items()]
-        if not entries:
-            return None
-        rows, ids, values = zip(*entries)
-        return (
-            self._tensor(rows, torch.int64),
-            self._tensor(ids, torch.int64),
-            self._tensor(values, torch.float32),
-        )
+    @cached_property
+    def scales(self) -> bool:
+        """Whether any row has a temperature other than 1."""
+        return bool((self.settings["temperature"] != 1.0).any())
 
-    def _tensor(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    @cached_property
+    def greedy(self) -> torch.Tensor:
+        """[N] bool."""
+        return self._column("is_greedy", torch.bool)
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return bool(self.settings["is_greedy"].all())
+
+    @cached_property
+    def wants_logprob(self) -> torch.Tensor:
+        """[N] bool."""
+        return self._column("wants_logprob", torch.bool)
+
+    @cached_property
+    def top_logprobs(self) -> torch.Tensor:
+        """[N] int64: how many best tokens each row asks for."""
+        return self._column("top_logprobs", torch.int64)
+
+    @cached_property
+    def filtered_rows(self) -> torch.Tensor | None:
+        """Indices [F] of the random rows with top-k, top-p or min-p; None if there are none."""
+        table = self.settings
+        filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
+        rows = np.flatnonzero((table["is_greedy"] == 0) & filters)
+        return torch.from_numpy(rows).to(self.device) if len(rows) else None
+
+    @cached_property
+    def top_k(self) -> torch.Tensor:
+        """Of the filtered rows [F] int64; V where there is no limit."""
+        top_k = self._column("top_k", torch.int64)[self.filtered_rows]
+        return torch.where(top_k > 0, top_k, self.vocab_size)
+
+    @cached_property
+    def top_p(self) -> torch.Tensor:
+        """Of the filtered rows [F] float64."""
+        return self._column("top_p", torch.float64)[self.filtered_rows]
+
+    @cached_property
+    def min_p(self) -> torch.Tensor:
+        """Of the filtered rows [F] float64."""
+        return self._column("min_p", torch.float64)[self.filtered_rows]
+
+    def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(self.settings[name].copy()).to(dtype).to(self.device)

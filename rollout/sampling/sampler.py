@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.edits import apply_edits
 from rollout.sampling.filters import filtered_candidates
 from rollout.sampling.noise import uniform
 
@@ -38,12 +39,12 @@ def sample(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.
 
     `positions_N`: index of the output token that each row samples, int64 on the CPU.
     """
-    logits_NV = info.apply(logits_NV)
+    logits_NV = apply_edits(logits_NV, info)
     if info.scales:
         logits_NV.div_(info.temperatures[:, None].to(logits_NV.dtype))
     if info.all_greedy:
         return SampledTokens(logits_NV.argmax(-1), logits_NV)
-    noise = torch.from_numpy(uniform(info.seeds, positions_N.numpy())).to(info.device)
+    noise = torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())).to(info.device)
     probs = torch.softmax(logits_NV, dim=-1)
     token_ids = _invert_cdf(probs, noise)
     if info.filtered_rows is not None:

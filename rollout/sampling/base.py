@@ -1,0 +1,65 @@
+"""One token a row from logits, with log-probabilities: what every implementation gives.
+
+The log-probability is of the log-softmax after logit bias, penalties and temperature, before top-k, top-p and min-p
+(SGLang's default); a greedy row's is of the logits as they are.  A random row takes one uniform number and inverts
+the cumulative distribution in vocabulary order: no noise tensor of the size of the vocabulary, and nothing that depends
+on the batch.  A greedy row takes the largest logit, of equal ones the lowest id.
+
+A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is that of the first
+NaN, else the lowest id of the largest logit; all its log-probabilities are NaN, its best tokens the first ones.
+
+Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from rollout.sampling.batch_info import SamplingBatchInfo
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Floating-point fields are float32, or float64 for float64 logits.
+
+    `token_ids` [N] int64; `logprobs` [N], NaN for rows that do not want it; `top_ids` [N, n] int64 and `top_logprobs`
+    [N, n], best first, -1 and NaN in the places that a row did not ask for; `chosen_logprobs` [C], the chosen ids of
+    all rows one after the other.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+    chosen_logprobs: torch.Tensor
+
+
+@dataclass(slots=True)
+class ScoredTokens:
+    """`logprobs` [N] of the given tokens, `top_ids` and `top_logprobs` [N, n], `chosen_logprobs` [N, C]."""
+
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+    chosen_logprobs: torch.Tensor
+
+
+class Sampler(ABC):
+    """Stateless."""
+
+    @abstractmethod
+    def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
+        """Sample one token a row.  `logits_NV` may be changed in place.
+
+        `positions_N`: index of the output token that each row samples, int64 on the CPU.
+        """
+
+    @abstractmethod
+    def score(
+        self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int
+    ) -> ScoredTokens:
+        """Log-probabilities at `temperature` of given tokens, one a row, of the same `chosen_ids` in every row, and of
+        the `top_n` best (at most V)."""

@@ -1,0 +1,34 @@
+"""`Sampler` by the compiled CPU operators (`rollout.kernels`): bfloat16 and float32 logits.
+
+One pass over a row for each of its parts, nothing of the size of [N, V].  A row's token and log-probabilities depend on
+that row only: not on other rows, their number, the number of threads, or on whether its logits come as bfloat16 or as
+the same numbers in float32.  Of equal logits the lower id comes first, in every filter and among the best.
+
+Shapes: as in `base`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.batch_info import SamplingBatchInfo
+
+
+class NativeSampler(Sampler):
+    """`torch.ops.lockstep` must be loaded.  Leaves the logits as they are."""
+
+    def __init__(self) -> None:
+        self._sample_rows = torch.ops.lockstep.sample_rows.default
+        self._score_rows = torch.ops.lockstep.score_rows.default
+
+    def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
+        info.update_histories()
+        return SampledTokens(*self._sample_rows(logits_NV, positions_N, *info.operands))
+
+    def score(
+        self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int
+    ) -> ScoredTokens:
+        chosen = torch.tensor(chosen_ids, dtype=torch.int64)
+        width = min(top_n, logits_NV.shape[1])
+        return ScoredTokens(*self._score_rows(logits_NV, target_ids_N, temperature, chosen, width))
