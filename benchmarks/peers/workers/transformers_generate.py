@@ -1,0 +1,90 @@
+"""`transformers.generate`, with the experts implementations that are fastest here for each form of request.
+
+`tune` times those that run on a CPU on prompts of the form (batch size, prompt length), separately for the forward
+that reads the prompts and for those that decode, and keeps the fastest of each.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from benchmarks.peers.workers import protocol
+from benchmarks.peers.workers.protocol import Prompts
+
+EXPERTS = ("grouped_mm", "eager", "batched_mm")
+"""deepgemm and sonicmoe need a GPU."""
+MAX_BATCHED_MM_BYTES = 4 << 30
+"""batched_mm copies the weights of every pick; above this, per layer, it would end the run instead of losing it."""
+
+
+class Transformers:
+    def __init__(self, model_path: str, threads: int, kv_tokens: int) -> None:
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+        self._model.register_forward_pre_hook(self._choose_experts, with_kwargs=True)
+        self._fastest: dict[tuple[int, int], tuple[str, str]] = {}
+        self._prefill = self._decode = EXPERTS[0]
+        self.about = f"transformers {transformers.__version__}, torch {torch.__version__}, {threads} threads"
+
+    def generate(self, prompts: Prompts, max_new_tokens: int) -> tuple[float, Prompts]:
+        default = EXPERTS[0], EXPERTS[0]
+        self._prefill, self._decode = self._fastest.get((len(prompts), len(prompts[0])), default)
+        return self._generate(prompts, max_new_tokens)
+
+    @torch.inference_mode()
+    def top_logprobs(self, prompts: Prompts, count: int) -> list[list[tuple[int, float]]]:
+        logits = self._model(input_ids=torch.tensor(prompts), logits_to_keep=1).logits[:, -1].float()
+        values, ids = logits.log_softmax(-1).topk(count)
+        return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+
+    def tune(self, prompts: Prompts, max_new_tokens: int) -> str:
+        first: dict[str, float] = {}
+        for name in EXPERTS:
+            if name != "batched_mm" or self._batched_mm_bytes(sum(map(len, prompts))) <= MAX_BATCHED_MM_BYTES:
+                self._prefill = name
+                first[name] = min(self._generate(prompts, 1)[0] for _ in range(2))
+        self._prefill = min(first, key=lambda name: first[name])
+        rest: dict[str, float] = {}
+        for name in EXPERTS if max_new_tokens > 1 else EXPERTS[:1]:
+            self._decode = name
+            rest[name] = min(self._generate(prompts, max_new_tokens)[0] for _ in range(2))
+        self._decode = min(rest, key=lambda name: rest[name])
+        self._fastest[len(prompts), len(prompts[0])] = self._prefill, self._decode
+        return f"prefill {self._prefill}" + (f", decode {self._decode}" if max_new_tokens > 1 else "")
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Prompts, max_new_tokens: int) -> tuple[float, Prompts]:
+        start = time.perf_counter()
+        ids = torch.tensor(prompts)
+        output = self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens = output[:, ids.shape[1] :].tolist()
+        return time.perf_counter() - start, tokens
+
+    def _choose_experts(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        name = self._decode if kwargs["input_ids"].shape[1] == 1 else self._prefill
+        if module.config._experts_implementation != name:
+            module.set_experts_implementation(name)
+
+    def _batched_mm_bytes(self, num_tokens: int) -> int:
+        config = self._model.config
+        return 2 * num_tokens * config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
+
+
+if __name__ == "__main__":
+    protocol.main(Transformers)
