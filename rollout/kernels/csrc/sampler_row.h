@@ -120,8 +120,7 @@ class BlockSums {
     const double target = std::min(noise * total_, kAlmostOne * total_);
     size_t block = 0;
     double before = 0.0;
-    // Ends with the last block at the latest: the sum is then the total, which exceeds the target.
-    while (before + sums_[block] <= target) before += sums_[block++];
+    while (block + 1 < sums_.size() && before + sums_[block] <= target) before += sums_[block++];
     float lanes[kBlock] = {};
     row.each_vector(block, [&](int64_t id, F32x16 x) { store(lanes + id % kBlock, weights(id, x)); });
     int64_t last = 0;
