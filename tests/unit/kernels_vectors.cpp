@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "packed.h"
+#include "packed.cpp"
 
 using namespace lockstep;
 
@@ -45,16 +45,14 @@ std::vector<float> products(const std::vector<T>& panels, const T* tokens, int c
       pack_token(tokens + (tiles.begin(tile) + t) * depth, depth, tiles.rows(tile), t, buffer.data());
     }
     for (int64_t panel = 0; panel < panels_of(rows); ++panel) {
-      with_tile_rows(tiles.rows(tile), [&](auto m) {
-        F32x16 sums[m][kPanelVectors];
-        multiply_tile<m, T>(buffer.data(), panels.data() + panel * panel_numel<T>(depth), groups, sums);
-        for (int t = 0; t < m; ++t) {
-          for (int v = 0; v < kPanelVectors; ++v) {
-            const int64_t first = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, rows - first);
-            if (n > 0) store(out.data() + (tiles.begin(tile) + t) * rows + first, sums[t][v], static_cast<int>(n));
-          }
+      F32x16 sums[kTileTokens][kPanelVectors];
+      multiply_panel(tiles.rows(tile), buffer.data(), panels.data() + panel * panel_numel<T>(depth), groups, sums);
+      for (int t = 0; t < tiles.rows(tile); ++t) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+          const int64_t first = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, rows - first);
+          if (n > 0) store(out.data() + (tiles.begin(tile) + t) * rows + first, sums[t][v], static_cast<int>(n));
         }
-      });
+      }
     }
   }
   return out;

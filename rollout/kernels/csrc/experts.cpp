@@ -95,29 +95,33 @@ struct Experts {
     const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
     each_tile(used, [&](const ExpertTile& tile) {
       uint32_t* place = packed_inner + tile.begin * inner_groups();
-      const auto put = [&](int t, const F32x16* sums) {
-        const F32x16 gate = round_to<T>(silu(round_to<T>(sums[0])));
-        uint32_t inner[kLanes];  // zeros beyond I, as the weights are zeros there
-        store(reinterpret_cast<T*>(inner), gate * round_to<T>(sums[1]));
-        for (int64_t g = first; g < last; ++g) place[g * tile.rows + t] = inner[g - first];
-      };
-      multiply_panel<T>(tile.rows, packed_hidden + tile.begin * hidden_groups(),
-                        w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), put);
+      F32x16 sums[kTileTokens][kPanelVectors];
+      multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(),
+                     w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), sums);
+      for (int t = 0; t < tile.rows; ++t) {
+        const F32x16 gate = round_to<T>(silu(round_to<T>(sums[t][0])));
+        T columns[kLanes];  // zeros beyond I, as the weights are zeros there
+        store(columns, gate * round_to<T>(sums[t][1]));
+        for (int64_t g = first; g < last; ++g) {
+          std::memcpy(place + g * tile.rows + t, columns + (g - first) * kGroup<T>, sizeof(uint32_t));
+        }
+      }
     });
   }
 
   void down(int64_t used, int64_t block) const {
     const int64_t panel = sorted.experts[used] * panels_of(hidden_size) + block;
     each_tile(used, [&](const ExpertTile& tile) {
-      const auto put = [&](int t, const F32x16* sums) {
+      F32x16 sums[kTileTokens][kPanelVectors];
+      multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
+                     inner_groups(), sums);
+      for (int t = 0; t < tile.rows; ++t) {
         T* row = slots + sorted.order[tile.begin + t] * hidden_size;
         for (int v = 0; v < kPanelVectors; ++v) {
           const int64_t d = block * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, hidden_size - d);
-          if (n > 0) store(row + d, sums[v], static_cast<int>(n));
+          if (n > 0) store(row + d, sums[t][v], static_cast<int>(n));
         }
-      };
-      multiply_panel<T>(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
-                        inner_groups(), put);
+      }
     });
   }
 

@@ -31,17 +31,7 @@ inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
   return at::empty({num_tokens * groups_of<T>(depth)}, at::TensorOptions().dtype(at::kInt));
 }
 
-// The product of one tile and one panel, given to `put(row of the tile, first column in the panel, vector)`.
-template <class T, class Put>
-inline void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, Put&& put) {
-  with_tile_rows(rows, [&](auto m) {
-    F32x16 sums[m][kPanelVectors];
-    multiply_tile<m, T>(tokens, panel, groups, sums);
-    for (int t = 0; t < m; ++t) put(t, sums[t]);
-  });
-}
-
-// `fill(tile, token, row, rows, place)` for each token of a tile; `put(token, column, count, vector)`;
+// `fill(token, row, rows, tile)` for each token of a tile; `put(token, first column, columns, vector)`;
 // `finish(first token, last token)`.
 template <class T, class Fill, class Put, class Finish>
 inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, Fill&& fill, Put&& put,
@@ -64,12 +54,14 @@ inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, c
     const T* rows = weight + panel * panel_numel<T>(depth);
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
       const int64_t begin = tiles.begin(tile);
-      multiply_panel<T>(tiles.rows(tile), packed + begin * groups, rows, groups, [&](int t, const F32x16* sums) {
+      F32x16 sums[kTileTokens][kPanelVectors];
+      multiply_panel(tiles.rows(tile), packed + begin * groups, rows, groups, sums);
+      for (int t = 0; t < tiles.rows(tile); ++t) {
         for (int v = 0; v < kPanelVectors; ++v) {
           const int64_t first = column + v * kLanes, count = std::min<int64_t>(kLanes, out_size - first);
-          if (count > 0) put(begin + t, first, static_cast<int>(count), sums[v]);
+          if (count > 0) put(begin + t, first, static_cast<int>(count), sums[t][v]);
         }
-      });
+      }
     }
   };
   const auto finish_span = [&](int64_t span) {
