@@ -41,11 +41,13 @@ class NativeCpuBackend(AttentionBackend):
         self._paged_attention = torch.ops.lockstep.paged_attention.default
         empty = torch.empty(0, dtype=torch.int64)
         self._req_to_token = empty
-        self._rows_N = self._query_lens_N = self._kv_lens_N = empty
+        self._rows_N = self._query_lens_N = self._kv_lens_N = self._ones_N = empty
 
     def plan(self, batch: ForwardBatch) -> None:
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
-        query_lens = torch.ones_like(kv_lens)
+        if len(self._ones_N) != len(kv_lens):
+            self._ones_N = torch.ones_like(kv_lens)
+        query_lens = self._ones_N
         if batch.extend_lens:
             prefix_lens, extend_lens = torch.tensor(batch.extend_prefix_lens), torch.tensor(batch.extend_lens)
             rows = torch.cat([torch.tensor(batch.extend_req_pool_indices), rows])

@@ -22,7 +22,7 @@ class ReqToTokenPool:
         return self._free_rows.pop()
 
     def enter(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Set the slots [n] of one position [n] in each of the rows [n], all int64."""
+        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`."""
         device = self.table.device
         self.table.index_put_((rows.to(device), positions.to(device)), slots)
 

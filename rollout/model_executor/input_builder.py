@@ -22,7 +22,7 @@ class ExtendInput:
     wants_logits: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeInput:
     """One token a request, int64 on the host [B].  A batch that only decodes on the CPU holds these very tensors."""
 

@@ -129,7 +129,7 @@ def _wire(
         device=device,
         disable_radix_cache=args.disable_radix_cache,
     )
-    queues = RequestQueues(DecodeBatch(args.max_running_requests))
+    queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
     return Scheduler(
         channel=channel,

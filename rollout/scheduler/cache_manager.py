@@ -4,7 +4,10 @@ The one place where slots change hands between the free list, the prefix cache a
 policy; it says whether something fits and never decides who must make room.
 
     position   0            cached_len        device_len
-               |-- cache's ----|---- private ----|-- not computed --
+               |-- cache's ----|---- private ----|-- ahead, or none --
+
+While the same requests decode, their slots are entered for some steps at once: `ahead`.  Such slots still count as
+available, and go back to the free list when the batch changes or somebody else needs them.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
 from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
 from rollout.scheduler.req import Req
 
+MAX_STEPS_AHEAD = 16
+
 
 class CacheManager:
-    """Owner of the free list, the prefix cache and the slot table.  `free + cached + in use == total`, always."""
+    """Owner of the free list, the prefix cache and the slot table; `free + ahead + cached + in use == total`."""
 
     def __init__(
         self,
@@ -32,13 +37,17 @@ class CacheManager:
     ) -> None:
         self.allocator = SlotAllocator(num_slots, device)
         self.prefix_cache: RadixCache = (NoPrefixCache if disable_radix_cache else RadixCache)(self.allocator)
-        self.pool = ReqToTokenPool(max_requests, max_context, device)
+        self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
         self.num_private = 0  # slots held by requests and not by the cache
+        self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last
+        self._ahead_generation = -1  # of the decode batch that they are for
+        self._num_ahead = 0
+        self._steps_ahead = 1
 
     @property
     def num_available(self) -> int:
         """Slots that `extend` can hand out, evicting if it must."""
-        return self.allocator.num_free + self.prefix_cache.num_evictable
+        return self.allocator.num_free + self._num_ahead + self.prefix_cache.num_evictable
 
     def attach(self, req: Req, weight_epoch: int) -> None:
         """Give `req` a row and the longest cached prefix of its namespace, locked."""
@@ -58,13 +67,18 @@ class CacheManager:
         slots = self._alloc(count)
         self.pool.table[req.pool_index, req.device_len : req.device_len + count] = slots
 
-    def extend_each(self, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def extend_each(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B].
 
-        The caller has checked `num_available`.
+        Calls of one `generation` have the same rows, and positions that grow by one from call to call.  The caller has
+        checked `num_available`.
         """
-        slots = self._alloc(pool_indices.shape[0])
-        self.pool.enter(pool_indices, positions, slots)
+        if generation != self._ahead_generation or not self._ahead:
+            self._enter_ahead(generation, pool_indices, positions)
+        slots = self._ahead.pop()
+        count = slots.shape[0]
+        self._num_ahead -= count
+        self.num_private += count
         return slots
 
     def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
@@ -110,17 +124,42 @@ class CacheManager:
     def check(self) -> None:
         """Assert that every slot is in exactly one place.  For tests and idle moments; costs a pass over the pool."""
         total = self.allocator.num_slots
-        counted = self.allocator.num_free + self.prefix_cache.num_cached + self.num_private
+        counted = self.allocator.num_free + self._num_ahead + self.prefix_cache.num_cached + self.num_private
         assert counted == total, f"{counted} KV slots accounted for, {total} exist"
-        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots().cpu()]).numpy()
+        assert self._num_ahead == sum(slots.shape[0] for slots in self._ahead)
+        ahead = [slots.cpu() for slots in self._ahead]
+        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots().cpu(), *ahead]).numpy()
         assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"
 
     def _alloc(self, count: int) -> torch.Tensor:
+        slots = self._take(count)
+        self.num_private += count
+        return slots
+
+    def _take(self, count: int) -> torch.Tensor:
+        if count > self.allocator.num_free:
+            self._give_back_ahead()
         short = count - self.allocator.num_free
         if short > 0:
             self.prefix_cache.evict(short)
-        self.num_private += count
         return self.allocator.alloc(count)
+
+    def _enter_ahead(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> None:
+        """Slots for the next steps: one of a new batch, then twice as many each time while free ones suffice."""
+        self._give_back_ahead()
+        count = pool_indices.shape[0]
+        steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)
+        if steps * count > self.allocator.num_free:
+            steps = 1
+        slots = self._take(steps * count).view(steps, count)
+        self.pool.enter(pool_indices, positions + torch.arange(steps)[:, None], slots)
+        self._ahead = list(slots.unbind())[::-1]
+        self._ahead_generation, self._num_ahead, self._steps_ahead = generation, steps * count, steps
+
+    def _give_back_ahead(self) -> None:
+        for slots in self._ahead:
+            self.allocator.free(slots)
+        self._ahead, self._num_ahead = [], 0
 
     def _move_lock(self, req: Req, node: RadixNode) -> None:
         assert req.prefix_node is not None

@@ -1,7 +1,7 @@
 """`DecodeBatch`: the requests that decode, in order, and what a step needs of them as arrays.
 
-The arrays change by a column when a request joins or leaves; from step to step they advance in place.  What they hold
-is what the requests say, restated; `check` compares the two.  Does not know the policy, the KV pool or sampling.
+The arrays are made of what the requests say when one joins or leaves, and advance in place from step to step; `check`
+compares the two.  Does not know the policy, the KV pool or sampling.
 
 Shapes: B requests of the batch.
 """
@@ -16,22 +16,18 @@ import torch
 from rollout.model_executor.input_builder import DecodeInput
 from rollout.scheduler.req import Req
 
-_INPUT_ID, _POOL_INDEX, _POSITION, _SEQ_LEN, _OUTPUT_COUNT = range(5)
-
 
 class DecodeBatch:
-    """At most `capacity` requests, each with `device_len == num_tokens - 1`.
+    """Requests that have `device_len == num_tokens - 1`.
 
     A request's place in `reqs` is its row in `inputs` and in `output_counts` [B] int64, which counts its output tokens.
     These tensors are the live arrays, on the host: a step reads them before it calls `advance`.  `generation` changes
     whenever `reqs` does.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         self.reqs: Sequence[Req] = ()
         self.generation = 0
-        self._columns = np.zeros((5, capacity), dtype=np.int64)
-        self._all_rows = torch.arange(capacity)
         self._set_members([])
 
     def __len__(self) -> int:
@@ -42,57 +38,50 @@ class DecodeBatch:
 
     def join(self, reqs: Iterable[Req]) -> None:
         """Append requests whose known tokens but the last have their KV."""
-        members = list(self.reqs)
-        for req in reqs:
-            assert req.device_len == req.num_tokens - 1, "a request decodes once its prompt is computed"
-            self._columns[:, len(members)] = _column(req)
-            members.append(req)
-        self._set_members(members)
-
-    def keep(self, is_kept: Iterable[bool]) -> None:
-        """Let go of the requests for which `is_kept`, in the order of `reqs`, is False."""
-        rows = [row for row, kept in enumerate(is_kept) if kept]
-        if len(rows) < len(self.reqs):
-            self._columns[:, : len(rows)] = self._columns[:, rows]
-            self._set_members([self.reqs[row] for row in rows])
+        joining = list(reqs)
+        assert all(req.device_len == req.num_tokens - 1 for req in joining), "a request decodes once it is prefilled"
+        if joining:
+            self._set_members([*self.reqs, *joining])
 
     def drop_finished(self) -> None:
-        self.keep(not req.finished for req in self.reqs)
+        self._keep([req for req in self.reqs if not req.finished])
 
     def remove(self, leaving: Req) -> None:
-        self.keep(req is not leaving for req in self.reqs)
+        self._keep([req for req in self.reqs if req is not leaving])
 
     def clear(self) -> None:
-        self._set_members([])
+        self._keep([])
 
-    def advance(self, token_ids_B: np.ndarray) -> None:
-        """The KV of every request's newest token is computed, and `token_ids_B` int64 were sampled after them."""
-        self._advancing += 1
-        self._input_ids[:] = token_ids_B
+    def advance(self, token_ids_B: torch.Tensor) -> None:
+        """The KV of every request's newest token is computed, and `token_ids_B` int64 were sampled after them.
+
+        They become the next input as they are; the caller appends them to the records and does not change them.
+        """
+        self._counters.add_(1)
+        self.inputs.input_ids = token_ids_B
         for req in self.reqs:
             req.device_len += 1
 
     def check(self) -> None:
         """Assert that the arrays say what the requests say.  For tests; valid between steps."""
-        for row, req in enumerate(self.reqs):
-            assert self._columns[:, row].tolist() == list(_column(req)), f"{req.rid} and its column differ"
-        assert len(self.inputs.input_ids) == len(self.output_counts) == len(self.reqs)
+        inputs = self.inputs
+        arrays = (inputs.input_ids, inputs.pool_indices, inputs.positions, inputs.seq_lens, self.output_counts)
+        columns = list(zip(*(array.tolist() for array in arrays), strict=True))
+        assert columns == [_column(req) for req in self.reqs], "the arrays and the requests differ"
+        assert inputs.rows.tolist() == list(range(len(self.reqs)))
+
+    def _keep(self, reqs: list[Req]) -> None:
+        if len(reqs) < len(self.reqs):
+            self._set_members(reqs)
 
     def _set_members(self, reqs: list[Req]) -> None:
-        count = len(reqs)
-        columns = self._columns[:, :count]
         self.reqs = reqs
         self.generation += 1
-        self._input_ids = columns[_INPUT_ID]
-        self._advancing = columns[_POSITION:]
-        self.inputs = DecodeInput(
-            input_ids=torch.from_numpy(columns[_INPUT_ID]),
-            pool_indices=torch.from_numpy(columns[_POOL_INDEX]),
-            positions=torch.from_numpy(columns[_POSITION]),
-            seq_lens=torch.from_numpy(columns[_SEQ_LEN]),
-            rows=self._all_rows[:count],
-        )
-        self.output_counts = torch.from_numpy(columns[_OUTPUT_COUNT])
+        columns = np.array([_column(req) for req in reqs], dtype=np.int64).reshape(-1, 5)
+        arrays = torch.from_numpy(np.ascontiguousarray(columns.T))
+        input_ids, pool_indices, positions, seq_lens, self.output_counts = arrays.unbind()
+        self._counters = arrays[2:]  # the last three: they grow by one in every step
+        self.inputs = DecodeInput(input_ids, pool_indices, positions, seq_lens, rows=torch.arange(len(reqs)))
 
 
 def _column(req: Req) -> tuple[int, int, int, int, int]:

@@ -44,9 +44,8 @@ class ResultProcessor:
         if plan.decodes:
             rows = self._rows_of(plan.decodes)
             tokens = sample(logits_NV, rows.info, plan.decodes.output_counts)
-            token_ids_N = tokens.token_ids.cpu().numpy()
-            plan.decodes.advance(token_ids_N)
-            outgoing += rows.enter(tokens, token_ids_N.tolist(), self._weight_version)
+            plan.decodes.advance(tokens.token_ids)
+            outgoing += rows.enter(tokens, self._weight_version)
         return outgoing
 
     @property
@@ -69,7 +68,7 @@ class ResultProcessor:
             rows = SampledRows(sampling, self._stop, self._vocab_size, self._device)
             output_counts = torch.tensor([len(req.output.token_ids) for req in sampling])
             tokens = sample(logits_NV[: len(sampling)], rows.info, output_counts)
-            outgoing += rows.enter(tokens, tokens.token_ids.tolist(), self._weight_version)
+            outgoing += rows.enter(tokens, self._weight_version)
         return outgoing, len(sampling)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:

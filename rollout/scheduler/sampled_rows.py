@@ -38,7 +38,7 @@ class SampledRows:
         self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
         self._steps_left = min(req.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs)
 
-    def enter(self, tokens: SampledTokens, token_ids_N: list[int], weight_version: str) -> list[Req]:
+    def enter(self, tokens: SampledTokens, weight_version: str) -> list[Req]:
         """Append a step to the records.  Returns the requests that finished or stream: those with news to send."""
         if self._append_logprob:
             self._append_logprobs(tokens)
@@ -46,6 +46,7 @@ class SampledRows:
             for req in self._reqs:
                 req.output.mark_version(weight_version)
             self._marked_version = weight_version
+        token_ids_N = tokens.token_ids.tolist()
         for append, token_id in zip(self._append_token, token_ids_N):
             append(token_id)
         finished = self._check_finished(token_ids_N)

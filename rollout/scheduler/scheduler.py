@@ -129,7 +129,7 @@ class Scheduler:
 
     def _build(self, plan: StepPlan) -> ForwardBatch:
         decode = plan.decodes.inputs
-        slots = self.cache.extend_each(decode.pool_indices, decode.positions)
+        slots = self.cache.extend_each(plan.decodes.generation, decode.pool_indices, decode.positions)
         extends = [
             ExtendInput(
                 item.req.tokens(item.start, item.start + item.count),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +11,7 @@ from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
-from tests.decode_batch_faults import ForgetsToAdvance, ForgetsToMoveColumns
+from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 
 CAPACITY = 6
 ACTIONS = st.one_of(
@@ -27,7 +27,7 @@ class Stepper:
     """Requests with one prompt token each, stepped as the scheduler steps them."""
 
     def __init__(self) -> None:
-        self.batch = DecodeBatch(CAPACITY)
+        self.batch = DecodeBatch()
         self.made = 0
 
     def act(self, action: str, value: int) -> None:
@@ -57,7 +57,7 @@ class Stepper:
         return req
 
     def step(self, token_ids: list[int]) -> None:
-        self.batch.advance(np.array(token_ids))
+        self.batch.advance(torch.tensor(token_ids))
         for req, token_id in zip(self.batch, token_ids):
             req.output.token_ids.append(token_id)
 
@@ -87,14 +87,15 @@ def test_inputs_of_the_next_step() -> None:
     assert stepper.batch.output_counts.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("wrong", [ForgetsToMoveColumns, ForgetsToAdvance])
+@pytest.mark.parametrize("wrong", [ForgetsWhoLeft, ForgetsToAdvance])
 def test_check_catches_arrays_that_went_astray(wrong: type[DecodeBatch]) -> None:
     stepper = Stepper()
-    stepper.batch = wrong(CAPACITY)
+    stepper.batch = wrong()
     stepper.join(3)
     stepper.batch.check()
-    with pytest.raises(AssertionError, match="column differ"):
+    with pytest.raises(AssertionError, match="arrays and the requests differ"):
         stepper.step([1, 2, 3])
+        stepper.batch.check()
         stepper.batch.remove(stepper.batch.reqs[0])
         stepper.batch.check()
 
@@ -103,5 +104,5 @@ def test_a_request_whose_prompt_is_not_computed_cannot_join() -> None:
     stepper = Stepper()
     req = stepper.request()
     req.device_len -= 1
-    with pytest.raises(AssertionError, match="decodes once"):
+    with pytest.raises(AssertionError, match="once it is prefilled"):
         stepper.batch.join([req])

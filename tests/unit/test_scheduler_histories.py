@@ -20,7 +20,7 @@ from rollout.core.io_struct import (
 )
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler import build
-from tests.decode_batch_faults import ForgetsToAdvance, ForgetsToMoveColumns
+from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 from tests.scheduler_harness import Harness
 
 TINY = CheckpointSpec(
@@ -117,7 +117,7 @@ def test_histories(tmp_path_factory) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [ForgetsToMoveColumns, ForgetsToAdvance])
+@pytest.mark.parametrize("wrong", [ForgetsWhoLeft, ForgetsToAdvance])
 def test_histories_catch_a_batch_whose_arrays_go_astray(tmp_path_factory, monkeypatch, wrong: type) -> None:
     Histories.checkpoint = str(make_checkpoint(tmp_path_factory.mktemp("model"), TINY))
     monkeypatch.setattr(build, "DecodeBatch", wrong)
@@ -125,5 +125,5 @@ def test_histories_catch_a_batch_whose_arrays_go_astray(tmp_path_factory, monkey
         max_examples=20, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
         derandomize=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    with pytest.raises(AssertionError, match="column differ"):
+    with pytest.raises(AssertionError, match="arrays and the requests differ"):
         run_state_machine_as_test(Histories, settings=unshrunk)
