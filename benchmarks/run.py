@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, scaling, throughput
+from benchmarks import capture, memory, scaling, throughput
 
-PARTS = ("throughput", "capture", "scaling")
+PARTS = ("throughput", "capture", "scaling", "memory")
 
 
 def main() -> None:
@@ -40,6 +40,8 @@ def main() -> None:
         if "scaling" in args.only:
             svg = None if args.svg is None else args.svg / f"scaling_{shape}.svg"
             rows += scaling.run(shape, args.rounds, console, svg)
+        if "memory" in args.only:
+            rows += memory.run(shape, console)
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +27,7 @@ from benchmarks.line_chart import Chart, Line, write_svg
 from benchmarks.shapes import SHAPES, cached_checkpoint
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints.bench.operators import OperatorTimer
-from rollout.entrypoints.bench.steps import StepRecorder
+from rollout.entrypoints.bench.steps import StepRecorder, num_decoding
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -136,7 +137,7 @@ def _measure(engine: Engine, points: list[Point], rounds: int, vocab_size: int) 
         for point in rng.sample(points, len(points)):
             prompts = _prompts(rng, point, vocab_size)
             _cache_prompts(engine, prompts)
-            recorder = StepRecorder(engine.scheduler.queues, timer, lambda _: False)
+            recorder = StepRecorder(partial(num_decoding, engine.scheduler.queues), timer)
             engine.scheduler.stats = recorder
             params = {"temperature": 0.0, "max_new_tokens": 2 + STEPS, "ignore_eos": True}
             engine.generate(input_ids=prompts, sampling_params=params)

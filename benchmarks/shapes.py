@@ -31,5 +31,6 @@ def cached_checkpoint(name: str, spec: CheckpointSpec) -> Path:
     if not (folder / "config.json").exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         print(f"writing the checkpoint of shape {name} to {folder}")
-        make_checkpoint(folder, spec, force=True)
+        # Renamed when it is whole: what an interrupted run leaves must not look like a checkpoint.
+        make_checkpoint(CACHE / f"{name}.partial", spec, force=True).rename(folder)
     return folder

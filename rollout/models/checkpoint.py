@@ -7,7 +7,7 @@ the file and says what to do, found before any tensor is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rollout.core.errors import StartupError
 from weight_sync.tensor_meta import TensorMeta
 
 INDEX_FILE = "model.safetensors.index.json"
+MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -72,13 +73,32 @@ def open_checkpoint(model_path: str | Path) -> list[Shard]:
 
 
 def read_tensors(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of one shard, on the CPU, in the order of the header.  Raises `StartupError`."""
+    """Names and tensors of one shard, on the CPU, in the order of the header.  Raises `StartupError`.
+
+    A tensor is a view of the mapped file.  The mapping is renewed now and then: what was read of it would otherwise
+    count as resident, beside the weights made from it, until the whole file is read.
+    """
     try:
-        with safe_open(shard.path, framework="pt") as file:
-            for meta in shard.metas:
-                yield meta.name, file.get_tensor(meta.name)
+        for metas in _runs_of_bytes(shard.metas, MAPPED_BYTES):
+            with safe_open(shard.path, framework="pt") as file:
+                for meta in metas:
+                    yield meta.name, file.get_tensor(meta.name)
     except (SafetensorError, OSError) as error:
         raise _unreadable(shard.path, error) from None
+
+
+def _runs_of_bytes(metas: Iterable[TensorMeta], limit: int) -> Iterator[list[TensorMeta]]:
+    """Consecutive tensors of at most `limit` bytes together, at least one each."""
+    run: list[TensorMeta] = []
+    size = 0
+    for meta in metas:
+        if run and size + meta.nbytes > limit:
+            yield run
+            run, size = [], 0
+        run.append(meta)
+        size += meta.nbytes
+    if run:
+        yield run
 
 
 def _read_index(path: Path) -> dict[str, str] | None:

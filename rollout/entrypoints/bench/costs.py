@@ -4,8 +4,7 @@ Bytes are the least there is: what is read is counted once, what is written once
 those that this call uses.  Flops are those of matrix products (a product and a sum are two); operators without one are
 bound by bytes.  Knows no time and no machine.
 
-Shapes: T tokens, D hidden, O output features, P physical experts, K top-k, H query heads, Hkv key/value heads,
-hd head size, N requests.
+Shapes: T tokens, D hidden, P physical experts, K top-k, H query heads, hd head size, N requests.
 """
 
 from __future__ import annotations
@@ -33,106 +32,131 @@ class Cost:
 def operator_cost(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], result: object) -> Cost:
     """Cost of the call `operator(*args, **kwargs)` that gave `result`.
 
-    An operator without an entry of its own reads every tensor that it is given, writes every tensor that it returns or
+    An operator without entries of its own reads every tensor that it is given, writes every tensor that it returns or
     changes, and computes what torch's own flop counter says.
     """
     arguments = _bind(operator, args, kwargs)
-    function = COSTS.get(operator._schema.name)
-    if function is not None:
-        bytes_moved, flops = function(arguments, result)
+    name = operator._schema.name
+    if name in BYTES:
+        bytes_moved = BYTES[name](arguments, result)
     else:
-        bytes_moved, flops = _generic_bytes(operator, arguments, result), _torch_flops(operator, args, kwargs, result)
+        bytes_moved = _generic_bytes(operator, arguments, result)
+    if name in FLOPS:
+        flops = FLOPS[name](arguments, result)
+    else:
+        flops = _torch_flops(operator, args, kwargs, result)
     return Cost(bytes_moved, flops, _float_dtype(arguments))
 
 
-def generic_bytes(arguments: Arguments, result: object) -> int:
-    """Every tensor given and returned, once."""
-    return sum(tensor.nbytes for tensor in (*_tensors(arguments.values()), *_tensors([result])))
+def nbytes(*values: object) -> int:
+    """Of every tensor among `values`, lists included, once."""
+    return sum(tensor.nbytes for tensor in _tensors(values))
 
 
 # --- the engine's operators --------------------------------------------------------------------------------------
 
 
-def _linear(arguments: Arguments, result: object) -> tuple[int, int]:
-    """`hidden` [T, D] to the result [T, O]."""
-    assert isinstance(result, torch.Tensor)
-    return generic_bytes(arguments, result), 2 * arguments["hidden"].numel() * result.shape[1]
+def _linear_flops(arguments: Arguments, result: object) -> int:
+    """[T, D] to `out_size` features."""
+    return 2 * _token_rows(arguments).numel() * arguments["out_size"]
 
 
-def _fused_experts(arguments: Arguments, result: object) -> tuple[int, int]:
-    """Of `w13` and `w2` [P, ...], the experts that occur in `ids` [T, K]; every (token, slot) pair is one expert."""
-    ids, w13, w2 = arguments["ids"], arguments["w13"], arguments["w2"]
-    used = ids.unique().numel()
-    num_experts = w13.shape[0]
-    weights = (w13.nbytes + w2.nbytes) // num_experts
-    others = generic_bytes({name: arguments[name] for name in ("hidden", "ids", "weights")}, result)
-    return used * weights + others, 2 * ids.numel() * (w13.numel() + w2.numel()) // num_experts
+def _route_flops(arguments: Arguments, result: object) -> int:
+    """[T, D] to `num_experts` logits."""
+    return 2 * _token_rows(arguments).numel() * arguments["num_experts"]
 
 
-def _paged_attention(arguments: Arguments, result: object) -> tuple[int, int]:
-    """`q` [T, H, hd]: request n brings `query_lens[n]` rows, the last of which sees `kv_lens[n]` positions.
+def _token_rows(arguments: Arguments) -> torch.Tensor:
+    """With a norm before it, the rows are those of the residual."""
+    return arguments["residual"] if "residual" in arguments else arguments["hidden"]
 
-    The KV of a request is read once, whatever the number of its queries.
-    """
-    q, k_pool, v_pool = arguments["q"], arguments["k_pool"], arguments["v_pool"]
+
+def _experts_bytes(arguments: Arguments, result: object) -> int:
+    """Of `w13` and `w2` [P, ...], the experts that occur in `ids`."""
+    w13, w2 = arguments["w13"], arguments["w2"]
+    used = arguments["ids"].unique().numel()
+    activations = nbytes(arguments["hidden"], arguments["ids"], arguments["weights"], result)
+    return used * (nbytes(w13, w2) // w13.shape[0]) + activations
+
+
+def _experts_flops(arguments: Arguments, result: object) -> int:
+    """Every (token, slot) pair of `ids` [T, K] is three products of D * `inner_size`."""
+    hidden_size = arguments["hidden"].shape[1]
+    return 2 * arguments["ids"].numel() * 3 * hidden_size * arguments["inner_size"]
+
+
+def _attention_bytes(arguments: Arguments, result: object) -> int:
+    """The KV of a request is read once, whatever the number of its queries: `kv_lens` [N] slots each."""
+    slot = nbytes(arguments["k_pool"][0], arguments["v_pool"][0]) + arguments["req_to_token"].itemsize
+    positions = int(arguments["kv_lens"].sum())
+    return positions * slot + nbytes(*(arguments[name] for name in ("q", "rows", "query_lens", "kv_lens")), result)
+
+
+def _attention_flops(arguments: Arguments, result: object) -> int:
+    """`q` [T, H, hd]: request n brings `query_lens[n]` rows, the last of which sees `kv_lens[n]` positions."""
     query_lens, kv_lens = arguments["query_lens"], arguments["kv_lens"]
-    positions = int(kv_lens.sum())
     pairs = int((query_lens * kv_lens - query_lens * (query_lens - 1) // 2).sum())
-    slot = k_pool[0].nbytes + v_pool[0].nbytes + arguments["req_to_token"].itemsize
-    lengths = generic_bytes({name: arguments[name] for name in ("q", "rows", "query_lens", "kv_lens")}, result)
-    return positions * slot + lengths, 4 * pairs * q.shape[1] * q.shape[2]
+    return 4 * pairs * arguments["q"].shape[1] * arguments["q"].shape[2]
 
 
-def _qk_norm_rope_store(arguments: Arguments, result: object) -> tuple[int, int]:
-    """`qkv` is read, and as many bytes written: queries to the result, keys and values to T slots of the pools."""
-    names = ("weight", "cos", "signed_sin", "slots")
-    return 2 * arguments["qkv"].nbytes + generic_bytes({name: arguments[name] for name in names}, None), 0
+def _store_bytes(arguments: Arguments, result: object) -> int:
+    """`qkv` is read, and as much is written: queries to the result, keys and values to T slots of the pools."""
+    others = (value for name, value in arguments.items() if name not in ("qkv", "k_pool", "v_pool"))
+    return 2 * nbytes(arguments["qkv"]) + nbytes(*others)
 
 
-# --- torch's operators that touch a part of what they are given ---------------------------------------------------
+# --- operators that touch a part of what they are given -----------------------------------------------------------
 
 
-def _gather(arguments: Arguments, result: object) -> tuple[int, int]:
-    """Rows of the table are read as often as they are written to the result."""
-    table = arguments["weight"] if "weight" in arguments else arguments["self"]
-    others = {name: value for name, value in arguments.items() if value is not table}
-    return generic_bytes(others, None) + 2 * generic_bytes({}, result), 0
+def _gather_bytes(arguments: Arguments, result: object) -> int:
+    """As much is read of the first argument as is written to the result."""
+    _, *others = arguments.values()
+    return nbytes(*others) + 2 * nbytes(result)
 
 
-def _scatter(arguments: Arguments, result: object) -> tuple[int, int]:
+def _scatter_bytes(arguments: Arguments, result: object) -> int:
     """What is put is read and written; the rest of the target is left alone."""
+    _, *others = arguments.values()
     source = next(arguments[name] for name in ("values", "source", "src") if name in arguments)
-    others = {name: value for name, value in arguments.items() if name != "self"}
-    return generic_bytes(others, source), 0
+    return nbytes(*others, source)
 
 
-def _overwrite(arguments: Arguments, result: object) -> tuple[int, int]:
+def _overwrite_bytes(arguments: Arguments, result: object) -> int:
     """The target is written and not read."""
-    return generic_bytes(arguments, None), 0
+    return nbytes(*arguments.values())
 
 
-def _nothing(arguments: Arguments, result: object) -> tuple[int, int]:
-    return 0, 0
+def _no_bytes(arguments: Arguments, result: object) -> int:
+    return 0
 
 
-COSTS: dict[str, Callable[[Arguments, object], tuple[int, int]]] = {
-    "lockstep::linear": _linear,
-    "lockstep::fused_experts": _fused_experts,
-    "lockstep::paged_attention": _paged_attention,
-    "lockstep::qk_norm_rope_store": _qk_norm_rope_store,
-    "aten::embedding": _gather,
-    "aten::gather": _gather,
-    "aten::index": _gather,
-    "aten::index_select": _gather,
-    "aten::index_copy_": _scatter,
-    "aten::index_put_": _scatter,
-    "aten::scatter_": _scatter,
-    "aten::copy_": _overwrite,
-    "aten::fill_": _overwrite,
-    "aten::zero_": _overwrite,
-    "aten::empty": _nothing,
-    "aten::empty_like": _nothing,
-    "aten::new_empty": _nothing,
+Count = Callable[[Arguments, object], int]  # from the arguments and the result of a call
+
+BYTES: Mapping[str, Count] = {
+    "lockstep::fused_experts": _experts_bytes,
+    "lockstep::packed_embedding": _gather_bytes,
+    "lockstep::paged_attention": _attention_bytes,
+    "lockstep::qk_norm_rope_store": _store_bytes,
+    "aten::embedding": _gather_bytes,
+    "aten::gather": _gather_bytes,
+    "aten::index": _gather_bytes,
+    "aten::index_select": _gather_bytes,
+    "aten::index_copy_": _scatter_bytes,
+    "aten::index_put_": _scatter_bytes,
+    "aten::scatter_": _scatter_bytes,
+    "aten::copy_": _overwrite_bytes,
+    "aten::fill_": _overwrite_bytes,
+    "aten::zero_": _overwrite_bytes,
+    "aten::empty": _no_bytes,
+    "aten::empty_like": _no_bytes,
+    "aten::new_empty": _no_bytes,
+}
+FLOPS: Mapping[str, Count] = {
+    "lockstep::fused_experts": _experts_flops,
+    "lockstep::linear": _linear_flops,
+    "lockstep::norm_linear": _linear_flops,
+    "lockstep::norm_route": _route_flops,
+    "lockstep::paged_attention": _attention_flops,
 }
 
 
@@ -151,9 +175,9 @@ def _generic_bytes(operator: OpOverload, arguments: Arguments, result: object) -
     if any(alias is not None and not alias.is_write for alias in returned):
         return 0
     changed = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    written = [arguments[name] for name in changed if name in arguments]
-    fresh = [] if any(alias is not None for alias in returned) else result
-    return generic_bytes(arguments, fresh) + generic_bytes({}, written)
+    written = [value for name, value in arguments.items() if name in changed]
+    fresh = None if any(alias is not None for alias in returned) else result
+    return nbytes(*arguments.values(), *written, fresh)
 
 
 def _torch_flops(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], result: object) -> int:

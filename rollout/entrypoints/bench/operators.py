@@ -6,9 +6,10 @@ slowed down by much more, so this is no measure of that.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,16 +39,17 @@ class OperatorUse:
 class OperatorTimer(TorchDispatchMode):
     """A context: operators that this thread runs inside it are timed."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, clock: Callable[[], float] = perf_counter) -> None:
         super().__init__()
         self._machine = machine
+        self._clock = clock
         self._uses: dict[str, OperatorUse] = defaultdict(OperatorUse)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        start = time.perf_counter()
+        start = self._clock()
         result = func(*args, **kwargs)
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         cost = operator_cost(func, args, kwargs, result)
         use = self._uses[operator_name(func)]
         use.calls += 1

@@ -10,12 +10,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints.bench.machine import Machine
 from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
-from rollout.entrypoints.bench.steps import SECTIONS, Step, StepRecorder
+from rollout.entrypoints.bench.steps import SECTIONS, Step, StepRecorder, num_decoding
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import StepStats
 
@@ -105,7 +106,7 @@ class Profiler:
     ) -> list[Step]:
         engine, work = self._engine, self._workload
         prompts = [[self._rng.randrange(work.vocab_size) for _ in range(length)] for length in lengths]
-        recorder = StepRecorder(engine.scheduler.queues, self._timer, watch)
+        recorder = StepRecorder(partial(num_decoding, engine.scheduler.queues), self._timer, watch)
         engine.scheduler.stats = recorder
         try:
             engine.generate(

@@ -1,7 +1,6 @@
 """Step statistics that keep every step by itself, and let some of them be watched operator by operator.
 
-Put in the place of `Scheduler.stats`; knows the scheduler's queues, to tell a step that only decodes from one with
-prompts in it.
+To be put in the place of `Scheduler.stats`.  Does not know what a step computes.
 """
 
 from __future__ import annotations
@@ -46,13 +45,20 @@ class Step:
                 self.uses.setdefault(key, OperatorUse()).add(use)
 
 
-class StepRecorder(StepStats):
-    """A context that is `stats` of a scheduler while it lasts.  `watch` chooses steps by their index."""
+def num_decoding(queues: RequestQueues) -> int:
+    """How many requests decode in the next step; 0 if there will be prompts in it."""
+    return 0 if queues.waiting or queues.partial else len(queues.running)
 
-    def __init__(self, queues: RequestQueues, timer: OperatorTimer, watch: Callable[[int], bool]) -> None:
+
+class StepRecorder(StepStats):
+    """`decoding` is asked before each step for its `num_decodes`; `watch` chooses steps by their index."""
+
+    def __init__(
+        self, decoding: Callable[[], int], timer: OperatorTimer, watch: Callable[[int], bool] = lambda _: False
+    ) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self._queues = queues
+        self._decoding = decoding
         self._timer = timer
         self._watch = watch
         self._step = Step(0)
@@ -65,9 +71,7 @@ class StepRecorder(StepStats):
 
     def start_step(self) -> None:
         self.close()
-        queues = self._queues
-        with_prompts = bool(queues.waiting or queues.partial)
-        self._step = Step(0 if with_prompts else len(queues.running))
+        self._step = Step(self._decoding())
         if self._watch(len(self.steps)):
             self._step.uses = {}
             self._watching.enter_context(self._timer)

@@ -1,0 +1,69 @@
+"""The memory benchmark's reading of a process, and what stays mapped while a checkpoint is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import memory
+from rollout.models import checkpoint
+from rollout.models.checkpoint import open_checkpoint, read_tensors
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+
+MB = 2**20
+
+
+def test_memory_that_is_touched_is_resident_and_private() -> None:
+    before = memory.read_memory(os.getpid())
+    data = torch.ones(64 * MB, dtype=torch.uint8)
+    after = memory.read_memory(os.getpid())
+    assert 60 * MB < after.resident - before.resident < 80 * MB
+    assert 60 * MB < after.private - before.private < 80 * MB
+    assert after.resident <= after.peak and after.proportional <= after.resident
+    del data
+
+
+def test_bound() -> None:
+    assert memory.bound_bytes(weights=1000, kv_pool=10) == 1150 + 10 + 400e6
+
+
+def test_the_worker_is_told_from_other_children() -> None:
+    with pytest.raises(ValueError):
+        memory._worker_pid(os.getpid())
+
+
+def mapped_while_reading(folder: Path) -> int:
+    """Most bytes of files that became resident while every tensor was read and touched."""
+    start = memory.read_memory(os.getpid()).mapped
+    most = 0
+    (shard,) = open_checkpoint(folder)
+    for _, tensor in read_tensors(shard):
+        tensor.sum()
+        most = max(most, memory.read_memory(os.getpid()).mapped - start)
+    return most
+
+
+def test_what_was_read_of_a_file_does_not_stay_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", "moe", hidden_size=512, moe_intermediate_size=256, vocab_size=4000)
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 30 * MB
+    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", size)
+    assert mapped_while_reading(folder) > 0.8 * size
+    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", size // 8)
+    assert mapped_while_reading(folder) < 0.6 * size
+
+
+def test_tensors_are_the_same_however_often_the_mapping_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    (shard,) = open_checkpoint(folder)
+    expected = logical_tensors(folder)
+    for limit in (1, 10_000, 10**9):
+        monkeypatch.setattr(checkpoint, "MAPPED_BYTES", limit)
+        found = {name: tensor.clone() for name, tensor in read_tensors(shard)}
+        assert list(found) == [meta.name for meta in shard.metas]
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
