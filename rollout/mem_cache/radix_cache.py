@@ -55,6 +55,7 @@ class RadixCache:
         self._heap_floor = 1024
         self.num_cached = 0
         self.num_locked = 0
+        self.num_inserts = 0  # that added something: while it stays, no match gets longer
 
     @property
     def num_evictable(self) -> int:
@@ -91,6 +92,7 @@ class RadixCache:
             child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
             node.children[int(tokens[known])] = child
             self.num_cached += len(child)
+            self.num_inserts += 1
             self._touch(child, next(self._clock))
             node = child
         return node, known

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -14,12 +15,14 @@ import zmq
 
 from rollout.core.io_struct import SchedulerInput, SchedulerOutput, decode_input, encode
 
+_MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
+
 
 class Channel(Protocol):
     """Inbox and outbox of a scheduler."""
 
     def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        """All messages that are there; waits up to `timeout_ms` for the first, less if `wake` is called."""
+        """Messages that are there, in order; waits up to `timeout_ms` for the first, less if `wake` is called."""
 
     def send(self, message: SchedulerOutput) -> None: ...
 
@@ -47,18 +50,18 @@ class ZmqChannel:
         if timeout_ms > 0 and self._wake_read in dict(self._poller.poll(timeout_ms)):
             os.read(self._wake_read, 4096)
         messages: list[SchedulerInput] = []
-        while True:
-            try:
-                data = self._input.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            messages.append(_decode(data))
+        # Asking first costs a fifth of a receive that fails, which is what most steps would see.
+        while len(messages) < _MOST_AT_ONCE and int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            messages.append(_decode(self._input.recv(zmq.NOBLOCK)))
+        return messages
 
     def send(self, message: SchedulerOutput) -> None:
-        self._output.send(encode(message))
+        """Never blocks: the queue to the main process has no limit."""
+        self._output.send(encode(message), zmq.NOBLOCK)
 
     def wake(self) -> None:
-        os.write(self._wake_write, b"w")
+        with suppress(BlockingIOError):  # as many bytes as fit wait to be read already
+            os.write(self._wake_write, b"w")
 
     def close(self) -> None:
         self._input.close(linger=0)

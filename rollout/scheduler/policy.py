@@ -41,6 +41,15 @@ class StepPlan:
         return not self.extends and not self.decodes
 
 
+@dataclass(frozen=True, slots=True)
+class _Misfit:
+    """`req` needed `num_slots` and did not get them; until the prefix cache grows, it cannot need fewer."""
+
+    req: Req
+    num_slots: int
+    num_inserts: int  # of the prefix cache, at the time
+
+
 @dataclass(slots=True)
 class RequestQueues:
     """Every unfinished request is in exactly one of the three."""
@@ -67,6 +76,7 @@ class Policy:
         self._splits_prompts = chunked_prefill_size > 0
         self._budget = chunked_prefill_size if self._splits_prompts else MAX_PREFILL_TOKENS
         self._max_running = max_running_requests
+        self._misfit: _Misfit | None = None
 
     def plan(self, weight_epoch: int, retract: Callable[[Req], None]) -> StepPlan:
         """The next step.  `retract(req)` gives back what a request holds and keeps its record."""
@@ -115,10 +125,14 @@ class Policy:
             if key in in_prefill and cache.prefix_cache.keeps_prefixes:
                 passed.append(queues.waiting.popleft())  # its twin computes the shared prompt in this step
                 continue
+            kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
+            if self._is_known_misfit(req, cache.num_available - kept):
+                break
             cache.attach(req, weight_epoch)
-            headroom = _SLOTS_KEPT_PER_RUNNING * len(plan.decodes) if queues.running else 0
             count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
-            fits = cache.num_available - reserved - headroom >= req.extend_len
+            fits = cache.num_available - kept >= req.extend_len
+            if not fits:
+                self._misfit = _Misfit(req, req.extend_len, cache.prefix_cache.num_inserts)
             if not fits or (count > budget and plan.extends):
                 cache.detach(req, weight_epoch)
                 break
@@ -127,6 +141,16 @@ class Policy:
             budget -= count
             self._take(plan, req, count)
         queues.waiting.extendleft(reversed(passed))
+
+    def _is_known_misfit(self, req: Req, num_slots: int) -> bool:
+        """Whether the last attempt shows that `num_slots` are too few; saves a walk through the prefix cache a step."""
+        known = self._misfit
+        return (
+            known is not None
+            and known.req is req
+            and known.num_slots > num_slots
+            and known.num_inserts == self._cache.prefix_cache.num_inserts
+        )
 
     def _take(self, plan: StepPlan, req: Req, count: int) -> None:
         completes = count == req.extend_len

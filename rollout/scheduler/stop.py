@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from rollout.core.errors import StartupError, UnsupportedFeature
 from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.req import Req
 
 _INCOMPLETE = "\ufffd"  # what half a character decodes to
@@ -22,6 +23,9 @@ class StopChecker:
     def __init__(self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None) -> None:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = _load_tokenizer(tokenizer_file) if tokenizer_file is not None else None
+        # Byte-level text is the bytes of its tokens one after the other: what a token adds can be told from it alone.
+        self._adds_bytes = self._tokenizer is not None and isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._text_of_token: dict[tuple[int, bool], str] = {}
 
     def end_ids(self, source: TokenizedGenerateReqInput) -> frozenset[int]:
         """Token ids that finish a request."""
@@ -46,13 +50,32 @@ class StopChecker:
         last = output[-1]
         if last in req.end_ids:
             return FinishReason(type="stop", matched=last)
-        if req.stop_window and len(output) >= params.min_new_tokens:
+        if req.stop_window and len(output) >= params.min_new_tokens and self._may_end_stop(last, params):
             matched = self._matched_string(req)
             if matched is not None:
                 return FinishReason(type="stop", matched=matched)
         if len(output) >= params.max_new_tokens:
             return FinishReason(type="length", length=len(output))
         return None
+
+    def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
+        """False if no stop string can end in this token: it holds whole characters, and the last of none of them.
+
+        Spares most tokens of a request with stop strings the decoding of its window.
+        """
+        if not self._adds_bytes:
+            return True
+        text = self._token_text(token_id, params.skip_special_tokens)
+        return _INCOMPLETE in text or any(stop[-1] in text or stop[-1] == _INCOMPLETE for stop in params.stop)
+
+    def _token_text(self, token_id: int, skip_special_tokens: bool) -> str:
+        assert self._tokenizer is not None
+        key = (token_id, skip_special_tokens)
+        text = self._text_of_token.get(key)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=skip_special_tokens)
+            self._text_of_token[key] = text
+        return text
 
     def _matched_string(self, req: Req) -> str | None:
         """The stop string that appears first in the text of the last tokens and ends in the newest one.

@@ -7,6 +7,7 @@ its parent is gone, or with an error that the parent gets to see.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -59,6 +60,9 @@ class _LoadProgress:
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int) -> int:
     scheduler, ready = build_scheduler(args, channel, _LoadProgress())
     channel.send(ready)
+    # Modules and the model stay to the end: no collection between two steps need look at them.
+    gc.collect()
+    gc.freeze()
     while not scheduler.stopped:
         if os.getppid() != parent_pid:
             return 2

@@ -1,0 +1,61 @@
+"""Admission to a full pool: tried again when it can succeed, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from tests.scheduler_harness import Harness
+
+SPEC = CheckpointSpec(
+    hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=16, experts=4, top_k=2,
+    moe_intermediate_size=8, context_length=128, vocab_size=300,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), SPEC)
+
+
+def count_attempts(harness: Harness, rid: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps in which `rid` was matched against the prefix cache."""
+    cache, attempts = harness.scheduler.cache, []
+    attach = cache.attach
+
+    def counted(req, weight_epoch):
+        if req.rid == rid:
+            attempts.append(harness.scheduler.stats.num_steps)
+        attach(req, weight_epoch)
+
+    monkeypatch.setattr(cache, "attach", counted)
+    return attempts
+
+
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_a_request_that_cannot_fit_is_not_tried_in_every_step(checkpoint, monkeypatch, disable_radix_cache) -> None:
+    harness = Harness(checkpoint, max_total_tokens=100, disable_radix_cache=disable_radix_cache)
+    attempts = count_attempts(harness, "big", monkeypatch)
+    harness.submit([1] * 10, rid="long", params={"max_new_tokens": 60})
+    harness.submit([2] * 90, rid="big", params={"max_new_tokens": 2})
+    harness.run()
+    harness.check_idle()
+    assert len(harness.results["big"].token_ids) == 2
+    assert 2 <= len(attempts) <= 4, attempts  # at first, when the prompt of `long` entered the cache, at the end
+
+
+def test_a_request_is_tried_again_when_its_prefix_enters_the_cache(checkpoint, monkeypatch) -> None:
+    """With 40 of its 60 prompt tokens shared, `later` fits beside the request that computes them."""
+    harness = Harness(checkpoint, max_total_tokens=95)
+    attempts = count_attempts(harness, "later", monkeypatch)
+    prefix = list(range(40))
+    harness.submit(prefix, rid="first", params={"max_new_tokens": 30})
+    harness.submit([*prefix, *range(100, 120)], rid="later", params={"max_new_tokens": 2})
+    harness.run()
+    harness.check_idle()
+    assert harness.results["later"].finished.cached_tokens == 40
+    assert attempts == [0, 1], "refused with the whole prompt to compute, admitted in the next step"
