@@ -50,6 +50,9 @@ class ScoredTokens:
 class Sampler(ABC):
     """Stateless."""
 
+    # Whether a row's token and log-probabilities have the same bits whatever rows it is with.
+    batch_invariant = False
+
     @abstractmethod
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
         """Sample one token a row.  `logits_NV` may be changed in place.

@@ -41,6 +41,7 @@ ROW_SETTINGS = np.dtype(
 _PACK = struct.Struct(f"=Q6d{5 + 2 * len(_SPANS)}q").pack
 _NO_SPANS = (0,) * (2 * len(_SPANS))
 _MIN_HISTORY = 64
+_MAX_TOP_K = 2**31  # more than any vocabulary
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +70,7 @@ class SamplingRow:
             params.frequency_penalty,
             params.presence_penalty,
             params.repetition_penalty,
-            params.top_k,
+            min(params.top_k, _MAX_TOP_K),
             params.is_greedy,
             self.wants_logprob,
             self.top_logprobs,
@@ -77,6 +78,10 @@ class SamplingRow:
             *_NO_SPANS,
         )
         self.has_lists = bool(self.chosen_ids or params.logit_bias or params.min_new_tokens > 0 or params.has_penalties)
+
+    def end_ids_below(self, vocab_size: int) -> list[int]:
+        """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
+        return [token for token in self.end_ids if token < vocab_size]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +115,8 @@ class SamplingBatchInfo:
         self.bias_ids = self._spans("bias", [(i, list(row.params.logit_bias)) for i, row in with_lists])
         biases = [value for _, row in with_lists for value in row.params.logit_bias.values()]
         self.bias_values = torch.tensor(biases, dtype=torch.float32)
-        self.end_ids = self._spans("ends", [(i, row.end_ids) for i, row in with_lists if row.params.min_new_tokens > 0])
+        with_minimum = [(i, row) for i, row in with_lists if row.params.min_new_tokens > 0]
+        self.end_ids = self._spans("ends", [(i, row.end_ids_below(vocab_size)) for i, row in with_minimum])
         self._penalised = [(i, row) for i, row in with_lists if row.params.has_penalties]
         self._lay_out_histories()
 

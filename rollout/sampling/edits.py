@@ -34,5 +34,5 @@ def _edit_row(logits_V: torch.Tensor, row: SamplingRow) -> None:
     if row.output_ids and (params.frequency_penalty or params.presence_penalty):
         seen, counts = torch.tensor(row.output_ids, device=logits_V.device).unique(return_counts=True)
         logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
-    if row.end_ids and len(row.output_ids) < params.min_new_tokens:
-        logits_V[list(row.end_ids)] = -torch.inf
+    if len(row.output_ids) < params.min_new_tokens:
+        logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf

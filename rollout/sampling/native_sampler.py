@@ -18,6 +18,8 @@ from rollout.sampling.batch_info import SamplingBatchInfo
 class NativeSampler(Sampler):
     """`torch.ops.lockstep` must be loaded.  Leaves the logits as they are."""
 
+    batch_invariant = True
+
     def __init__(self) -> None:
         self._sample_rows = torch.ops.lockstep.sample_rows.default
         self._score_rows = torch.ops.lockstep.score_rows.default

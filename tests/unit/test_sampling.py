@@ -221,6 +221,15 @@ def test_histories_are_read_live(sampler: Sampler) -> None:
             r.output_ids.append(token)
 
 
+def test_numbers_outside_the_vocabulary(sampler: Sampler) -> None:
+    """A top-k of any size, and an end token that no vocabulary has."""
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7] = 5.0
+    rows = [row(temperature=0.0, min_new_tokens=3), row(temperature=0.0, top_k=2**80)]
+    rows = [dataclasses.replace(r, end_ids=(7, VOCAB, 10**9)) for r in rows]
+    assert draw(sampler, logits, rows).token_ids.tolist() == [0, 7]
+
+
 def test_no_rows(sampler: Sampler) -> None:
     tokens = draw(sampler, torch.zeros(0, VOCAB), [])
     assert tokens.token_ids.shape == tokens.logprobs.shape == (0,)
