@@ -29,6 +29,8 @@ from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
 from rollout.model_executor.model_state import ModelState
 from rollout.models.load import load_model
+from rollout.sampling.base import Sampler
+from rollout.sampling.select import select_sampler
 from rollout.scheduler.batch_invariance import batch_invariance
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
@@ -78,7 +80,8 @@ def build_scheduler(
     backend = choose_attention_backend(dtype, device, config.head_dim, kernels.available)
     attention = create_attention_backend(backend, kv_pool)
     runner = ModelRunner(state, kv_pool, attention, recorder)
-    scheduler = _wire(args, config, limits, channel, runner, device)
+    sampler = select_sampler(dtype, device, kernels.available)
+    scheduler = _wire(args, config, limits, channel, runner, sampler, device)
     updater = WeightUpdater(model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one)
     weights = WeightControl(scheduler, updater, channel.wake)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
@@ -120,6 +123,7 @@ def _wire(
     limits: Limits,
     channel: Channel,
     runner: ModelRunner,
+    sampler: Sampler,
     device: torch.device,
 ) -> Scheduler:
     cache = CacheManager(
@@ -142,7 +146,7 @@ def _wire(
             chunked_prefill_size=args.chunked_prefill_size,
             max_running_requests=args.max_running_requests,
         ),
-        results=ResultProcessor(runner, stop, config.vocab_size, device),
+        results=ResultProcessor(runner, sampler, stop, config.vocab_size, device),
         records=RecordReader(cache, runner.kv_pool, runner.state, runner.recorder),
         stop=stop,
         max_queued_requests=args.max_queued_requests,

@@ -24,6 +24,7 @@ import torch
 from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.mem_cache.radix_cache import Namespace, RadixNode
+from rollout.sampling.batch_info import SamplingRow
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +86,8 @@ class Req:
         "prompt_hash",
         "prompt_ids",
         "prompt_record",
+        "sampling_row",
         "saved_rows",
-        "seed",
         "source",
         "stop_window",
     )
@@ -96,12 +97,12 @@ class Req:
     ) -> None:
         self.source = source
         self.arrival = arrival
-        self.seed = seed
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_window = stop_window  # tokens that a stop string can span; 0 without stop strings
         self.prompt_ids = source.input_ids
         self.prompt_hash = hash(tuple(source.input_ids))  # lets requests with one prompt share its prefill
         self.output = OutputRecord()
+        self.sampling_row = _sampling_row(source, seed, end_ids, self.output)
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
@@ -168,3 +169,20 @@ class Req:
 
     def check(self) -> None:
         assert 0 <= self.cached_len <= self.device_len <= self.num_tokens <= max(self.max_len, self.prompt_len)
+
+
+def _sampling_row(
+    source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], output: OutputRecord
+) -> SamplingRow:
+    """What the sampler is told of the request, whatever batch it is in."""
+    wants_logprobs = source.return_logprob
+    return SamplingRow(
+        source.sampling_params,
+        seed,
+        tuple(end_ids),
+        source.input_ids,
+        output.token_ids,
+        wants_logprob=wants_logprobs,
+        top_logprobs=source.top_logprobs_num if wants_logprobs else 0,
+        chosen_ids=(source.token_ids_logprob or ()) if wants_logprobs else (),
+    )

@@ -13,7 +13,7 @@ import torch
 
 from rollout.core.io_struct import FinishReason
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.sampling.sampler import SampledTokens, chosen_logprobs, sample, top_logprobs
+from rollout.sampling.base import Sampler
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Extend, StepPlan
 from rollout.scheduler.req import Req
@@ -24,8 +24,16 @@ from rollout.scheduler.stop import StopChecker
 class ResultProcessor:
     """Turns hidden states into record entries.  Sets `req.finished`; the scheduler acts on it."""
 
-    def __init__(self, runner: ModelRunner, stop: StopChecker, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        stop: StopChecker,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> None:
         self._runner = runner
+        self._sampler = sampler
         self._stop = stop
         self._vocab_size = vocab_size
         self._device = device
@@ -43,7 +51,7 @@ class ResultProcessor:
             logits_NV = logits_NV[first_decode:]
         if plan.decodes:
             rows = self._rows_of(plan.decodes)
-            tokens = sample(logits_NV, rows.info, plan.decodes.output_counts)
+            tokens = self._sampler.sample(logits_NV, rows.info, plan.decodes.output_counts)
             plan.decodes.advance(tokens.token_ids)
             outgoing += rows.enter(tokens, self._weight_version)
         return outgoing
@@ -67,7 +75,7 @@ class ResultProcessor:
         if sampling:
             rows = SampledRows(sampling, self._stop, self._vocab_size, self._device)
             output_counts = torch.tensor([len(req.output.token_ids) for req in sampling])
-            tokens = sample(logits_NV[: len(sampling)], rows.info, output_counts)
+            tokens = self._sampler.sample(logits_NV[: len(sampling)], rows.info, output_counts)
             outgoing += rows.enter(tokens, self._weight_version)
         return outgoing, len(sampling)
 
@@ -99,15 +107,14 @@ class ResultProcessor:
         record, source = req.prompt_record, req.source
         assert record is not None
         temperature = req.sampling_params.effective_temperature
+        chosen_ids, top_n = source.token_ids_logprob or [], source.top_logprobs_num
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):
             count = logits_NV.shape[0]
-            if temperature != 1.0:
-                logits_NV = logits_NV / temperature
             targets = torch.tensor(req.prompt_ids[position : position + count], device=logits_NV.device)
-            record.values += SampledTokens(targets, logits_NV).logprobs().tolist()
-            if source.top_logprobs_num:
-                best, ids = top_logprobs(logits_NV, source.top_logprobs_num)
-                record.top += list(zip(best.tolist(), ids.tolist()))
-            if source.token_ids_logprob:
-                record.chosen += chosen_logprobs(logits_NV, source.token_ids_logprob).tolist()
+            scored = self._sampler.score(logits_NV, targets, temperature, chosen_ids, top_n)
+            record.values += scored.logprobs.tolist()
+            if top_n:
+                record.top += list(zip(scored.top_logprobs.tolist(), scored.top_ids.tolist()))
+            if chosen_ids:
+                record.chosen += scored.chosen_logprobs.tolist()
             position += count

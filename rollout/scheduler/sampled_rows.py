@@ -9,11 +9,12 @@ Shapes: N requests, one row of logits each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
-from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
-from rollout.sampling.sampler import SampledTokens, chosen_logprobs, top_logprobs
+from rollout.sampling.base import SampledTokens
+from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
 
@@ -24,7 +25,7 @@ class SampledRows:
     def __init__(
         self, reqs: Sequence[Req], stop: StopChecker, vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.info = SamplingBatchInfo([_sampling_row(req) for req in reqs], vocab_size, device)
+        self.info = SamplingBatchInfo([req.sampling_row for req in reqs], vocab_size, device)
         self._reqs = reqs
         self._stop = stop
         self._marked_version: str | None = None
@@ -32,7 +33,7 @@ class SampledRows:
         rows = [row for row, req in enumerate(reqs) if req.source.return_logprob]
         self._append_logprob = [(row, reqs[row].output.logprobs.append) for row in rows]
         self._top_rows = [row for row in rows if reqs[row].source.top_logprobs_num]
-        self._chosen_rows = [row for row in rows if reqs[row].source.token_ids_logprob]
+        self._with_chosen = [reqs[row] for row in rows if reqs[row].source.token_ids_logprob]
         self._streaming = [req for req in reqs if req.source.stream]
         self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_window]
         self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
@@ -72,20 +73,15 @@ class SampledRows:
         return finished
 
     def _append_logprobs(self, tokens: SampledTokens) -> None:
-        values = tokens.logprobs().tolist()
+        values = tokens.logprobs.tolist()
         for row, append in self._append_logprob:
             append(values[row])
         if self._top_rows:
-            width = max(self._reqs[row].source.top_logprobs_num for row in self._top_rows)
-            best, ids = (x.tolist() for x in top_logprobs(tokens.scaled_logits_NV[self._top_rows], width))
-            for k, row in enumerate(self._top_rows):
+            best, ids = tokens.top_logprobs.tolist(), tokens.top_ids.tolist()
+            for row in self._top_rows:
                 count = self._reqs[row].source.top_logprobs_num
-                self._reqs[row].output.top.append((best[k][:count], ids[k][:count]))
-        for row in self._chosen_rows:
-            req = self._reqs[row]
-            logits_1V = tokens.scaled_logits_NV[row : row + 1]
-            req.output.chosen.append(chosen_logprobs(logits_1V, req.source.token_ids_logprob or [])[0].tolist())
-
-
-def _sampling_row(req: Req) -> SamplingRow:
-    return SamplingRow(req.sampling_params, req.seed, tuple(req.end_ids), req.prompt_ids, req.output.token_ids)
+                self._reqs[row].output.top.append((best[row][:count], ids[row][:count]))
+        if self._with_chosen:
+            chosen = iter(tokens.chosen_logprobs.tolist())
+            for req in self._with_chosen:
+                req.output.chosen.append(list(islice(chosen, len(req.sampling_row.chosen_ids))))
