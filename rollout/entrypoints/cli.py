@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as in a shell
 COMMANDS = {
     "serve": ("rollout.entrypoints.launch", "serve a checkpoint over HTTP"),
     "demo": ("rollout.entrypoints.demo.run", "run one whole step of reinforcement learning on a small model"),
@@ -31,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text, description=text, add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     namespace, _ = parser.parse_known_args(words[:1])
-    module = importlib.import_module(COMMANDS[namespace.command][0])
-    return int(module.main(words[1:]))
+    try:
+        module = importlib.import_module(COMMANDS[namespace.command][0])
+        return int(module.main(words[1:]))
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -16,7 +17,7 @@ from rollout.entrypoints.bench import run
 from rollout.entrypoints.bench.machine import Machine
 from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
 from rollout.entrypoints.bench.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
-from rollout.entrypoints.bench.report import operator_table, overview, phase_table
+from rollout.entrypoints.bench.report import noise_line, operator_table, overview, phase_table
 from rollout.entrypoints.bench.steps import BETWEEN, Step, StepRecorder
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import PHASES, StepStats
@@ -81,6 +82,16 @@ def test_summary_takes_medians_and_keeps_the_two_kinds_apart() -> None:
     assert (linear.calls, linear.seconds, linear.bytes_moved, linear.flops) == (2, 1.5, 100, 200)
     assert linear.least_seconds == pytest.approx((1.0 + 1.5 + 70.0) / 3 / 4)
     assert (profile.num_undisturbed, profile.num_timed) == (3, 3)
+    assert profile.spread == pytest.approx((26.5 - 2.5) / 3)
+    assert noise_line([profile]) is not None
+    assert noise_line([dataclasses.replace(profile, spread=0.05)]) is None
+
+
+def test_sums_are_the_sums_of_their_parts(profiles: list[Profile]) -> None:
+    for profile in profiles:
+        assert sum(phase.operator_seconds for phase in profile.phases) == pytest.approx(profile.operator_seconds)
+        python = sum(phase.python_seconds for phase in profile.phases)
+        assert python == pytest.approx(sum(phase.seconds for phase in profile.phases) - profile.operator_seconds)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +156,7 @@ def test_every_table_names_its_rows(profiles: list[Profile]) -> None:
     assert list(phase_table(decode).columns[0].cells) == [*PHASES, BETWEEN]
     names = list(operator_table(decode).columns[0].cells)
     assert "fused_experts" in names and names[-1] == "no operator"
-    assert list(overview(profiles).columns[0].cells) == ["Decode, batch 8", "Prefill, 200 tokens"]
+    assert list(overview(profiles).columns[0].cells) == ["decode, batch 8", "prefill of 200"]
 
 
 @pytest.mark.parametrize(("size", "length", "chunk", "expected"), [(1, 10, 64, 2), (64, 128, 2048, 5), (5, 9, -1, 6)])
@@ -161,7 +172,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
     assert cli.main(["bench", "--model-path", str(folder), *SMALL, *files]) == 0
     printed = capsys.readouterr()
-    assert "Decode, batch 2" in printed.out and "GB/s read" in printed.out
+    assert "decode, batch 2" in printed.out and "GB/s read" in printed.out
     content = json.loads((tmp_path / "out.json").read_text())
     assert [profile["kind"] for profile in content["profiles"]] == ["decode", "prefill"]
     assert content["machine"]["read_bytes_per_s"] > 0
@@ -212,3 +223,12 @@ def test_interrupting_is_quiet(
     folder = tiny_checkpoint(tmp_path / "model")
     assert cli.main(["bench", "--model-path", str(folder), *SMALL]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_interrupting_the_imports_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupt)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == ""

@@ -1,17 +1,19 @@
 """Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
 
 Operators are timed in steps of their own, in turn with steps that run undisturbed, so that both see the same machine.
-All times are medians.  Knows no output format.
+All times are medians; those of operators are added up, so that sums are the sums of their parts.  Knows no output
+format.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints.bench.machine import Machine
@@ -47,15 +49,19 @@ class Profile:
     batch_size: int
     tokens: int
     seconds: float
+    spread: float  # distance of the quartiles of the undisturbed units, as a part of `seconds`
     phases: list[PhaseTime]
     operators: dict[str, OperatorUse]  # the slowest first
-    operator_seconds: float
     num_undisturbed: int
     num_timed: int
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def operator_seconds(self) -> float:
+        return sum(use.seconds for use in self.operators.values())
 
 
 @dataclass(frozen=True)
@@ -136,39 +142,34 @@ def decode_head_start(batch_size: int, input_len: int, chunk: int) -> int:
 
 
 def summarise(kind: str, batch_size: int, tokens: int, units: list[Step]) -> Profile:
-    """Medians over undisturbed units, and over those whose operators were timed; there must be some of both."""
+    """Medians over undisturbed units, and over those whose operators were timed; there must be two or more of both."""
     undisturbed = [unit for unit in units if unit.uses is None]
     timed = [unit.uses for unit in units if unit.uses is not None]
-    assert undisturbed and timed, (kind, batch_size, len(units))
-    by_phase = {name: [_seconds(uses, phase=name) for uses in timed] for name in SECTIONS}
-    operators = {name: _typical([_sum(uses, name) for uses in timed]) for name in {op for u in timed for _, op in u}}
+    assert min(len(undisturbed), len(timed)) >= 2, (kind, batch_size, len(units))
+    by_phase = {key: _typical([uses.get(key, OperatorUse()) for uses in timed]) for uses in timed for key in uses}
+    operators: dict[str, OperatorUse] = defaultdict(OperatorUse)
+    for (_, operator), use in by_phase.items():
+        operators[operator].add(use)
+    totals = [unit.total_seconds for unit in undisturbed]
+    first, middle, third = quantiles(totals, n=4, method="inclusive")
     return Profile(
         kind=kind,
         batch_size=batch_size,
         tokens=tokens,
-        seconds=median(unit.total_seconds for unit in undisturbed),
+        seconds=middle,
+        spread=(third - first) / middle,
         phases=[
-            PhaseTime(name, median(unit.seconds[name] for unit in undisturbed), median(by_phase[name]))
+            PhaseTime(
+                name,
+                median(unit.seconds[name] for unit in undisturbed),
+                sum(use.seconds for (phase, _), use in by_phase.items() if phase == name),
+            )
             for name in SECTIONS
         ],
         operators=dict(sorted(operators.items(), key=lambda item: -item[1].seconds)),
-        operator_seconds=median(sum(each) for each in zip(*by_phase.values())),
         num_undisturbed=len(undisturbed),
         num_timed=len(timed),
     )
-
-
-def _seconds(uses: dict[tuple[str, str], OperatorUse], phase: str) -> float:
-    return sum(use.seconds for (name, _), use in uses.items() if name == phase)
-
-
-def _sum(uses: dict[tuple[str, str], OperatorUse], operator: str) -> OperatorUse:
-    """Over all phases."""
-    total = OperatorUse()
-    for (_, name), use in uses.items():
-        if name == operator:
-            total.add(use)
-    return total
 
 
 def _typical(uses: list[OperatorUse]) -> OperatorUse:

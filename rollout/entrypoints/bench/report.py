@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from rollout.entrypoints.bench.machine import Machine
@@ -12,6 +13,7 @@ from rollout.entrypoints.bench.operators import OperatorUse
 from rollout.entrypoints.bench.profile import Profile
 
 NOTICEABLE = 0.01  # of the step; operators below are shown as one line
+QUIET = 0.1  # spread of steps on a machine that does nothing else
 
 
 def machine_line(machine: Machine, threads: int) -> str:
@@ -21,31 +23,42 @@ def machine_line(machine: Machine, threads: int) -> str:
     )
 
 
+def noise_line(profiles: list[Profile]) -> str | None:
+    """A warning where steps of one kind took very different times."""
+    loud = [title(profile) for profile in profiles if profile.spread > QUIET]
+    if not loud:
+        return None
+    return f"the machine was busy with other things, take these with care: {'; '.join(loud)}"
+
+
 def title(profile: Profile) -> str:
     if profile.kind == "prefill":
-        return f"Prefill, {profile.tokens} tokens"
-    return f"Decode, batch {profile.batch_size}"
+        return f"prefill of {profile.tokens}"
+    return f"decode, batch {profile.batch_size}"
 
 
 def overview(profiles: list[Profile]) -> Table:
     """One row a profile: throughput, and the step in operators and Python."""
-    table = Table(title="Throughput, and what a step (or a whole prompt) is made of, milliseconds; medians")
-    _add_columns(table, "", "tokens/s", "ms", "operators", "Python", "of roofline")
+    table = Table(box=box.SIMPLE, pad_edge=False, title="Throughput; milliseconds of a step or a whole prompt")
+    _add_columns(table, "", "tokens/s", "ms", "spread %", "operators", "Python", "roof %")
     for profile in profiles:
         least = sum(use.least_seconds for use in profile.operators.values())
         table.add_row(
             title(profile),
             f"{profile.tokens_per_s:.0f}",
             _ms(profile.seconds),
+            f"{100 * profile.spread:.0f}",
             _ms(profile.operator_seconds),
             _ms(profile.seconds - profile.operator_seconds),
-            f"{100 * least / profile.seconds:.0f} %",
+            f"{100 * least / profile.seconds:.0f}",
         )
     return table
 
 
 def phase_table(profile: Profile) -> Table:
-    table = Table(title=f"{title(profile)}: milliseconds by phase ({profile.num_undisturbed} runs)")
+    table = Table(
+        box=box.SIMPLE, pad_edge=False, title=f"{title(profile)}: milliseconds by phase, {profile.num_undisturbed} runs"
+    )
     _add_columns(table, "phase", "all", "operators", "Python")
     for phase in profile.phases:
         table.add_row(phase.name, _ms(phase.seconds), _ms(phase.operator_seconds), _ms(phase.python_seconds))
@@ -54,8 +67,8 @@ def phase_table(profile: Profile) -> Table:
 
 def operator_table(profile: Profile) -> Table:
     """Operators that take a noticeable share of the step, then the others together, then what no operator takes."""
-    table = Table(title=f"{title(profile)}: operators ({profile.num_timed} runs timed)")
-    _add_columns(table, "operator", "calls", "ms", "of step", "MB", "GB/s", "GFLOP/s", "of roofline")
+    table = Table(box=box.SIMPLE, pad_edge=False, title=f"{title(profile)}: operators, {profile.num_timed} runs timed")
+    _add_columns(table, "operator", "calls", "ms", "step %", "MB", "GB/s", "GFLOP/s", "roof %")
     shown = {name: use for name, use in profile.operators.items() if use.seconds >= NOTICEABLE * profile.seconds}
     for name, use in shown.items():
         table.add_row(name, *_operator_cells(use, profile.seconds))
@@ -67,13 +80,13 @@ def operator_table(profile: Profile) -> Table:
         table.add_row(f"{len(profile.operators) - len(shown)} others", *_operator_cells(rest, profile.seconds))
     python = profile.seconds - profile.operator_seconds
     table.add_section()
-    table.add_row("no operator", "", _ms(python), f"{100 * python / profile.seconds:.1f} %", "", "", "", "")
+    table.add_row("no operator", "", _ms(python), f"{100 * python / profile.seconds:.1f}", "", "", "", "")
     return table
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
     """All that was measured, in seconds, bytes and floating-point operations."""
-    return asdict(profile) | {"tokens_per_s": profile.tokens_per_s}
+    return asdict(profile) | {"tokens_per_s": profile.tokens_per_s, "operator_seconds": profile.operator_seconds}
 
 
 def _add_columns(table: Table, first: str, *others: str) -> None:
@@ -87,13 +100,18 @@ def _operator_cells(use: OperatorUse, step_seconds: float) -> list[str]:
     return [
         f"{use.calls:.1f}",
         _ms(use.seconds),
-        f"{100 * use.seconds / step_seconds:.1f} %",
-        f"{use.bytes_moved / 1e6:.2f}",
+        f"{100 * use.seconds / step_seconds:.1f}",
+        _figures(use.bytes_moved / 1e6),
         f"{use.bytes_moved / seconds / 1e9:.1f}",
         f"{use.flops / seconds / 1e9:.0f}" if use.flops else "",
-        f"{100 * use.least_seconds / seconds:.0f} %",
+        f"{100 * use.least_seconds / seconds:.0f}",
     ]
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3f}"
+    return _figures(1000 * seconds)
+
+
+def _figures(value: float) -> str:
+    """Three decimals of a small number, none of a large one."""
+    return f"{value:.{3 - min(3, len(str(int(abs(value)))) - 1)}f}"

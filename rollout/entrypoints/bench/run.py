@@ -20,7 +20,7 @@ from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import DTYPES
 from rollout.entrypoints.bench.machine import Machine, measure_machine
 from rollout.entrypoints.bench.profile import MIN_OUTPUT_LEN, Profile, Profiler, Workload, decode_head_start, runs_of
-from rollout.entrypoints.bench.report import as_json, machine_line, operator_table, overview, phase_table
+from rollout.entrypoints.bench.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
 from rollout.entrypoints.bench.trace import write_trace
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
@@ -134,6 +134,9 @@ def _report(args: argparse.Namespace, machine: Machine, profiles: list[Profile])
         console.print(operator_table(profile))
     console.print(overview(profiles))
     console.print(machine_line(machine, threads))
+    noise = noise_line(profiles)
+    if noise is not None:
+        console.print(noise)
     if args.json is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         content: dict[str, Any] = {
