@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Req
 
 
 class ForgetsWhoLeft(DecodeBatch):
-    """Lets requests go and leaves the arrays of as many rows as they were."""
+    """Lets requests go and keeps the first columns instead of theirs."""
 
-    def _keep(self, reqs: list[Req]) -> None:
-        old, count = self.inputs, len(reqs)
-        self._set_members(reqs)
-        self.inputs.input_ids, self.inputs.pool_indices = old.input_ids[:count], old.pool_indices[:count]
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) < len(self.reqs):
+            self._set_members([self.reqs[row] for row in rows], self._columns()[:, : len(rows)].contiguous())
 
 
 class ForgetsToAdvance(DecodeBatch):

@@ -107,14 +107,13 @@ class CacheManager:
         if req.pool_index == -1:
             return
         assert req.namespace is not None and req.prefix_node is not None
-        private = self.slots(req, req.cached_len, req.device_len).clone()
+        superfluous = req.device_len
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
             everything = self.slots(req, 0, req.device_len)
-            _, known = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
-            self.allocator.free(private[: max(0, known - req.cached_len)])
-        else:
-            self.allocator.free(private)
-        self.num_private -= private.shape[0]
+            _, superfluous = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
+        if superfluous > req.cached_len:
+            self.allocator.free(self.slots(req, req.cached_len, superfluous))
+        self.num_private -= req.device_len - req.cached_len
         self.prefix_cache.unlock(req.prefix_node)
         self.pool.free(req.pool_index)
         req.prefix_node = None
@@ -151,9 +150,14 @@ class CacheManager:
         steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)
         if steps * count > self.allocator.num_free:
             steps = 1
-        slots = self._take(steps * count).view(steps, count)
-        self.pool.enter(pool_indices, positions + torch.arange(steps)[:, None], slots)
-        self._ahead = list(slots.unbind())[::-1]
+        slots = self._take(steps * count)
+        if steps == 1:
+            self.pool.enter(pool_indices, positions, slots)
+            self._ahead = [slots]
+        else:
+            slots = slots.view(steps, count)
+            self.pool.enter(pool_indices, positions + torch.arange(steps)[:, None], slots)
+            self._ahead = list(slots.unbind())[::-1]
         self._ahead_generation, self._num_ahead, self._steps_ahead = generation, steps * count, steps
 
     def _give_back_ahead(self) -> None:

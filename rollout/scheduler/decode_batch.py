@@ -1,7 +1,7 @@
 """`DecodeBatch`: the requests that decode, in order, and what a step needs of them as arrays.
 
-The arrays are made of what the requests say when one joins or leaves, and advance in place from step to step; `check`
-compares the two.  Does not know the policy, the KV pool or sampling.
+The arrays get and lose columns as requests join and leave, and advance in place from step to step; `check` compares
+them with what the requests say.  Does not know the policy, the KV pool or sampling.
 
 Shapes: B requests of the batch.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from rollout.model_executor.input_builder import DecodeInput
@@ -28,7 +27,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.reqs: Sequence[Req] = ()
         self.generation = 0
-        self._set_members([])
+        self._set_members([], torch.empty(5, 0, dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -41,13 +40,14 @@ class DecodeBatch:
         joining = list(reqs)
         assert all(req.device_len == req.num_tokens - 1 for req in joining), "a request decodes once it is prefilled"
         if joining:
-            self._set_members([*self.reqs, *joining])
+            columns = torch.tensor([_column(req) for req in joining]).T
+            self._set_members([*self.reqs, *joining], torch.cat([self._columns(), columns], dim=1))
 
     def drop_finished(self) -> None:
-        self._keep([req for req in self.reqs if not req.finished])
+        self._keep([row for row, req in enumerate(self.reqs) if not req.finished])
 
     def remove(self, leaving: Req) -> None:
-        self._keep([req for req in self.reqs if req is not leaving])
+        self._keep([row for row, req in enumerate(self.reqs) if req is not leaving])
 
     def clear(self) -> None:
         self._keep([])
@@ -70,17 +70,21 @@ class DecodeBatch:
         assert columns == [_column(req) for req in self.reqs], "the arrays and the requests differ"
         assert inputs.rows.tolist() == list(range(len(self.reqs)))
 
-    def _keep(self, reqs: list[Req]) -> None:
-        if len(reqs) < len(self.reqs):
-            self._set_members(reqs)
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) < len(self.reqs):
+            kept = torch.tensor(rows, dtype=torch.int64)
+            self._set_members([self.reqs[row] for row in rows], self._columns().index_select(1, kept))
 
-    def _set_members(self, reqs: list[Req]) -> None:
+    def _columns(self) -> torch.Tensor:
+        """[5, B]: a column as `_column` gives it for each request."""
+        inputs = self.inputs
+        return torch.cat([torch.stack([inputs.input_ids.cpu(), inputs.pool_indices]), self._counters])
+
+    def _set_members(self, reqs: list[Req], columns: torch.Tensor) -> None:
         self.reqs = reqs
         self.generation += 1
-        columns = np.array([_column(req) for req in reqs], dtype=np.int64).reshape(-1, 5)
-        arrays = torch.from_numpy(np.ascontiguousarray(columns.T))
-        input_ids, pool_indices, positions, seq_lens, self.output_counts = arrays.unbind()
-        self._counters = arrays[2:]  # the last three: they grow by one in every step
+        input_ids, pool_indices, positions, seq_lens, self.output_counts = columns.unbind()
+        self._counters = columns[2:]  # the last three: they grow by one in every step
         self.inputs = DecodeInput(input_ids, pool_indices, positions, seq_lens, rows=torch.arange(len(reqs)))
 
 

@@ -34,22 +34,22 @@ class RecordReader:
 
     def __init__(self, cache: CacheManager, kv_pool: KVPool, state: ModelState, recorder: RouteRecorder | None) -> None:
         self._cache = cache
-        self._kv_pool = kv_pool
+        self._epoch_of_slot = kv_pool.epoch.numpy()  # the pool's own memory
         self._state = state
         self._recorder = recorder
 
     def save_rows(self, req: Req) -> None:
         """Before its slots are given up: keep what the record needs of them."""
-        epochs = self._epochs(req, 0, req.device_len)
-        if epochs.numel():
+        slots = self._slots(req)
+        epochs = self._epoch_of_slot[slots]
+        if len(epochs):
             oldest = int(epochs.min())
             req.oldest_epoch = oldest if req.oldest_epoch is None else min(req.oldest_epoch, oldest)
         if self._recorder is None or not req.source.return_routed_experts:
             return
-        kept = req.saved_rows.epochs.shape[0] if req.saved_rows else 0
+        kept = len(req.saved_rows.epochs) if req.saved_rows else 0
         if req.device_len > kept:
-            routes, epochs = self._rows(req, req.device_len)
-            req.saved_rows = SavedRows(routes, epochs)
+            req.saved_rows = SavedRows(*self._rows(req, slots, epochs, req.device_len))
 
     def output(self, req: Req) -> ReqOutput:
         """Tokens since the last call, and the finished record once `req.finished` is set."""
@@ -72,8 +72,9 @@ class RecordReader:
         )
 
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
-        prompt_epochs = self._epochs(req, 0, min(req.device_len, req.prompt_len))
-        oldest = [int(self._epochs(req, 0, req.device_len).min())] if req.device_len else []
+        slots = self._slots(req)
+        epochs = self._epoch_of_slot[slots]
+        oldest = [int(epochs.min())] if len(epochs) else []
         if req.oldest_epoch is not None:
             oldest.append(req.oldest_epoch)
         return FinishedRecord(
@@ -81,20 +82,20 @@ class RecordReader:
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
             weight_versions=_version_spans(req),
-            prefill_weight_versions=self._epoch_spans(prompt_epochs),
+            prefill_weight_versions=self._epoch_spans(epochs[: req.prompt_len]),
             kv_weight_version_oldest=self._state.version_of(min(oldest)) if oldest else None,
-            routed_experts=self._routes(req),
+            routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
         )
 
-    def _routes(self, req: Req) -> RoutedExpertsPayload | None:
+    def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:
         """Rows `start .. num_tokens - 2`; fewer only where an abort came before the forward."""
         if self._recorder is None or not req.source.return_routed_experts:
             return None
-        saved = req.saved_rows.epochs.shape[0] if req.saved_rows else 0
+        saved = len(req.saved_rows.epochs) if req.saved_rows else 0
         end = min(max(saved, req.device_len), req.num_tokens - 1)
         start = min(req.source.routed_experts_start_len, end)
-        routes, epochs = self._rows(req, end)
+        routes, epochs = self._rows(req, slots, slot_epochs, end)
         rows = rows_to_numpy(routes[start:], self._state.model.config.num_experts)
         return RoutedExpertsPayload(
             data=rows.tobytes(),
@@ -104,33 +105,32 @@ class RecordReader:
             versions=self._epoch_spans(epochs[start:]),
         )
 
-    def _rows(self, req: Req, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones."""
+    def _rows(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray, end: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones.
+
+        `slots` and `slot_epochs` are those of the tokens whose KV is there.
+        """
         assert self._recorder is not None
         saved = req.saved_rows
-        kept = min(saved.epochs.shape[0], end) if saved else 0
-        slots = self._cache.slots(req, kept, end) if end > kept else torch.empty(0, dtype=torch.int64)
-        routes, epochs = self._recorder.store.read(slots), self._kv_pool.epoch[slots.cpu()]
+        kept = min(len(saved.epochs), end) if saved else 0
+        routes = self._recorder.store.read(torch.from_numpy(slots[kept:end]))
         if saved is None:
-            return routes, epochs
-        return torch.cat([saved.routes[:kept], routes]), torch.cat([saved.epochs[:kept], epochs])
+            return routes, slot_epochs[:end]
+        return torch.cat([saved.routes[:kept], routes]), np.concatenate([saved.epochs[:kept], slot_epochs[kept:end]])
 
-    def _epochs(self, req: Req, start: int, end: int) -> torch.Tensor:
-        if end <= start:
-            return torch.empty(0, dtype=torch.int32)
-        return self._kv_pool.epoch[self._cache.slots(req, start, end).cpu()]
+    def _slots(self, req: Req) -> np.ndarray:
+        """Slots of the tokens whose KV is there [device_len]."""
+        if req.device_len == 0:
+            return np.empty(0, dtype=np.int64)
+        return self._cache.slots(req, 0, req.device_len).cpu().numpy()
 
-    def _epoch_spans(self, epochs: torch.Tensor) -> list[VersionSpan]:
+    def _epoch_spans(self, epochs: np.ndarray) -> list[VersionSpan]:
         """Runs of equal epochs as half-open spans over the rows given."""
-        if not epochs.numel():
+        if not len(epochs):
             return []
-        values, counts = torch.unique_consecutive(epochs, return_counts=True)
-        ends = counts.cumsum(0).tolist()
+        ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
         starts = [0, *ends[:-1]]
-        return [
-            VersionSpan(self._state.version_of(value), start, end)
-            for value, start, end in zip(values.tolist(), starts, ends)
-        ]
+        return [VersionSpan(self._state.version_of(int(epochs[start])), start, end) for start, end in zip(starts, ends)]
 
 
 def _version_spans(req: Req) -> list[VersionSpan]:

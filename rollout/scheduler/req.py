@@ -60,10 +60,10 @@ class PromptRecord:
 
 @dataclass(eq=False, slots=True)
 class SavedRows:
-    """Rows of tokens `0 .. n - 1` kept over a retraction: route rows [n, L, K] and their weight epochs [n]."""
+    """Rows of tokens `0 .. n - 1` kept over a retraction: route rows [n, L, K] and their weight epochs [n] int32."""
 
     routes: torch.Tensor
-    epochs: torch.Tensor
+    epochs: np.ndarray
 
 
 class Req:

@@ -8,7 +8,7 @@ Shapes: N requests, one row of logits each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -29,15 +29,26 @@ class SampledRows:
         self._reqs = reqs
         self._stop = stop
         self._marked_version: str | None = None
-        self._append_token = [req.output.token_ids.append for req in reqs]
-        rows = [row for row, req in enumerate(reqs) if req.source.return_logprob]
-        self._append_logprob = [(row, reqs[row].output.logprobs.append) for row in rows]
-        self._top_rows = [row for row in rows if reqs[row].source.top_logprobs_num]
-        self._with_chosen = [reqs[row] for row in rows if reqs[row].source.token_ids_logprob]
-        self._streaming = [req for req in reqs if req.source.stream]
-        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_window]
         self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
-        self._steps_left = min(req.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs)
+        self._steps_left = min([req.source.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs])
+        self._append_token = [req.output.token_ids.append for req in reqs]
+        self._append_logprob: list[tuple[int, Callable[[float], None]]] = []
+        self._top_rows: list[int] = []
+        self._with_chosen: list[Req] = []
+        self._stop_string_rows: list[int] = []
+        self._streams = False
+        for row, req in enumerate(reqs):
+            wants = req.sampling_row
+            if wants.wants_logprob:
+                self._append_logprob.append((row, req.output.logprobs.append))
+            if wants.top_logprobs:
+                self._top_rows.append(row)
+            if wants.chosen_ids:
+                self._with_chosen.append(req)
+            if req.stop_window:
+                self._stop_string_rows.append(row)
+            if req.source.stream:
+                self._streams = True
 
     def enter(self, tokens: SampledTokens, weight_version: str) -> list[Req]:
         """Append a step to the records.  Returns the requests that finished or stream: those with news to send."""
@@ -51,7 +62,7 @@ class SampledRows:
         for append, token_id in zip(self._append_token, token_ids_N):
             append(token_id)
         finished = self._check_finished(token_ids_N)
-        if not self._streaming:
+        if not self._streams:
             return finished
         return [req for req in self._reqs if req.finished or req.source.stream]
 

@@ -70,6 +70,10 @@ def test_arrays_follow_the_requests(actions: list[tuple[str, int]]) -> None:
         before, generation = list(stepper.batch), stepper.batch.generation
         stepper.act(action, value)
         stepper.batch.check()
+        inputs = stepper.batch.inputs
+        assert all(
+            x.is_contiguous() for x in (inputs.input_ids, inputs.pool_indices, inputs.positions, inputs.seq_lens)
+        )
         assert list(stepper.batch) == before or stepper.batch.generation > generation
 
 
