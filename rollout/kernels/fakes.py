@@ -1,7 +1,7 @@
 """Shapes and dtypes of the operators' results without computing them, for tracing.  Knows nothing else of them.
 
-Shapes: T tokens, D hidden, O output features, E logical experts, P physical experts, K top-k, H query heads,
-Hkv key/value heads, hd head size, S slots of the KV pool, N rows to sample, V vocabulary.
+Shapes: T tokens, D hidden, I intermediate, O output features, E logical experts, P physical experts, K top-k,
+H query heads, Hkv key/value heads, hd head size, S slots of the KV pool, N rows to sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def register_fakes() -> None:
         ("norm_route", _norm_route),
         ("add_rms_norm", _add_rms_norm),
         ("qk_norm_rope_store", _qk_norm_rope_store),
+        ("silu_and_mul", _silu_and_mul),
         ("fused_experts", _fused_experts),
         ("paged_attention", _paged_attention),
         ("sample_rows", _sample_rows),
@@ -89,6 +90,10 @@ def _qk_norm_rope_store(
 ) -> torch.Tensor:
     num_heads = weight.shape[0] - k_pool.shape[1]
     return qkv.new_empty(slots_T.shape[0], num_heads, k_pool.shape[2])
+
+
+def _silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    return gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
 
 
 def _fused_experts(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rollout.layers.activation import silu_and_mul
 from rollout.layers.context import ForwardContext
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import RMSNorm
@@ -27,6 +26,7 @@ class DenseMLP(nn.Module):
         ops: LayerOps,
     ) -> None:
         super().__init__()
+        self.ops = ops
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, device, ops)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, device, ops)
@@ -35,4 +35,5 @@ class DenseMLP(nn.Module):
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor:
         """Of the norm of `residual += hidden`."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(residual_TD, hidden_TD, norm)))
+        gate_up_T2I = self.gate_up_proj(residual_TD, hidden_TD, norm)
+        return self.down_proj(self.ops.silu_and_mul(gate_up_T2I))

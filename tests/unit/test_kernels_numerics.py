@@ -4,7 +4,7 @@ The error of a row is the 2-norm of its difference from float64 over the 2-norm 
 where the model's dtype rounds, so the errors are of one size; the sums in between run in another order, which makes
 single rows a little better or worse.
 
-Shapes: T tokens, D hidden, O output features, E experts, K top-k, I expert intermediate, H query heads, Hkv key/value
+Shapes: T tokens, D hidden, O output features, E experts, K top-k, I intermediate, H query heads, Hkv key/value
 heads, hd head size, L positions.
 """
 
@@ -109,6 +109,12 @@ def norm_route(dtype: torch.dtype, depth: int, experts: int, top_k: int) -> Erro
     return _compare(compute, exact)
 
 
+def activation(dtype: torch.dtype, inner: int) -> Errors:
+    gate_up = _randn(dtype, TOKENS, 2 * inner, scale=3.0)
+    gate, up = gate_up.double().chunk(2, -1)
+    return _compare(lambda ops: ops.silu_and_mul(gate_up), F.silu(gate) * up)
+
+
 def experts(dtype: torch.dtype, hidden_size: int, inner: int, num_experts: int, top_k: int) -> Errors:
     hidden = _randn(dtype, TOKENS, hidden_size)
     gate, up = (_randn(dtype, num_experts, inner, hidden_size, seed=s, scale=hidden_size**-0.5) for s in (1, 2))
@@ -180,6 +186,7 @@ CASES: dict[str, tuple[Callable[..., Errors], tuple]] = {
     "norm and linear, odd": (norm_linear, (91, 33)),
     "router": (norm_route, (256, 64, 8)),
     "router, odd": (norm_route, (77, 13, 3)),
+    "activation": (activation, (131,)),
     "experts": (experts, (256, 128, 16, 4)),
     "experts, odd": (experts, (77, 53, 7, 3)),
     "heads": (heads_to_pool, (8, 2, 64)),

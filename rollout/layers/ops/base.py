@@ -3,7 +3,7 @@
 A model is given one `LayerOps` when it is built and hands it to its layers.  It also decides how matrices are stored:
 layers allocate through it and reach logical content through `Place`s.  Knows nothing of parameters, names or requests.
 
-Shapes: T tokens, D hidden, O output features, E logical experts, P physical experts, K top-k, I expert intermediate,
+Shapes: T tokens, D hidden, O output features, E logical experts, P physical experts, K top-k, I intermediate,
 H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 """
 
@@ -115,6 +115,10 @@ class LayerOps(ABC):
         `qkv` [T, (H + 2 Hkv) * hd], `qk_weight` [H + Hkv, hd], `angles` [T, 2, hd] of cos and sign-folded sin, pools
         [S, Hkv, hd], `slots_T` [T] int64.
         """
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` [T, I], gate first, silu(gate) rounded to the dtype."""
 
     @abstractmethod
     def experts(

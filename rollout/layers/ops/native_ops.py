@@ -32,6 +32,7 @@ class NativeOps(LayerOps):
         self._norm_linear = operators.norm_linear.default
         self._norm_route = operators.norm_route.default
         self._qk_norm_rope_store = operators.qk_norm_rope_store.default
+        self._silu_and_mul = operators.silu_and_mul.default
         self._fused_experts = operators.fused_experts.default
 
     def empty_matrix(
@@ -103,6 +104,9 @@ class NativeOps(LayerOps):
         slots_T: torch.Tensor,
     ) -> torch.Tensor:
         return self._qk_norm_rope_store(qkv, qk_weight, angles, k_pool, v_pool, slots_T, eps)
+
+    def silu_and_mul(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+        return self._silu_and_mul(gate_up_T2I)
 
     def experts(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from rollout.layers.activation import silu_and_mul
 from rollout.layers.moe.expert_compute import apply_experts
 from rollout.layers.moe.topk import softmax_topk
 from rollout.layers.ops.base import ExpertPart, LayerOps
@@ -99,6 +100,9 @@ class TorchOps(LayerOps):
         k_pool.index_copy_(0, slots_T, key)
         v_pool.index_copy_(0, slots_T, value)
         return query
+
+    def silu_and_mul(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up_T2I)
 
     def experts(
         self,
