@@ -64,7 +64,7 @@ class Selection {
     }
     if (bound > -kInfinity) bound = end(row, nullptr, bound, count, kUnlimited).logit;
     gather(row, bound, kInfinity);
-    std::sort(tokens_.begin(), tokens_.end(), comes_before);
+    std::partial_sort(tokens_.begin(), tokens_.begin() + count, tokens_.end(), comes_before);
     tokens_.resize(count);
     return tokens_;
   }
@@ -77,6 +77,7 @@ class Selection {
   };
 
   static constexpr int64_t kSortAtOnce = 256;
+  static constexpr float kNarrow = 1e-6f;     // range of logits that is not halved any more
   static constexpr float kNoWeight = 105.0f;  // e^-105 is 0 in float
   static constexpr double kMargin = 1e-3;     // for the rounding of logarithms and weights
   static constexpr double kUnlimited = std::numeric_limits<double>::infinity();
@@ -137,8 +138,8 @@ class Selection {
     const auto reaches = [&](const Amount& amount) { return amount.count >= count || amount.weight >= mass; };
     if (!reaches(inside)) return {bound, INT32_MAX};
     while (inside.count - before.count > kSortAtOnce) {
-      const float middle = low + (std::min(high, row.largest()) - low) * 0.5f;
-      if (!(low < middle && middle < high)) break;
+      const float width = std::min(high, row.largest()) - low, middle = low + width * 0.5f;
+      if (width < kNarrow || !(low < middle && middle < high)) break;
       const Amount amount = above(row, weights, middle);
       if (reaches(amount)) {
         low = middle;
@@ -149,7 +150,10 @@ class Selection {
       }
     }
     gather(row, low, high);
-    std::sort(tokens_.begin(), tokens_.end(), comes_before);
+    // Many are left if their logits are almost equal; equal ones are in order already.
+    if (!std::is_sorted(tokens_.begin(), tokens_.end(), comes_before)) {
+      std::sort(tokens_.begin(), tokens_.end(), comes_before);
+    }
     for (const Token& token : tokens_) {
       ++before.count;
       if (weights != nullptr) before.weight += weights[token.id];
