@@ -86,7 +86,11 @@ def build_scheduler(
     weights = WeightControl(scheduler, updater, channel.wake)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(
-        {"layers": ops.batch_invariant, "attention": attention.batch_invariant},
+        {
+            "layers": ops.batch_invariant,
+            "attention": attention.batch_invariant,
+            "sampling": sampler.batch_invariant,
+        },
         kernels.reason or f"no compiled operator for {dtype} with heads of {config.head_dim}",
     )
     Control(scheduler, weights, static_state)

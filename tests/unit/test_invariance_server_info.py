@@ -36,8 +36,8 @@ def test_it_holds_on_the_compiled_operators(folder: Path, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts", "reason"),
     [
-        ({"disable_native_kernels": True}, "layers and attention", "--disable-native-kernels"),
-        ({"dtype": "float64"}, "layers and attention", "torch.float64"),
+        ({"disable_native_kernels": True}, "layers and attention and sampling", "--disable-native-kernels"),
+        ({"dtype": "float64"}, "layers and attention and sampling", "torch.float64"),
         ({"dtype": "float16"}, "layers", "torch.float16"),
     ],
 )
@@ -53,7 +53,7 @@ def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None
 
 def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_kernels", lambda progress: KernelStatus(False, "no C++ compiler found: g++"))
-    assert facts(folder) == (False, "layers and attention on plain torch: no C++ compiler found: g++")
+    assert facts(folder) == (False, "layers and attention and sampling on plain torch: no C++ compiler found: g++")
 
 
 def test_another_device() -> None:
