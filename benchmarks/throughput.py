@@ -1,7 +1,8 @@
 """Tokens a second of `Engine` and of `transformers.generate`: same weights, bf16, greedy, one interleaved run.
 
 Each round times, for every batch size, ours and theirs one after the other; the table shows medians over rounds.
-"Decode" leaves the prompt out: the time of a run with N new tokens less that of a run with one.
+"Decode" leaves the prompt out: the time of a run with N new tokens less that of a run with one.  A second table shows
+what a step that only decodes costs outside the operators, measured as `python_per_step` says.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
@@ -19,11 +21,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks import python_per_step
 from benchmarks.floor import decode_step_floor_s, measure_machine
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.engine import Engine
-from rollout.scheduler.stats import PHASES, StepStats
+from rollout.scheduler.stats import PHASES
 
 PROMPT_TOKENS = 128
 Generate = Callable[[list[list[int]], int], None]
@@ -38,7 +40,6 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     systems: dict[str, Generate] = {"lockstep": _ours(engine), "transformers": _theirs(hf)}
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    steps: dict[int, dict[str, float]] = {}
     rng = random.Random(0)
     with Progress(console=console) as progress:
         task = progress.add_task(f"shape {shape}", total=(rounds + 1) * len(batches) * len(systems) * 2)
@@ -47,14 +48,11 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
                 for name, generate in systems.items():
                     for new in (1, new_tokens):
                         prompts = [[rng.randrange(spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-                        engine.scheduler.stats = StepStats()
                         start = time.perf_counter()
                         generate(prompts, new)
                         if turn:
                             times[name, batch, new].append(time.perf_counter() - start)
                         progress.advance(task)
-                        if name == "lockstep" and new > 1:
-                            steps[batch] = engine.control(GetStateReqInput).data["step_time_ms"]
     rows = []
     for batch in batches:
         median = {key: statistics.median(times[key]) for key in times if key[1] == batch}
@@ -67,7 +65,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
         row["decode ratio"] = row["lockstep decode"] / row["transformers decode"]
         floor = decode_step_floor_s(spec, batch, PROMPT_TOKENS + new_tokens // 2, machine)
         row["floor share"] = row["lockstep decode"] * floor / batch
-        row["step_ms"] = steps[batch]
+        row["step"] = asdict(python_per_step.measure(engine, batch, PROMPT_TOKENS, spec.vocab_size))
         rows.append(row)
     engine.close()
     _print(rows, machine, new_tokens, rounds, console)
@@ -119,11 +117,17 @@ def _print(rows: list[dict], machine, new_tokens: int, rounds: int, console: Con
         f"floor: {machine.read_bytes_per_s / 1e9:.1f} GB/s read, {machine.bf16_flops_per_s / 1e9:.0f} GFLOP/s bf16, "
         f"{torch.get_num_threads()} threads"
     )
-    breakdown = Table(title="Milliseconds a step: the forward, and the Python around it (the step with the prompts in)")
-    for column in ("batch", *PHASES, "around the forward"):
-        breakdown.add_column(column, justify="right")
+    console.print(_step_table(rows))
+
+
+def _step_table(rows: list[dict]) -> Table:
+    table = Table(title="Microseconds of a step that only decodes, medians; Python is the step less its operators")
+    for column in ("batch", *PHASES, "step", "operators", "calls", "Python", "bound"):
+        table.add_column(column, justify="right")
     for row in rows:
-        step = row["step_ms"]
-        around = sum(step[name] for name in PHASES if name != "forward")
-        breakdown.add_row(str(row["batch"]), *(f"{step[name]:.2f}" for name in PHASES), f"{around:.2f}")
-    console.print(breakdown)
+        step = row["step"]
+        bound = python_per_step.BASE_US + python_per_step.PER_REQUEST_US * step["batch"]
+        values = [step["phases_us"][name] for name in PHASES]
+        values += [step["turn_us"], step["operators_us"], step["calls"], step["python_us"], bound]
+        table.add_row(str(row["batch"]), *(f"{value:.0f}" for value in values))
+    return table
