@@ -34,7 +34,7 @@ class RouteSlotStore:
         """Set the rows of distinct `slots` [T] int64, on the host."""
         assert rows_TLK.shape == (slots.shape[0], *self._rows.shape[1:]), tuple(rows_TLK.shape)
         self._rows.index_copy_(0, slots, rows_TLK)
-        self._written[slots] = True
+        self._written.index_fill_(0, slots, True)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """A copy [T, L, K] of the rows of `slots` [T] int64; a slot without a row comes back MISSING."""

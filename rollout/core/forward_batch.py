@@ -21,7 +21,7 @@ import torch
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step.  All tensors are int64 on the model's device."""
+    """One step, and valid for that step only.  All tensors are int64 on the model's device."""
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] absolute position of each token in its sequence
