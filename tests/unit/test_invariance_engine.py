@@ -226,6 +226,20 @@ def test_one_and_two_threads(tmp_path: Path, dtype: str) -> None:
 
 
 @DTYPES
+def test_a_large_vocabulary_on_two_threads(tmp_path: Path, dtype: str) -> None:
+    """More logits in a row than torch gives to one thread, and many that are equal in bfloat16."""
+    spec = tiny_spec(vocab_size=40001, hidden_size=24, layers=1, dense_first=0)
+    folder = make_checkpoint(tmp_path / "model", spec)
+    batch = asks(12, seed=7)
+    want = alone(folder, dtype, batch, every_token=False)
+    with compute_threads(2):
+        assert_same(alone(folder, dtype, batch, every_token=False), want)
+        server = Server(folder, dtype)
+        assert_same(server.together(batch, every_token=False), want)
+        assert_same(server.rescored(batch, want, every_token=False), want)
+
+
+@DTYPES
 def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) -> None:
     """At temperatures and with filters, penalties and biases that scored prompts do not have."""
     params: list[dict[str, Any]] = [

@@ -35,6 +35,17 @@ inline constexpr const char* kIsa = "portable";
 
 inline constexpr int kLanes = 16;
 
+// Elements 0 .. n - 1 are about to be accessed by a masked instruction, which the address sanitizer does not see.
+template <class T>
+inline void reveal([[maybe_unused]] const T* p, [[maybe_unused]] int n) {
+#if defined(__SANITIZE_ADDRESS__)
+  if (n > 0) {
+    [[maybe_unused]] const volatile unsigned char first = *reinterpret_cast<const unsigned char*>(p);
+    [[maybe_unused]] const volatile unsigned char last = *(reinterpret_cast<const unsigned char*>(p + n) - 1);
+  }
+#endif
+}
+
 #if LOCKSTEP_AVX512
 
 struct F32x16 {
@@ -44,12 +55,21 @@ struct F32x16 {
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 inline F32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline F32x16 load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+inline F32x16 load(const float* p, int n) {
+  reveal(p, n);
+  return {_mm512_maskz_loadu_ps(first_lanes(n), p)};
+}
 inline F32x16 widen(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
 inline F32x16 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline F32x16 load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+inline F32x16 load(const bf16* p, int n) {
+  reveal(p, n);
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
 inline void store(float* p, F32x16 x) { _mm512_storeu_ps(p, x.v); }
-inline void store(float* p, F32x16 x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+inline void store(float* p, F32x16 x, int n) {
+  reveal(p, n);
+  _mm512_mask_storeu_ps(p, first_lanes(n), x.v);
+}
 inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -74,7 +94,10 @@ inline __m256i narrow(F32x16 x) {
 }
 #endif
 inline void store(bf16* p, F32x16 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
-inline void store(bf16* p, F32x16 x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x)); }
+inline void store(bf16* p, F32x16 x, int n) {
+  reveal(p, n);
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x));
+}
 inline F32x16 round_bf16(F32x16 x) { return widen(narrow(x)); }
 
 // Thirty-two neighbouring elements: those at even places and those at odd places.

@@ -1,0 +1,227 @@
+"""Every compiled operator over odd sizes, and a digest of all that came out.
+
+    python -m tests.odd_sizes LIBRARY     with the operators of that library; prints the digest
+
+Shapes: T tokens, D hidden, O output features, E logical experts, P physical experts, K top-k, I expert intermediate,
+H query heads, Hkv key/value heads, hd head size, S slots of the pool, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from itertools import product
+
+import torch
+
+from rollout.core.sampling_params import SamplingParams
+from rollout.layers.norm_rotary import RotaryTable
+from rollout.layers.ops.native_ops import NativeOps
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+from rollout.sampling.native_sampler import NativeSampler
+from tests.layer_storage import PARTS, stored_experts, stored_matrix
+
+DTYPES = (torch.bfloat16, torch.float32)
+# Around a group of two, a vector of 16, a panel of 32 and a token tile of 12 (3 on other processors).
+DEPTHS = (1, 2, 16, 33, 131)
+OUTPUTS = (1, 16, 33, 70)
+TOKENS = (0, 1, 4, 13, 25, 200)
+EPS = 1e-6
+
+
+def _randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _refuses(call: Callable[[], object]) -> None:
+    """Errors are thrown before anything is touched."""
+    try:
+        call()
+    except (RuntimeError, ValueError, IndexError):
+        return
+    raise AssertionError("wrong arguments were taken")
+
+
+def matrices(ops: NativeOps) -> Iterator[torch.Tensor]:
+    for dtype, depth, outputs in product(DTYPES, DEPTHS, OUTPUTS):
+        weight, scale = _randn(dtype, outputs, depth), _randn(dtype, depth)
+        storage = stored_matrix(ops, weight)
+        for rows in (range(outputs), range(outputs // 2, outputs), range(outputs - 1, outputs), range(0)):
+            place = ops.matrix_place(storage, rows, depth)
+            assert torch.equal(place.read(), weight[rows.start : rows.stop])
+        ids = torch.tensor([outputs - 1, 0, outputs - 1])
+        assert torch.equal(ops.matrix_rows(storage, ids, depth), weight[ids])
+        for tokens in TOKENS:
+            hidden, residual = _randn(dtype, tokens, depth), _randn(dtype, tokens, depth)
+            yield ops.linear(hidden, storage, outputs)
+            yield ops.linear(_randn(dtype, tokens, depth + 3)[:, 1:-2], storage, outputs)
+            yield ops.norm_linear(residual, hidden, scale, EPS, storage, outputs)
+            yield ops.norm_linear(residual, None, scale, EPS, storage, outputs)
+            yield ops.add_rms_norm(residual, hidden, scale, EPS)
+            yield ops.add_rms_norm(residual, None, scale, EPS)
+            yield residual
+        _refuses(lambda: ops.linear(_randn(dtype, 3, depth + 2), storage, outputs))  # noqa: B023
+        _refuses(lambda: ops.matrix_rows(storage, torch.tensor([-1]), depth))  # noqa: B023
+        _refuses(lambda: ops.matrix_rows(storage, torch.tensor([999]), depth))  # noqa: B023
+
+
+def routers(ops: NativeOps) -> Iterator[torch.Tensor]:
+    for dtype, depth, experts in product(DTYPES, (1, 17, 64), (1, 7, 16, 33, 130)):
+        storage, scale = stored_matrix(ops, _randn(dtype, experts, depth)), _randn(dtype, depth)
+        for tokens, top_k, normalise in product((0, 1, 9, 40), {1, (experts + 1) // 2, experts}, (False, True)):
+            residual, hidden = _randn(dtype, tokens, depth), _randn(dtype, tokens, depth)
+            for row in residual[:2]:
+                row.fill_(torch.nan)  # ids stay ids whatever the scores are
+            normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, storage, experts, top_k, normalise)
+            assert tokens == 0 or (int(ids.min()) >= 0 and int(ids.max()) < experts)
+            yield from (normed[2:], weights[2:], ids)
+
+
+def activations(ops: NativeOps) -> Iterator[torch.Tensor]:
+    for dtype, inner, tokens in product(DTYPES, DEPTHS, TOKENS):
+        yield ops.silu_and_mul(_randn(dtype, tokens, 2 * inner))
+    _refuses(lambda: ops.silu_and_mul(torch.ones(2, 3)))
+
+
+ROUTINGS: dict[str, Callable[[int], torch.Tensor]] = {
+    "none": lambda experts: torch.empty(0, 2, dtype=torch.int64),
+    "one token, first and last expert": lambda experts: torch.tensor([[experts - 1, 0]]),
+    "spread": lambda experts: torch.randint(0, experts, (37, 3)),
+    "all on the last": lambda experts: torch.full((59, 1), experts - 1),
+    "most without a token": lambda experts: torch.tensor([[experts // 2, 0]] * 13),
+    "an expert twice": lambda experts: torch.zeros(5, 2, dtype=torch.int64),
+}
+
+
+def experts(ops: NativeOps) -> Iterator[torch.Tensor]:
+    for dtype, hidden, inner, count in product(DTYPES, (1, 17, 64, 131), (1, 16, 33), (1, 6)):
+        projections = [_randn(dtype, count, inner, hidden) for _ in range(2)] + [_randn(dtype, count, hidden, inner)]
+        w13, w2 = stored_experts(ops, *projections)
+        for part, weights in zip(PARTS, projections, strict=True):
+            for expert in (0, count - 1):
+                place = ops.expert_place(w13, w2, part, expert, inner, hidden)
+                assert torch.equal(place.read(), weights[expert])
+        for routing in ROUTINGS.values():
+            ids = routing(count)
+            rows, factors = _randn(dtype, len(ids), hidden), torch.rand(ids.shape).to(dtype)
+            yield ops.experts(rows, ids, factors, w13, w2, inner)
+            yield ops.experts(rows, ids, None, w13, w2, inner)
+        for wrong in (count, -1, 2**40):
+            row, ids = _randn(dtype, 1, hidden), torch.tensor([[wrong]])
+            _refuses(lambda: ops.experts(row, ids, None, w13, w2, inner))  # noqa: B023
+
+
+def heads(ops: NativeOps) -> Iterator[torch.Tensor]:
+    slots = 23
+    for dtype, size, (num_heads, num_kv_heads) in product(DTYPES, (2, 6, 16, 24, 40, 128), ((1, 1), (6, 2), (5, 5))):
+        weight = _randn(dtype, num_heads + num_kv_heads, size)
+        table = RotaryTable(size, 10000.0, 50, dtype, "cpu")
+        for tokens in (0, 1, 9, slots):
+            qkv = _randn(dtype, tokens, (num_heads + 2 * num_kv_heads) * size)
+            pools = [torch.zeros(slots, num_kv_heads, size, dtype=dtype) for _ in range(2)]
+            angles, places = table.angles(49 - torch.arange(tokens)), slots - 1 - torch.arange(tokens)
+            yield ops.heads_to_pool(qkv, weight, angles, EPS, *pools, places)
+            yield from pools
+        for wrong in (slots, -1):
+            place = torch.tensor([wrong])
+            row, angle = qkv[:1], table.angles(torch.tensor([0]))
+            _refuses(lambda: ops.heads_to_pool(row, weight, angle, EPS, *pools, place))  # noqa: B023
+
+
+def attention(ops: NativeOps) -> Iterator[torch.Tensor]:
+    """Lengths at the edges of blocks of 64 and segments of 512; the last sequence uses the first and the last slot."""
+    attend = torch.ops.lockstep.paged_attention
+    lengths = (1, 63, 64, 65, 128, 511, 512, 513, 600)
+    slots = sum(lengths)
+    for dtype, (num_heads, num_kv_heads, size) in product(
+        (*DTYPES, torch.float16), ((4, 4, 16), (6, 1, 8), (8, 2, 64), (3, 1, 40), (2, 1, 256))
+    ):
+        k_pool, v_pool = (_randn(dtype, slots, num_kv_heads, size) for _ in range(2))
+        table = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+        for row, part in enumerate(torch.randperm(slots).split(lengths)):
+            table[row, : len(part)] = part
+        table[-1, :2] = torch.tensor([0, slots - 1])
+        spans = [
+            [(row, length - 1, length) for row, length in enumerate(lengths)],
+            [(row, 0, length) for row, length in enumerate(lengths)],
+            [(6, 500, 512), (0, 0, 1), (8, 3, 3), (8, 37, 600), (5, 510, 511)],
+            [],
+        ]
+        for step in spans:
+            queries = torch.tensor([stop - start for _, start, stop in step], dtype=torch.int64)
+            rows = torch.tensor([row for row, _, _ in step], dtype=torch.int64)
+            kv_lens = torch.tensor([stop for _, _, stop in step], dtype=torch.int64)
+            q = _randn(dtype, int(queries.sum()), num_heads, size)
+            yield attend(q, k_pool, v_pool, table, rows, queries, kv_lens, size**-0.5)
+        for wrong in (slots, -1):
+            broken = table.clone()
+            broken[2, 63] = wrong
+            one, length = torch.tensor([1]), torch.tensor([64])
+            q = _randn(dtype, 1, num_heads, size)
+            _refuses(lambda: attend(q, k_pool, v_pool, broken, torch.tensor([2]), one, length, 1.0))  # noqa: B023
+
+
+def _sampling_rows(count: int, vocab: int) -> list[SamplingRow]:
+    """Every feature in some row, the first and the last token id in every list."""
+    edges = [0, vocab - 1]
+    shared = {"max_new_tokens": 9, "logit_bias": {0: 1.0, vocab - 1: -1.0}, "min_new_tokens": 1}
+    features: list[dict] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.7, "top_p": 0.5, "top_k": vocab + 3},
+        {"temperature": 1.3, "min_p": 0.1},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25},
+    ]
+    return [
+        SamplingRow(
+            SamplingParams(**shared | features[i % len(features)]),
+            seed=i,
+            end_ids=edges if vocab > 2 else (),
+            prompt_ids=edges,
+            output_ids=edges * (i % 3),
+            top_logprobs=(0, 1, vocab + 2)[i % 3],
+            chosen_ids=edges,
+        )
+        for i in range(count)
+    ]
+
+
+def samplers(ops: NativeOps) -> Iterator[torch.Tensor]:
+    sampler = NativeSampler()
+    for dtype, vocab, count in product(DTYPES, (1, 2, 15, 16, 17, 255, 257, 4097), (0, 1, 7)):
+        rows = _sampling_rows(count, vocab)
+        positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64)
+        sampled = sampler.sample(_randn(dtype, count, vocab), SamplingBatchInfo(rows, vocab), positions)
+        last = torch.full((count,), vocab - 1)
+        scored = sampler.score(_randn(dtype, count, vocab), last, 0.7, [0, vocab - 1], vocab + 2)
+        for tensor in (*astuple(sampled), *astuple(scored)):
+            yield tensor.nan_to_num(-9.0) if tensor.is_floating_point() else tensor  # NaN where none was asked for
+        if count:
+            wrong, logits = torch.full((count,), vocab), _randn(dtype, count, vocab)
+            _refuses(lambda: sampler.score(logits, wrong, 1.0, [], 0))  # noqa: B023
+
+
+OPERATORS = (matrices, routers, activations, experts, heads, attention, samplers)
+
+
+def digest() -> str:
+    """Of every result with one thread; with two they must be the same."""
+    ops, found = NativeOps(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        digest = hashlib.sha256()
+        for operator in OPERATORS:
+            for result in operator(ops):
+                assert result.dtype == torch.int64 or not result.isnan().any(), operator.__name__
+                digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+        found.append(digest.hexdigest())
+    assert found[0] == found[1], "one and two threads differ"
+    return found[0]
+
+
+if __name__ == "__main__":
+    torch.ops.load_library(sys.argv[1])
+    print(digest())
