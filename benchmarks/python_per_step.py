@@ -19,10 +19,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from torch import nn
 from torch._ops import OpOverload
 
 from rollout.entrypoints.engine import Engine
+from rollout.layers.layer import Layer
 from rollout.scheduler.stats import PHASES
 
 BASE_US = 150.0  # what a step may cost outside the operators, and on top of it each running request
@@ -132,6 +132,6 @@ def owners(engine: Engine) -> list[Any]:
     scheduler = engine.scheduler
     runner = scheduler.runner
     model = runner.state.model
-    assert isinstance(model, nn.Module)
-    layer_ops = {id(module.ops): module.ops for module in model.modules() if hasattr(module, "ops")}
+    assert isinstance(model, Layer)
+    layer_ops = {id(layer.ops): layer.ops for _, layer in model.named_layers() if hasattr(layer, "ops")}
     return [*layer_ops.values(), runner._attention, scheduler._results._sampler]

@@ -88,7 +88,8 @@ class ForwardHarness:
 
         self.attention.plan(batch)
         hidden = self.model(batch, ForwardContext(batch, self.attention, [capture]))
-        log_probs = self.model.compute_logits(hidden[batch.logits_rows]).log_softmax(-1)
+        logits = self.model.compute_logits(hidden[batch.logits_rows])
+        log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
         parts = zip((*extends, *decodes), log_probs.split(counts), routes.split(counts), strict=True)
         return {request: StepOutput(rows, chosen) for request, rows, chosen in parts}

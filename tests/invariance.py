@@ -82,10 +82,10 @@ class Server:
 
     def replace_ops(self, wrong: type) -> None:
         """Make every layer compute with `wrong`, a mixin over the class that it computes with now."""
-        for module in self.harness.scheduler.runner.state.model.modules():
-            ops = getattr(module, "ops", None)
+        for _, layer in self.harness.scheduler.runner.state.model.named_layers():
+            ops = getattr(layer, "ops", None)
             if isinstance(ops, LayerOps):
-                module.ops = type(wrong.__name__, (wrong, type(ops)), {})()
+                layer.ops = type(wrong.__name__, (wrong, type(ops)), {})()
 
     def submit(self, ask: Ask, every_token: bool = True, **fields: Any) -> str:
         chosen = list(range(self.vocab_size)) if every_token else None

@@ -8,22 +8,21 @@ Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from rollout.core.model_config import ModelConfig
 from rollout.layers.context import ForwardContext
+from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import QueryKeyNormRotary, RMSNorm
 from rollout.layers.ops.base import LayerOps
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """`layer_id` is the hidden layer, which is also the layer of the KV pool."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
     ) -> None:
-        super().__init__()
         self.layer_id = layer_id
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -36,7 +35,7 @@ class Attention(nn.Module):
         )
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, ops)
 
-    def forward(
+    def __call__(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,

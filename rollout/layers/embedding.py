@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from rollout.layers.linear import Linear, matrix_entry
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.place import Place, ViewPlace
-from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class Embedding(WeightLayer):
     """Weight [V, D], for looking up rows only."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.weight = parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, D]."""
         return F.embedding(input_ids_T, self.weight)
 
@@ -37,7 +36,7 @@ class Embedding(WeightLayer):
 class TiedEmbedding(Linear):
     """The matrix [V, D] of an output head, looked up by row."""
 
-    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, D]."""
         return self.ops.matrix_rows(self.weight, input_ids_T, self.in_features)
 
@@ -54,16 +53,14 @@ class OutputHead(WeightLayer):
         ops: LayerOps,
         tied_to: TiedEmbedding | None = None,
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.is_tied = tied_to is not None
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.weight = tied_to.weight if tied_to else parameter(ops.empty_matrix(vocab_size, hidden_size, dtype, device))
+        self.weight = tied_to.weight if tied_to else ops.empty_matrix(vocab_size, hidden_size, dtype, device)
 
-    def forward(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> logits [N, V] in float32, or float64 for a float64 model."""
-        logits_NV = self.ops.linear(hidden_ND, self.weight, self.vocab_size)
-        return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> logits [N, V] in the model's dtype."""
+        return self.ops.linear(hidden_ND, self.weight, self.vocab_size)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         if not self.is_tied:

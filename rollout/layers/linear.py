@@ -13,7 +13,7 @@ import torch
 
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
-from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class MergedLinear(WeightLayer):
@@ -31,13 +31,12 @@ class MergedLinear(WeightLayer):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.parts = dict(parts)
         self.in_features, self.out_features = in_features, sum(parts.values())
-        self.weight = parameter(ops.empty_matrix(self.out_features, in_features, dtype, device))
+        self.weight = ops.empty_matrix(self.out_features, in_features, dtype, device)
 
-    def forward(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
         """All parts side by side, of the norm of `residual += hidden`: [T, sum of the parts' sizes]."""
         return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, self.weight, self.out_features)
 
@@ -56,12 +55,11 @@ class Linear(WeightLayer):
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.in_features, self.out_features = in_features, out_features
-        self.weight = parameter(ops.empty_matrix(out_features, in_features, dtype, device))
+        self.weight = ops.empty_matrix(out_features, in_features, dtype, device)
 
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(hidden_TD, self.weight, self.out_features)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:

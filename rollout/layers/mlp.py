@@ -6,15 +6,15 @@ Shapes: T tokens, D hidden, I intermediate.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from rollout.layers.context import ForwardContext
+from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
 
 
-class DenseMLP(nn.Module):
+class DenseMLP(Layer):
     """`down(silu(gate(x)) * up(x))`."""
 
     def __init__(
@@ -25,13 +25,12 @@ class DenseMLP(nn.Module):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.ops = ops
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, device, ops)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, device, ops)
 
-    def forward(
+    def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor:
         """Of the norm of `residual += hidden`."""

@@ -14,7 +14,7 @@ import torch
 
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.place import Place, ViewPlace
-from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class RMSNorm(WeightLayer):
@@ -24,12 +24,11 @@ class RMSNorm(WeightLayer):
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, ops: LayerOps) -> None:
-        super().__init__()
         self.ops = ops
         self.eps = eps
-        self.weight = parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = torch.empty(size, dtype=dtype, device=device)
 
-    def forward(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """`residual += hidden` in place, where there is one; the norm of it is returned."""
         return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps)
 
@@ -77,14 +76,13 @@ class QueryKeyNormRotary(WeightLayer):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.eps = eps
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.weight = parameter(torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device))
+        self.weight = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
 
-    def forward(
+    def __call__(
         self, qkv: torch.Tensor, angles: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots_T: torch.Tensor
     ) -> torch.Tensor:
         """[T, (H + 2 Hkv) * hd] -> queries [T, H, hd]; keys and values are in slots `slots_T` [T] of [S, Hkv, hd]."""

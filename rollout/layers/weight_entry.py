@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from rollout.layers.layer import Layer
 from rollout.layers.ops.place import Place
 from weight_sync.tensor_meta import Piece
 
@@ -38,7 +38,7 @@ class FusedForm:
     pieces: tuple[Piece, ...]
 
 
-class WeightLayer(nn.Module):
+class WeightLayer(Layer):
     """Base of the layers that hold weights.  `prefix` is the layer's own dotted name in the model."""
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
@@ -48,8 +48,3 @@ class WeightLayer(nn.Module):
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """Wire tensors that carry several of them at once; none unless a layer says otherwise."""
         return iter(())
-
-
-def parameter(storage: torch.Tensor) -> nn.Parameter:
-    """A weight that never asks for a gradient."""
-    return nn.Parameter(storage, requires_grad=False)

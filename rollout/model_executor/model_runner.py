@@ -32,7 +32,7 @@ class RouteRecorder:
 
 
 class ModelRunner:
-    """Runs `state.model` over the KV pool."""
+    """Runs `state.model` over the KV pool.  Called in inference mode."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class ModelRunner:
         self.recorder = recorder
         self._attention = attention
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] of the step.  Route rows and weight epochs of its tokens are stored by KV slot."""
         hooks = []
@@ -60,12 +59,10 @@ class ModelRunner:
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD
 
-    @torch.inference_mode()
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of chosen rows."""
         return self.state.model.compute_logits(hidden_ND)
 
-    @torch.inference_mode()
     def logits_in_chunks(self, hidden_ND: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of many rows a few at a time, so that a long scored prompt does not need [N, V] at once."""
         for rows in hidden_ND.split(_SCORED_ROWS_AT_ONCE):

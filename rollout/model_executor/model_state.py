@@ -33,7 +33,7 @@ class CausalLM(Protocol):
         """Final-normed hidden states [T, D]."""
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V] float32 (float64 for a float64 model)."""
+        """[N, V] in the model's dtype."""
 
 
 @dataclass(frozen=True)

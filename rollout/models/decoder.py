@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
@@ -18,34 +17,36 @@ from rollout.core.model_config import ModelConfig
 from rollout.layers.attention import Attention
 from rollout.layers.context import ForwardContext
 from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from rollout.layers.layer import Layer
+from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
 from rollout.layers.ops.base import LayerOps
 from rollout.models.weight_loading import WeightIndex
 
 # Hidden-layer index -> block called with (residual [T, D], hidden [T, D], the norm before it, context).
-MLPFactory = Callable[[int], nn.Module]
+MLPFactory = Callable[[int], DenseMLP | MoELayer]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
         self,
         config: ModelConfig,
         layer_id: int,
-        mlp: nn.Module,
+        mlp: DenseMLP | MoELayer,
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         norm_args = (config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.input_layernorm = RMSNorm(*norm_args)
         self.self_attn = Attention(config, layer_id, dtype, device, ops)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
 
-    def forward(
+    def __call__(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
@@ -57,7 +58,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Embedding, layers, final norm."""
 
     def __init__(
@@ -68,20 +69,19 @@ class Decoder(nn.Module):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.embed_tokens: Embedding | TiedEmbedding
         if config.tie_word_embeddings:
             self.embed_tokens = TiedEmbedding(config.hidden_size, config.vocab_size, dtype, device, ops)
         else:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(
+        self.layers = [
             DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops)
             for layer_id in range(config.num_hidden_layers)
-        )
+        ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings, dtype, device)
 
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         angles = self.rotary.angles(batch.positions)
         residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         return self.norm(residual_TD, hidden_TD)
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Layer):
     """A model as the engine sees it.
 
     `weights` is its side of loading and refresh; `moe_layer_ids` are the hidden layers whose routes hooks see, in the
@@ -104,7 +104,6 @@ class DecoderForCausalLM(nn.Module):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.config = config
         self.dtype = dtype
         self.moe_layer_ids = config.moe_layer_ids
@@ -115,12 +114,12 @@ class DecoderForCausalLM(nn.Module):
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
         self.weights = WeightIndex(self, aliases)
 
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Final-normed hidden states [T, D] of the step's tokens."""
         return self.model(batch, context)
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] in float32, or float64 for a float64 model."""
+        """Logits [N, V] in the model's dtype."""
         return self.lm_head(hidden_ND)
 
 

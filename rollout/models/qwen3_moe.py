@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
@@ -29,7 +28,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     ) -> None:
         moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
 
-        def make_mlp(layer_id: int) -> nn.Module:
+        def make_mlp(layer_id: int) -> DenseMLP | MoELayer:
             if layer_id in moe_layers:
                 return MoELayer(config, moe_layers[layer_id], placement, dtype, device, ops)
             return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device, ops)

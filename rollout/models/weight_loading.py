@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from torch import nn
 
+from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
 from weight_sync.tensor_meta import Piece, TensorMeta
@@ -24,11 +24,11 @@ class WeightIndex:
     `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).
     """
 
-    def __init__(self, model: nn.Module, aliases: Mapping[str, str]) -> None:
+    def __init__(self, model: Layer, aliases: Mapping[str, str]) -> None:
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
-        for prefix, layer in model.named_modules():
+        for prefix, layer in model.named_layers():
             if isinstance(layer, WeightLayer):
                 for entry in layer.weight_entries(prefix):
                     assert entry.name not in self._entries, f"two layers hold {entry.name}"

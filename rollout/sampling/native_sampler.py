@@ -14,6 +14,8 @@ import torch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 
+DTYPES = (torch.bfloat16, torch.float32)
+
 
 class NativeSampler(Sampler):
     """`torch.ops.lockstep` must be loaded.  Leaves the logits as they are."""

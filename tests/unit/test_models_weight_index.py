@@ -31,19 +31,19 @@ def _empty_model(folder: Path, placement: ExpertPlacement | None = None) -> Deco
     config = load_model_config(folder)
     placement = placement or trivial_placement(config)
     model = model_class(config.architecture)(config, torch.float32, "cpu", placement, TorchOps())
-    for parameter in model.parameters():
-        parameter.fill_(float("nan"))
+    for tensor in model.tensors():
+        tensor.fill_(float("nan"))
     return model
 
 
 def _experts(model: DecoderForCausalLM, layer: int) -> Experts:
-    experts = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    experts = dict(model.named_layers())[f"model.layers.{layer}.mlp.experts"]
     assert isinstance(experts, Experts)
     return experts
 
 
 def _all_written(model: DecoderForCausalLM) -> bool:
-    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    return all(bool(tensor.isfinite().all()) for tensor in model.tensors())
 
 
 def _fused(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
@@ -75,21 +75,21 @@ def test_metas_are_the_tensors_of_the_checkpoint(folder: Path) -> None:
 
 def test_what_is_written_is_read_and_fills_the_model(folder: Path) -> None:
     model, tensors = _empty_model(folder), logical_tensors(folder)
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    addresses = [tensor.data_ptr() for tensor in model.tensors()]
     for name, tensor in tensors.items():
         assert not _all_written(model), f"the model was full before {name}"
         model.weights.write(name, tensor)
     assert _all_written(model)
     for name, tensor in tensors.items():
         assert torch.equal(model.weights.read(name), tensor), name
-    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    assert addresses == [tensor.data_ptr() for tensor in model.tensors()]
 
 
 def test_fused_and_per_expert_forms_give_the_same_model(folder: Path) -> None:
     tensors, plain, fused = logical_tensors(folder), _empty_model(folder), _empty_model(folder)
     _load(plain, tensors)
     _load(fused, _fused(tensors, plain.config.num_experts))
-    for ours, theirs in zip(plain.parameters(), fused.parameters(), strict=True):
+    for ours, theirs in zip(plain.tensors(), fused.tensors(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -102,7 +102,7 @@ def test_swapped_halves_of_a_fused_tensor_are_noticed(tmp_path: Path) -> None:
         for name, tensor in _fused(tensors, 8).items()
     }
     _load(wrong, swapped)
-    assert not all(torch.equal(a, b) for a, b in zip(right.parameters(), wrong.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(right.tensors(), wrong.tensors(), strict=True))
 
 
 def test_every_replica_is_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rollout.core.model_config import ModelConfig
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.ops.base import ExpertPart, LayerOps
 from rollout.layers.ops.place import Place
-from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer, parameter
+from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.tensor_meta import Piece
 
 
@@ -33,7 +33,6 @@ class Experts(WeightLayer):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.moe_layer = moe_layer
         self.placement = placement
@@ -42,9 +41,9 @@ class Experts(WeightLayer):
         self.intermediate_size = config.moe_intermediate_size
         stored = placement.num_physical_experts
         w13, w2 = ops.empty_experts(stored, self.intermediate_size, self.hidden_size, dtype, device)
-        self.w13, self.w2 = parameter(w13), parameter(w2)
+        self.w13, self.w2 = w13, w2
 
-    def forward(self, work: DispatchOutput) -> torch.Tensor:
+    def __call__(self, work: DispatchOutput) -> torch.Tensor:
         """[R, D] where the work carries weights, else [R, S, D] unweighted."""
         ids_RS, weights_RS = work.local_physical_ids_RS, work.weights_RS
         return self.ops.experts(work.hidden_RD, ids_RS, weights_RS, self.w13, self.w2, self.intermediate_size)

@@ -6,11 +6,11 @@ Shapes: T tokens, D hidden.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
 from rollout.layers.context import ForwardContext
+from rollout.layers.layer import Layer
 from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.experts import Experts
@@ -19,7 +19,7 @@ from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
 
 
-class MoELayer(nn.Module):
+class MoELayer(Layer):
     """`moe_layer` is the layer's ordinal among the MoE layers, which is also its row in the placement."""
 
     def __init__(
@@ -32,7 +32,6 @@ class MoELayer(nn.Module):
         ops: LayerOps,
         dispatcher: Dispatcher | None = None,
     ) -> None:
-        super().__init__()
         self.gate = TopKRouter(
             moe_layer,
             config.hidden_size,
@@ -47,7 +46,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, moe_layer, placement, dtype, device, ops)
         self.dispatcher = dispatcher or LocalDispatcher()
 
-    def forward(
+    def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor:
         """Of the norm of `residual += hidden`."""

@@ -16,7 +16,7 @@ from rollout.layers.context import RouteHook
 from rollout.layers.linear import matrix_entry
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
-from rollout.layers.weight_entry import WeightEntry, WeightLayer, parameter
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class TopKRouter(WeightLayer):
@@ -34,16 +34,15 @@ class TopKRouter(WeightLayer):
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
-        super().__init__()
         self.ops = ops
         self.moe_layer = moe_layer
         self.hidden_size, self.num_logical_experts = hidden_size, num_logical_experts
         self.top_k = top_k
         self.normalise = normalise
         self.placement = placement
-        self.weight = parameter(ops.empty_matrix(num_logical_experts, hidden_size, dtype, device))
+        self.weight = ops.empty_matrix(num_logical_experts, hidden_size, dtype, device)
 
-    def forward(
+    def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, hooks: Sequence[RouteHook]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The norm of `residual += hidden` [T, D]; weights [T, K] in its dtype and physical expert ids [T, K] int64."""
