@@ -38,7 +38,7 @@ def test_it_holds_on_the_compiled_operators(folder: Path, dtype: str) -> None:
     [
         ({"disable_native_kernels": True}, "layers and attention and sampling", "--disable-native-kernels"),
         ({"dtype": "float64"}, "layers and attention and sampling", "torch.float64"),
-        ({"dtype": "float16"}, "layers", "torch.float16"),
+        ({"dtype": "float16"}, "layers and sampling", "torch.float16"),
     ],
 )
 def test_it_does_not_hold_on_plain_torch(folder: Path, settings: dict[str, Any], parts: str, reason: str) -> None:
