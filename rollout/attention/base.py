@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,18 @@ class KVStore(Protocol):
         """Store k and v [T, Hkv, hd] in the slots `out_cache_loc` [T]."""
 
 
+class PagedOperands(NamedTuple):
+    """A step as the compiled attention operator takes it: N sequences whose last tokens are queries, all int64.
+
+    `req_to_token` [max requests, max context]; `rows`, `query_lens`, `kv_lens` [N].
+    """
+
+    req_to_token: torch.Tensor
+    rows: torch.Tensor
+    query_lens: torch.Tensor
+    kv_lens: torch.Tensor
+
+
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens over their sequences.
 
@@ -38,6 +50,9 @@ class AttentionBackend(ABC):
 
     # Whether a token's result has the same bits in every batch, chunking and number of threads.
     batch_invariant = False
+
+    # Of the step planned last, where the backend is the compiled operator: layers may then call that by themselves.
+    operands: PagedOperands | None = None
 
     def __init__(self, kv: KVStore) -> None:
         self.kv = kv

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.attention.base import AttentionBackend, KVStore
+from rollout.attention.base import AttentionBackend, KVStore, PagedOperands
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
 
@@ -40,8 +40,8 @@ class NativeCpuBackend(AttentionBackend):
             raise StartupError(f"attention backend 'native_cpu' takes no {pool.dtype} of head size {pool.shape[2]}")
         self._paged_attention = torch.ops.lockstep.paged_attention.default
         empty = torch.empty(0, dtype=torch.int64)
-        self._req_to_token = empty
-        self._rows_N = self._query_lens_N = self._kv_lens_N = self._ones_N = empty
+        self._ones_N = empty
+        self.operands: PagedOperands = PagedOperands(empty, empty, empty, empty)
 
     def plan(self, batch: ForwardBatch) -> None:
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
@@ -53,18 +53,8 @@ class NativeCpuBackend(AttentionBackend):
             rows = torch.cat([torch.tensor(batch.extend_req_pool_indices), rows])
             query_lens = torch.cat([extend_lens, query_lens])
             kv_lens = torch.cat([prefix_lens + extend_lens, kv_lens])
-        self._req_to_token = batch.req_to_token
-        self._rows_N, self._query_lens_N, self._kv_lens_N = rows, query_lens, kv_lens
+        self.operands = PagedOperands(batch.req_to_token, rows, query_lens, kv_lens)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = self._paged_attention(
-            q,
-            self.kv.k[layer],
-            self.kv.v[layer],
-            self._req_to_token,
-            self._rows_N,
-            self._query_lens_N,
-            self._kv_lens_N,
-            q.shape[2] ** -0.5,
-        )
+        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, q.shape[2] ** -0.5)
         return out.view(q.shape[0], -1)

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary position embedding, and the pair of both that queries and keys go through.
+"""RMSNorm, the weights of the one that queries and keys go through, and rotary position embedding.
 
 Knows the weights and the angles.  Does not know the arithmetic: that is `LayerOps`.
 
@@ -59,34 +59,19 @@ class RotaryTable:
         return self._table.index_select(0, positions_T)
 
 
-class QueryKeyNormRotary(WeightLayer):
-    """Per-head RMSNorm of queries and keys, and their rotation, in one pass; keys and values go to the KV pool.
+class QueryKeyNorm(WeightLayer):
+    """The weights of the per-head RMSNorm of queries and keys.
 
-    The two norm weights live in one table of a row per head, so that both are applied by one multiplication;
-    `q_norm.weight` is every one of the first H rows and `k_norm.weight` every one of the rest.
+    They live in one table of a row per head, so that both are applied by one multiplication; `q_norm.weight` is every
+    one of the first H rows and `k_norm.weight` every one of the rest.
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.ops = ops
-        self.eps = eps
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.weight = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
-
-    def __call__(
-        self, qkv: torch.Tensor, angles: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slots_T: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, (H + 2 Hkv) * hd] -> queries [T, H, hd]; keys and values are in slots `slots_T` [T] of [S, Hkv, hd]."""
-        return self.ops.heads_to_pool(qkv, self.weight, angles, self.eps, k_pool, v_pool, slots_T)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]

@@ -42,7 +42,7 @@ class DecoderLayer(Layer):
     ) -> None:
         norm_args = (config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.input_layernorm = RMSNorm(*norm_args)
-        self.self_attn = Attention(config, layer_id, dtype, device, ops)
+        self.self_attn = Attention(config, layer_id, self.input_layernorm, dtype, device, ops)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
 
@@ -54,7 +54,7 @@ class DecoderLayer(Layer):
         context: ForwardContext,
     ) -> torch.Tensor:
         """The block's output, not yet added to the residual stream, which is changed in place."""
-        hidden_TD = self.self_attn(residual_TD, hidden_TD, self.input_layernorm, angles, context)
+        hidden_TD = self.self_attn(residual_TD, hidden_TD, angles, context)
         return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
 
 

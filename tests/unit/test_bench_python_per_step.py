@@ -28,7 +28,7 @@ def test_parts_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [vars(owner).copy() for owner in owners(engine)]
     cost = measure(engine, batch=3, prompt_tokens=5, vocab_size=engine.scheduler.runner.state.model.config.vocab_size)
     layers = engine.scheduler.runner.state.model.config.num_hidden_layers
-    assert cost.calls >= 4 * layers + 2, "attention, its projections and the experts of each layer, head and sampler"
+    assert cost.calls >= 3 * layers + 1, "attention, router and experts of each layer, or more; the head"
     assert 0 < cost.operators_us < cost.turn_us
     assert 0 < cost.python_us < cost.turn_us
     assert sum(cost.phases_us.values()) < 1.2 * cost.turn_us

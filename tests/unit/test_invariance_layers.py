@@ -8,13 +8,17 @@ Shapes: N rows, D hidden.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from rollout.attention.base import PagedOperands
+from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.layers.activation import silu_and_mul
 from rollout.layers.context import ForwardContext
+from rollout.mem_cache.kv_pool import KVPool
 from rollout.models.decoder import DecoderForCausalLM
 from tests.forward_harness import ForwardHarness
 from tests.invariance import compute_threads
@@ -54,14 +58,14 @@ def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Ro
 
     def attended_alone(rows: torch.Tensor) -> torch.Tensor:
         """Each row at position 0 of a sequence of its own."""
-        attention, num_rows = dense.self_attn, len(rows)
-        pools = [torch.zeros(num_rows, attention.num_kv_heads, attention.head_dim, dtype=dtype) for _ in range(2)]
-        qkv = attention.qkv_proj(residual_ND[rows], hidden_ND[rows], norm)
-        query = attention.qk_norm(qkv, model.model.rotary.angles(positions_N[rows]), *pools, torch.arange(num_rows))
-        ones, slots = torch.ones(num_rows, dtype=torch.int64), torch.arange(num_rows)[:, None]
-        attend = torch.ops.lockstep.paged_attention
-        out = attend(query, *pools, slots, torch.arange(num_rows), ones, ones, attention.head_dim**-0.5)
-        return torch.cat((attention.o_proj(out.flatten(1)), *(pool.flatten(1) for pool in pools)), 1)
+        num_rows, config = len(rows), model.config
+        pool = KVPool(num_rows, 1, config.num_key_value_heads, config.head_dim, dtype)
+        attention, angles = NativeCpuBackend(pool), model.model.rotary.angles(positions_N[rows])
+        numbers, ones = torch.arange(num_rows), torch.ones(num_rows, dtype=torch.int64)
+        attention.operands = PagedOperands(numbers[:, None], numbers, ones, ones)
+        batch = dataclasses.replace(context.batch, out_cache_loc=numbers)
+        out = dense.self_attn(residual_ND[rows], hidden_ND[rows], angles, ForwardContext(batch, attention, []))
+        return torch.cat((out, *(part[0].flatten(1) for part in (pool.k, pool.v))), 1)
 
     def routed(rows: torch.Tensor) -> torch.Tensor:
         normed, weights, ids = sparse.mlp.gate(residual_ND[rows], hidden_ND[rows], norm, [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from rollout.layers.norm_rotary import QueryKeyNormRotary, RMSNorm, RotaryTable
+from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm, RotaryTable
 from rollout.layers.ops.torch_ops import TorchOps, norm_and_rotate, rotate
 
 
@@ -55,7 +55,7 @@ def test_float64_angles_are_float64() -> None:
 
 
 def test_queries_and_keys_have_norms_of_their_own() -> None:
-    layer = QueryKeyNormRotary(4, 2, 8, 1e-6, torch.float64, "cpu", TorchOps())
+    layer = QueryKeyNorm(4, 2, 8, torch.float64, "cpu")
     q_norm, k_norm = torch.rand(8, dtype=torch.float64) + 0.5, torch.rand(8, dtype=torch.float64) + 2.5
     entries = {entry.name: entry for entry in layer.weight_entries("layer.self_attn.qk_norm")}
     for name, value in (("layer.self_attn.q_norm.weight", q_norm), ("layer.self_attn.k_norm.weight", k_norm)):
@@ -66,5 +66,5 @@ def test_queries_and_keys_have_norms_of_their_own() -> None:
     rotary = RotaryTable(8, 10000.0, 1, torch.float64, "cpu").angles(torch.zeros(5, dtype=torch.int64))
     unit = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = torch.cat((unit[:, :4] * q_norm, unit[:, 4:] * k_norm), dim=1)
-    out = norm_and_rotate(heads, layer.weight, rotary, layer.eps)
+    out = norm_and_rotate(heads, layer.weight, rotary, 1e-6)
     torch.testing.assert_close(out, expected, atol=1e-14, rtol=1e-14)

@@ -29,7 +29,7 @@ class ItemQueue {
 // How many threads work of about so many nanoseconds is worth; at most torch's own number.  To wake a team and to wait
 // for it takes a microsecond or two, and far more where other processes want the cores.
 inline int team_size(int64_t nanoseconds) {
-  constexpr int64_t kWorthAThread = 5000;
+  constexpr int64_t kWorthAThread = 15000;
   return static_cast<int>(std::min<int64_t>(1 + nanoseconds / kWorthAThread, at::get_num_threads()));
 }
 

@@ -10,13 +10,29 @@ H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from rollout.attention.base import AttentionBackend
 from rollout.layers.ops.place import Place
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What an attention block computes with: `norm` [D], the matrices `qkv` and `out`, `qk_norm` [H + Hkv, hd]."""
+
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_size: int
+    qk_norm: torch.Tensor
+    eps: float
+    out: torch.Tensor
+    hidden_size: int
+    head_dim: int
 
 
 class LayerOps(ABC):
@@ -98,6 +114,22 @@ class LayerOps(ABC):
 
         The softmax runs in float32 at least.  With `normalise` the weights of a token are divided by their sum.
         """
+
+    def attention_block(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        weights: AttentionWeights,
+        angles: torch.Tensor,
+        attention: AttentionBackend,
+        layer_id: int,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """`norm_linear`, `heads_to_pool`, the backend's attention and `linear` [T, D]."""
+        w, kv = weights, attention.kv
+        qkv = self.norm_linear(residual_TD, hidden_TD, w.norm, w.eps, w.qkv, w.qkv_size)
+        query = self.heads_to_pool(qkv, w.qk_norm, angles, w.eps, kv.k[layer_id], kv.v[layer_id], slots_T)
+        return self.linear(attention.attend(layer_id, query), w.out, w.hidden_size)
 
     @abstractmethod
     def heads_to_pool(

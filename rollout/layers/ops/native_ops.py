@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.ops.base import ExpertPart, LayerOps
+from rollout.attention.base import AttentionBackend
+from rollout.layers.ops.base import AttentionWeights, ExpertPart, LayerOps
 from rollout.layers.ops.place import PackedPlace, Place
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -31,6 +32,7 @@ class NativeOps(LayerOps):
         self._add_rms_norm = operators.add_rms_norm.default
         self._norm_linear = operators.norm_linear.default
         self._norm_route = operators.norm_route.default
+        self._attention_block = operators.attention_block.default
         self._qk_norm_rope_store = operators.qk_norm_rope_store.default
         self._silu_and_mul = operators.silu_and_mul.default
         self._fused_experts = operators.fused_experts.default
@@ -91,6 +93,31 @@ class NativeOps(LayerOps):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._norm_route(
             residual_TD, hidden_TD, norm_weight_D, eps, weight, num_logical_experts, top_k, normalise
+        )
+
+    def attention_block(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        weights: AttentionWeights,
+        angles: torch.Tensor,
+        attention: AttentionBackend,
+        layer_id: int,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        operands = attention.operands
+        if operands is None:
+            return super().attention_block(residual_TD, hidden_TD, weights, angles, attention, layer_id, slots_T)
+        w, kv = weights, attention.kv
+        return self._attention_block(
+            residual_TD,
+            hidden_TD,
+            *(w.norm, w.eps, w.qkv, w.qkv_size, w.qk_norm),
+            *(angles, kv.k[layer_id], kv.v[layer_id], slots_T),
+            *operands,
+            w.head_dim**-0.5,
+            w.out,
+            w.hidden_size,
         )
 
     def heads_to_pool(
