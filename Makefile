@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench install install-dev clean
+.PHONY: demo test lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo
@@ -19,6 +19,9 @@ lint: install-dev
 
 bench: install
 	$(BIN)/python -m benchmarks.run
+
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

