@@ -16,7 +16,7 @@ from rollout.kernels.build import FLAGS, SOURCES, find_compiler
 
 PROGRAM = Path(__file__).with_name("kernels_attention.cpp")
 X86 = platform.machine() == "x86_64"
-TARGETS = {"native": "native", **({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})}
+TARGETS = {"native": "native"} | ({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})
 
 
 def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProcess[str]:
@@ -36,21 +36,27 @@ def test_attention_is_right_and_the_same_in_any_chunk(tmp_path: Path, target: st
         assert done.stdout.startswith(f"{target}: ")
 
 
-STEP = "sums[r][n] = U::step("
+STEP = "sums[r][n] = U::step(sums[r][n], units[n], rows[r * row_stride]);"
+FUSED = "sums[r][n] = units[n] * splat(rows[r * row_stride]) + sums[r][n];"
+# What is complained of: file, what stands there, what is put in its place.
 MISTAKES = {
     # A row that is alone is summed another way: as exact, but not the same.
-    "other bits": (STEP, "sums[r][n] = R == 1 && U::kPerUnit == 1 ? x[n] * splat(rows[i]) + sums[r][n] : U::step("),
+    "other bits": (
+        "attention_block.h",
+        STEP,
+        f"if constexpr (R == 1 && U::kPerUnit == 1) {{ {FUSED} }} else {{ {STEP} }}",
+    ),
     # The mask one key too wide.
-    "far from": ("row / tile_.group + 1 - begin", "row / tile_.group + 2 - begin"),
+    "far from": ("attention_tile.h", "row / tile_.group + 1 - begin", "row / tile_.group + 2 - begin"),
 }
 
 
 @pytest.mark.parametrize("complaint", list(MISTAKES))
 def test_a_mistake_is_noticed(tmp_path: Path, complaint: str) -> None:
-    right, wrong = MISTAKES[complaint]
+    file, right, wrong = MISTAKES[complaint]
     for path in SOURCES.glob("*.h"):
         text = path.read_text()
-        assert path.name != "attention_tile.h" or text.count(right) == 1
-        (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == "attention_tile.h" else text)
+        assert path.name != file or text.count(right) == 1
+        (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == file else text)
     done = _run(tmp_path, "native", tmp_path)
     assert done.returncode != 0 and complaint in done.stdout

@@ -4,12 +4,13 @@
 //
 // Shapes: T query tokens, N sequences, H query heads, Hkv key/value heads, G = H / Hkv, hd head size, S slots of the
 // pool, R rows and C positions of the slot table.
+#include <atomic>
 #include <memory>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include "attention_tile.h"
@@ -18,71 +19,113 @@
 namespace lockstep::attention {
 namespace {
 
+constexpr int kMaxHeadSize = 256;
 // Most rows of a tile: its keys and values are packed once for all of them.
-constexpr int kTileRows = 128;
+constexpr int kTileRows = 256;
+// Pieces of work for each thread, so that none waits long for the last.
+constexpr int64_t kPiecesPerThread = 8;
+// Multiplications in a nanosecond, about: fewer with few rows, more with many.
+constexpr int64_t kSpeed = 64;
 
 struct Sequence {
   const int64_t* slots;
   int64_t first_query;     // row of q
   int64_t first_position;  // of that query
   int64_t num_queries;
+
+  int64_t length() const { return first_position + num_queries; }
+  int64_t num_segments() const { return (length() + kSegment - 1) / kSegment; }
 };
 
 // A tile, or one segment of a tile, for one thread.
 struct Work {
-  int64_t sequence, kv_head;
-  int64_t first;    // query of the sequence
-  int positions;    // of the tile
+  int64_t sequence;
+  int64_t first;  // query of the sequence
+  int kv_head, heads, positions;
   int segment;      // -1: all of them, and the result is written
-  int64_t partial;  // where in the partial results a segment goes, in floats
+  int64_t split;    // the tile among those that are cut into segments
+  int64_t partial;  // where in the partial results the segment goes, in floats
 };
+
+using Sequences = c10::SmallVector<Sequence, 8>;
+using Works = c10::SmallVector<Work, 8>;
 
 struct Arguments {
   const at::Tensor &q, &k_pool, &v_pool;
   at::Tensor& out;
-  std::vector<Sequence> sequences;
+  Sequences sequences;
   float scale;
 
   int hd() const { return static_cast<int>(q.size(2)); }
-  int columns() const { return round_up(hd(), kLanes); }
+  int kv_heads() const { return static_cast<int>(k_pool.size(1)); }
   int group() const { return static_cast<int>(q.size(1) / k_pool.size(1)); }
-  // Of the whole step, masked ones included.
-  int64_t multiplications() const {
-    int64_t total = 0;
-    for (const Sequence& x : sequences) total += x.num_queries * (x.first_position + x.num_queries);
-    return 2 * q.size(1) * hd() * total;
+  // For one thread, about; masked keys included.
+  int64_t nanoseconds() const {
+    int64_t products = 0;
+    for (const Sequence& x : sequences) products += x.num_queries * x.length();
+    return 2 * q.size(1) * hd() * products / kSpeed;
   }
 };
 
-// Cuts the step into work.  What is cut where changes no result, see attention_tile.h.  A sequence with few queries
-// and many keys is cut by segments; one with many queries by queries.
-std::vector<Work> divide(const Arguments& arguments, int64_t& partial_floats) {
-  const int most = std::max(1, kTileRows / arguments.group());
-  std::vector<Work> works;
-  partial_floats = 0;
-  for (int64_t i = 0; i < static_cast<int64_t>(arguments.sequences.size()); ++i) {
-    const Sequence& sequence = arguments.sequences[i];
-    const int64_t length = sequence.first_position + sequence.num_queries;
-    const bool by_segment = sequence.num_queries <= most && length > kSegment;
-    const int64_t tiles = (sequence.num_queries + most - 1) / most;
-    for (int64_t kv_head = 0; kv_head < arguments.k_pool.size(1); ++kv_head) {
-      // Descending: the tiles with the longest past start first.
-      for (int64_t tile = tiles - 1; tile >= 0; --tile) {
-        const int64_t first = tile * most;
-        const int positions = static_cast<int>(std::min<int64_t>(most, sequence.num_queries - first));
-        if (!by_segment) {
-          works.push_back({i, kv_head, first, positions, -1, 0});
-          continue;
-        }
-        for (int segment = 0; segment * int64_t{kSegment} < length; ++segment) {
-          works.push_back({i, kv_head, first, positions, segment, partial_floats});
-          partial_floats += round_up(RunningSoftmax::floats(positions * arguments.group(), arguments.columns()), 16);
-        }
+// Cuts the step into work.  What is cut where changes no result, see attention_tile.h.  A sequence with few queries is
+// cut by segments and heads, as far as there are threads for them; one with many by queries, and each head is on its
+// own.
+class Division {
+ public:
+  Division(const Arguments& arguments, int threads) : arguments_(arguments), threads_(threads) {
+    int64_t pieces = 0;
+    for (const Sequence& x : arguments.sequences) pieces += is_short(x) ? segments_of(x) : x.num_queries;
+    heads_ = static_cast<int>(std::min<int64_t>(arguments.kv_heads(),
+                                                arguments.kv_heads() * pieces / (kPiecesPerThread * threads)));
+    if (threads == 1) heads_ = arguments.kv_heads();
+    for (int64_t i = 0; i < static_cast<int64_t>(arguments.sequences.size()); ++i) {
+      is_short(arguments.sequences[i]) ? cut_by_segments(i) : cut_by_queries(i);
+    }
+  }
+
+  Works works;
+  int64_t partial_floats = 0;
+  int64_t splits = 0;
+
+ private:
+  int most_positions() const { return std::max(1, kTileRows / arguments_.group()); }
+  bool is_short(const Sequence& x) const { return x.num_queries <= most_positions(); }
+  int segments_of(const Sequence& x) const { return threads_ > 1 ? static_cast<int>(x.num_segments()) : 1; }
+
+  void cut_by_segments(int64_t i) {
+    const Sequence& sequence = arguments_.sequences[i];
+    const int positions = static_cast<int>(sequence.num_queries), segments = segments_of(sequence);
+    if (positions == 0) return;
+    const int head_rows = positions * arguments_.group();
+    const int most = std::clamp(kTileRows / std::max(kInPlaceRows, head_rows), 1, std::max(1, heads_));
+    for (int kv_head = 0; kv_head < arguments_.kv_heads(); kv_head += most) {
+      const int heads = std::min(most, arguments_.kv_heads() - kv_head);
+      const int64_t floats = round_up(
+          static_cast<int>(RunningSoftmax::floats(heads * head_rows, round_up(arguments_.hd(), kLanes))), kLanes);
+      for (int segment = 0; segment < segments; ++segment) {
+        works.push_back({i, 0, kv_head, heads, positions, segments == 1 ? -1 : segment, splits, partial_floats});
+        if (segments > 1) partial_floats += floats;
+      }
+      if (segments > 1) ++splits;
+    }
+  }
+
+  // Descending: the tiles with the longest past start first.
+  void cut_by_queries(int64_t i) {
+    const Sequence& sequence = arguments_.sequences[i];
+    const int most = most_positions();
+    for (int64_t first = (sequence.num_queries - 1) / most * most; first >= 0; first -= most) {
+      const int positions = static_cast<int>(std::min<int64_t>(most, sequence.num_queries - first));
+      for (int kv_head = 0; kv_head < arguments_.kv_heads(); ++kv_head) {
+        works.push_back({i, first, kv_head, 1, positions, -1, 0, 0});
       }
     }
   }
-  return works;
-}
+
+  const Arguments& arguments_;
+  const int threads_;
+  int heads_;  // of a piece of work, if it has few queries
+};
 
 // Memory of a thread, kept from call to call and aligned to a cache line.
 float* thread_memory(int64_t floats) {
@@ -102,33 +145,31 @@ float* thread_memory(int64_t floats) {
 template <class Scalar>
 class Step {
  public:
-  explicit Step(const Arguments& arguments) : arguments_(arguments) {
-    works_ = divide(arguments, partial_floats_);
-    partials_.reset(new float[partial_floats_]);
+  Step(const Arguments& arguments, int threads)
+      : arguments_(arguments), threads_(threads), division_(arguments, threads) {
+    if (division_.splits == 0) return;
+    partials_.reset(new float[division_.partial_floats]);
+    unfinished_.reset(new std::atomic<int>[division_.splits]());
+    for (const Work& work : division_.works) {
+      if (work.segment >= 0) ++unfinished_[work.split];
+    }
   }
 
   void run() {
-    for_each(static_cast<int64_t>(works_.size()), arguments_.multiplications(), [&](int64_t i) { attend(works_[i]); });
-    std::vector<int64_t> split;
-    for (int64_t i = 0; i < static_cast<int64_t>(works_.size()); ++i) {
-      if (works_[i].segment == 0) split.push_back(i);
-    }
-    for_each(static_cast<int64_t>(split.size()), partial_floats_, [&](int64_t i) { combine(split[i]); });
+    const int64_t count = static_cast<int64_t>(division_.works.size());
+    ItemQueue queue(count);
+    const auto drain = [&](int64_t, int64_t) { queue.drain([&](int64_t i) { attend(i); }); };
+    const int64_t threads = std::min<int64_t>(count, threads_);
+    if (threads <= 1) return drain(0, 1);
+    // Unlike a bare parallel region, hands an exception on.
+    at::parallel_for(0, threads, 1, drain);
   }
 
  private:
-  template <class Body>
-  static void for_each(int64_t count, int64_t work, const Body& body) {
-    ItemQueue queue(count);
-    const int64_t threads = std::min<int64_t>(count, team_size(work));
-    // Unlike a bare parallel region, hands an exception on.
-    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { queue.drain(body); });
-  }
-
   TileAttention<Units<Scalar>> tile_of(const Work& work) const {
     const Sequence& sequence = arguments_.sequences[work.sequence];
     const at::Tensor &q = arguments_.q, &k = arguments_.k_pool, &v = arguments_.v_pool;
-    const int hd = arguments_.hd(), group = arguments_.group(), columns = arguments_.columns();
+    const int hd = arguments_.hd(), group = arguments_.group();
     const int rows = std::max(kTileRows, group);
     const int64_t first_query = sequence.first_query + work.first;
     Tile<Scalar> tile{
@@ -139,13 +180,15 @@ class Step {
         v.const_data_ptr<Scalar>() + work.kv_head * v.stride(1),
         k.stride(0),
         v.stride(0),
+        k.stride(1),
+        v.stride(1),
         sequence.slots,
         k.size(0),
         sequence.first_position + work.first,
         work.positions,
-        group};
-    const Workspace space(thread_memory(Workspace::floats(rows, hd, columns)), rows, hd, columns);
-    return {tile, space, hd, arguments_.scale};
+        group,
+        work.heads};
+    return {tile, Workspace(thread_memory(Workspace::floats(rows, hd)), rows, hd), hd, arguments_.scale};
   }
 
   void write(const TileAttention<Units<Scalar>>& tile, const Work& work, const RunningSoftmax& state) const {
@@ -156,35 +199,39 @@ class Step {
   }
 
   RunningSoftmax partial(const Work& work) const {
-    const int rows = work.positions * arguments_.group();
-    return RunningSoftmax::in(partials_.get() + work.partial, rows, arguments_.columns());
+    const int rows = work.heads * work.positions * arguments_.group();
+    return RunningSoftmax::in(partials_.get() + work.partial, rows, round_up(arguments_.hd(), kLanes));
   }
 
-  void attend(const Work& work) {
+  void attend(int64_t i) {
+    const Work& work = division_.works[i];
     const TileAttention<Units<Scalar>> tile = tile_of(work);
     tile.pack_queries();
     if (work.segment < 0) {
       tile.attend_all(tile.total());
       write(tile, work, tile.total());
-    } else {
-      tile.attend_segment(work.segment, partial(work));
+      return;
     }
+    tile.attend_segment(work.segment, partial(work));
+    // Whoever is last combines them, in the order of the segments.
+    if (--unfinished_[work.split] == 0) combine(tile, i - work.segment);
   }
 
   // Work `first` is the first segment of a tile, whose others follow it.
-  void combine(int64_t first) {
-    const TileAttention<Units<Scalar>> tile = tile_of(works_[first]);
-    const RunningSoftmax total = partial(works_[first]);
-    for (int64_t i = first + 1; i < static_cast<int64_t>(works_.size()) && works_[i].segment > 0; ++i) {
-      tile.merge_into(total, partial(works_[i]), tile.first_row_of_segment(works_[i].segment));
+  void combine(const TileAttention<Units<Scalar>>& tile, int64_t first) const {
+    const Works& works = division_.works;
+    const RunningSoftmax total = partial(works[first]);
+    for (int64_t i = first + 1; i < static_cast<int64_t>(works.size()) && works[i].segment > 0; ++i) {
+      tile.merge_into(total, partial(works[i]), works[i].segment);
     }
-    write(tile, works_[first], total);
+    write(tile, works[first], total);
   }
 
   const Arguments& arguments_;
-  std::vector<Work> works_;
-  int64_t partial_floats_ = 0;
+  const int threads_;
+  const Division division_;
   std::unique_ptr<float[]> partials_;
+  std::unique_ptr<std::atomic<int>[]> unfinished_;  // segments of each tile
 };
 
 void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool, const at::Tensor& req_to_token,
@@ -210,9 +257,9 @@ void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_po
   TORCH_CHECK_VALUE(scale > 0, "the scale is not positive");
 }
 
-std::vector<Sequence> read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, const at::Tensor& rows,
+Sequences read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, const at::Tensor& rows,
                                      const at::Tensor& query_lens, const at::Tensor& kv_lens) {
-  std::vector<Sequence> sequences;
+  Sequences sequences;
   const auto row = rows.accessor<int64_t, 1>(), queries = query_lens.accessor<int64_t, 1>();
   const auto length = kv_lens.accessor<int64_t, 1>();
   int64_t first_query = 0;
@@ -242,10 +289,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const 
   at::Tensor out = at::empty(q.sizes(), q.options());
   const Arguments arguments{q, k_pool, v_pool, out, read_sequences(q, req_to_token, rows, query_lens, kv_lens),
                             static_cast<float>(scale)};
+  const int threads = team_size(arguments.nanoseconds());
   switch (q.scalar_type()) {
-    case at::kFloat: Step<float>(arguments).run(); break;
-    case at::kBFloat16: Step<bf16>(arguments).run(); break;
-    case at::kHalf: Step<c10::Half>(arguments).run(); break;
+    case at::kFloat: Step<float>(arguments, threads).run(); break;
+    case at::kBFloat16: Step<bf16>(arguments, threads).run(); break;
+    case at::kHalf: Step<c10::Half>(arguments, threads).run(); break;
     default: TORCH_CHECK_TYPE(false, "attention of ", q.scalar_type());
   }
   return out;

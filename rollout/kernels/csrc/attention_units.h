@@ -3,24 +3,15 @@
 //   FloatUnits<Scalar>   one element as float; a step is one fused multiply-add
 //   PairUnits            two neighbouring bfloat16 elements; a step is vdpbf16ps, which adds both products in float32
 //
-// Knows packing and steps.  Does not know softmax, causality or how work is divided.
-//
-// Packed:  queries        [row][unit of hd]
-//          keys           [unit of hd][kBlock]         one lane for each key
-//          probabilities  [row][unit of kBlock]
-//          values         [unit of kBlock][padded hd]  one lane for each column of the output
+// Knows units and steps.  Does not know softmax, causality or how work is divided.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "attention_vector.h"
 
 namespace lockstep::attention {
-
-// Keys that are packed and attended to together.  Blocks start at multiples of it in the sequence.
-inline constexpr int kBlock = 64;
-// Of which so many at a time.
-inline constexpr int kPackedKeys = kLanes;
 
 LOCKSTEP_INLINE constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -28,38 +19,27 @@ template <class Scalar_>
 struct FloatUnits {
   using Scalar = Scalar_;
   static constexpr int kPerUnit = 1;
+  static constexpr int kExponential = kExact;
 
   static LOCKSTEP_INLINE F32x16 step(F32x16 acc, F32x16 units, float unit) { return fma(units, splat(unit), acc); }
 
-  // One row of `hd` elements -> its units, up to a multiple of kLanes with zeros.
-  static void pack_query(const Scalar* query, int hd, float* out) {
-    for (int d = 0; d < hd; d += kLanes) store(out + d, load_some(query + d, hd - d));
+  // So many units of a row, with zeros behind them; kLanes of them if kWhole, which is faster.
+  template <bool kWhole>
+  static LOCKSTEP_INLINE F32x16 row_units(const Scalar* row, SomeLanes units) {
+    return load_some<kWhole>(row, units);
   }
 
-  // kPackedKeys rows of `hd` elements -> as many lanes.
-  static void pack_keys(const Scalar* const* rows, int hd, float* out) {
-    for (int d = 0; d < hd; d += kLanes) {
-      F32x16 tile[kPackedKeys];
-      for (int i = 0; i < kPackedKeys; ++i) tile[i] = load_some(rows[i] + d, hd - d);
-      store_transposed(tile, out + d * kBlock, kBlock);
-    }
+  // One unit, of kPerUnit rows, for each of `some_columns(left)` columns, with zeros behind them.
+  static LOCKSTEP_INLINE SomeLanes some_columns(int left) { return first_of(left); }
+  template <bool kWhole>
+  static LOCKSTEP_INLINE F32x16 column_units(const Scalar* const* rows, int64_t column, SomeLanes some) {
+    return load_some<kWhole>(rows[0] + column, some);
   }
 
-  // kPackedKeys rows of `hd` elements -> their units, hd rounded up to a multiple of kLanes with zeros.
-  static void pack_values(const Scalar* const* rows, int hd, float* out) {
-    const int columns = round_up(hd, kLanes);
-    for (int i = 0; i < kPackedKeys; ++i) {
-      for (int d = 0; d < hd; d += kLanes) store(out + i * columns + d, load_some(rows[i] + d, hd - d));
-    }
-  }
-
-  // `probabilities` [vectors * kLanes] -> units at `out`.  Returns their lane-wise sum on top of `total`.
-  static LOCKSTEP_INLINE F32x16 pack_probabilities(const F32x16* probabilities, int vectors, float* out, F32x16 total) {
-    for (int v = 0; v < vectors; ++v) {
-      store(out + v * kLanes, probabilities[v]);
-      total = total + probabilities[v];
-    }
-    return total;
+  // The units of kLanes * kPerUnit probabilities -> out.  Returns their lane-wise sum on top of `total`.
+  static LOCKSTEP_INLINE F32x16 pack_probabilities(const F32x16 (&probabilities)[kPerUnit], float* out, F32x16 total) {
+    store(out, probabilities[0]);
+    return total + probabilities[0];
   }
 };
 
@@ -67,56 +47,40 @@ struct FloatUnits {
 struct PairUnits {
   using Scalar = bf16;
   static constexpr int kPerUnit = 2;
+  static constexpr int kExponential = kForBfloat16;
 
   static LOCKSTEP_INLINE F32x16 step(F32x16 acc, F32x16 units, float unit) {
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)units.v, (__m512bh)_mm512_set1_ps(unit))};
   }
 
-  static LOCKSTEP_INLINE F32x16 load_pairs(const Scalar* p, int count) {
-    return {_mm512_maskz_loadu_ps(some_lanes(count / 2), p)};
+  template <bool kWhole>
+  static LOCKSTEP_INLINE F32x16 row_units(const Scalar* row, SomeLanes units) {
+    if constexpr (kWhole) return {_mm512_loadu_ps(row)};
+    return load_some(reinterpret_cast<const float*>(row), units);
   }
 
-  static void pack_query(const Scalar* query, int hd, float* out) {
-    for (int d = 0; d < hd; d += 32) store(out + d / 2, load_pairs(query + d, hd - d));
-  }
-
-  static void pack_keys(const Scalar* const* rows, int hd, float* out) {
-    for (int d = 0; d < hd; d += 32) {
-      F32x16 tile[kPackedKeys];
-      for (int i = 0; i < kPackedKeys; ++i) tile[i] = load_pairs(rows[i] + d, hd - d);
-      store_transposed(tile, out + d / 2 * kBlock, kBlock);
-    }
-  }
-
-  static void pack_values(const Scalar* const* rows, int hd, float* out) {
+  static LOCKSTEP_INLINE SomeLanes some_columns(int left) { return first_of(std::min(left, kLanes) / 2); }
+  template <bool kWhole>
+  static LOCKSTEP_INLINE F32x16 column_units(const Scalar* const* rows, int64_t column, SomeLanes some) {
     // Element i of the first row, element i of the second: words 0, 32, 1, 33, ...
     const __m512i even = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i low = _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(32)), 16));
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16 | 16));
-    const int columns = round_up(hd, kLanes);
-    for (int i = 0; i < kPackedKeys; i += 2) {
-      for (int d = 0; d < hd; d += 32) {
-        const __m512i first = _mm512_castps_si512(load_pairs(rows[i] + d, hd - d).v);
-        const __m512i second = _mm512_castps_si512(load_pairs(rows[i + 1] + d, hd - d).v);
-        float* target = out + i / 2 * columns + d;
-        _mm512_store_si512(target, _mm512_permutex2var_epi16(first, low, second));
-        if (d + 16 < hd) _mm512_store_si512(target + 16, _mm512_permutex2var_epi16(first, high, second));
-      }
-    }
+    const __m512i order = _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(32)), 16));
+    const auto load = [&](const Scalar* p) {
+      if constexpr (kWhole) return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+      return _mm512_castps_si512(load_some(reinterpret_cast<const float*>(p), some).v);
+    };
+    const __m512i first = load(rows[0] + column), second = load(rows[1] + column);
+    return {_mm512_castsi512_ps(_mm512_permutex2var_epi16(first, order, second))};
   }
 
   // Sums what the products will use, the rounded probabilities, so that the weights of a row add up to one.
-  static LOCKSTEP_INLINE F32x16 pack_probabilities(const F32x16* probabilities, int vectors, float* out, F32x16 total) {
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    for (int v = 0; v < vectors; v += 2) {
-      const F32x16 next = v + 1 < vectors ? probabilities[v + 1] : zeros();
-      const __m512bh pairs = _mm512_cvtne2ps_pbh(next.v, probabilities[v].v);
-      store(out + v * kLanes / 2, {(__m512)pairs});
-      total.v = _mm512_dpbf16_ps(total.v, pairs, ones);
-    }
-    return total;
+  static LOCKSTEP_INLINE F32x16 pack_probabilities(const F32x16 (&probabilities)[kPerUnit], float* out, F32x16 total) {
+    const __m512bh pairs = _mm512_cvtne2ps_pbh(probabilities[1].v, probabilities[0].v);
+    store(out, {(__m512)pairs});
+    return {_mm512_dpbf16_ps(total.v, pairs, (__m512bh)_mm512_set1_epi16(0x3f80))};
   }
 };
+
 template <class Scalar>
 using Units = std::conditional_t<std::is_same_v<Scalar, bf16>, PairUnits, FloatUnits<Scalar>>;
 #else

@@ -1,0 +1,193 @@
+// The keys and values of one block of positions, and the products with them.
+//
+//   PackedBlock    rearranged once, for many rows
+//   InPlaceBlock   where they lie in the pools, rearranged on the way, for few rows
+//
+// Both take the same steps in the same order, so that results have the same bits.  Does not know softmax or causality.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_units.h"
+
+namespace lockstep::attention {
+
+// Positions of a block.  Blocks start at multiples of it in the sequence.
+inline constexpr int kBlock = 128;
+// Rows of units that are rearranged together.
+inline constexpr int kTileKeys = kLanes;
+
+// Where the keys and values of a block lie, for the first head; the last again and again up to a multiple of kTileKeys.
+template <class Scalar>
+struct Places {
+  int count = 0;
+  const Scalar *keys[kBlock], *values[kBlock];
+};
+
+// One head of them.
+template <class Scalar>
+struct HeadPlaces {
+  const Places<Scalar>* places;
+  int64_t key_offset, value_offset;
+
+  // Asks for keys and values [begin, begin + kTileKeys): rows lie anywhere in the pool.  The second level of the cache
+  // has to do: rows of one head are a power of two apart, and would drive each other out of the first.
+  LOCKSTEP_INLINE void prefetch(int begin, int hd) const {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(Scalar));
+    const int end = std::min(begin + kTileKeys, places->count);
+    for (int i = begin; i < end; ++i) {
+      const Scalar *key = places->keys[i] + key_offset, *value = places->values[i] + value_offset;
+      for (int d = 0; d < hd; d += kLine) {
+        __builtin_prefetch(key + d, 0, 2);
+        __builtin_prefetch(value + d, 0, 2);
+      }
+    }
+  }
+};
+
+// sums[r][n] += row r's unit * units[n], one step.
+template <class U, int R, int N>
+LOCKSTEP_INLINE void step_all(const float* rows, int row_stride, const F32x16 (&units)[N], F32x16 (&sums)[R][N]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][n] = U::step(sums[r][n], units[n], rows[r * row_stride]);
+  }
+}
+
+// `steps` steps.
+template <class U, int R, int N>
+LOCKSTEP_INLINE void multiply(const float* rows, int row_stride, int step_stride, const float* units, int unit_stride,
+                              int steps, F32x16 (&sums)[R][N]) {
+  for (int i = 0; i < steps; ++i, units += unit_stride, rows += step_stride) {
+    F32x16 x[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) x[n] = load(units + n * kLanes);
+    step_all<U>(rows, row_stride, x, sums);
+  }
+}
+
+// kLanes units of each of kTileKeys rows -> out, one vector for each unit, one lane for each row.
+template <class U, bool kWhole>
+LOCKSTEP_INLINE void transpose_units(const typename U::Scalar* const* rows, int64_t offset, SomeLanes units, float* out,
+                                     int stride) {
+  F32x16 tile[kTileKeys];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileKeys; ++i) tile[i] = U::template row_units<kWhole>(rows[i] + offset, units);
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileKeys; ++i) store(out + i * stride, tile[i]);
+}
+
+// Queries are [row][stride] here, so many rows of units of hd.
+template <class U>
+class PackedBlock {
+ public:
+  using Scalar = typename U::Scalar;
+
+  // In `memory` of 2 * kBlock * padded hd floats, aligned to a cache line:
+  //   keys    [unit of hd][kBlock]         one lane for each key
+  //   values  [unit of kBlock][padded hd]  one lane for each column of the output
+  PackedBlock(float* memory, int hd)
+      : hd_(hd), columns_(round_up(hd, kLanes)), keys_(memory), values_(memory + kBlock * columns_) {}
+
+  void pack(const HeadPlaces<Scalar>& from, const HeadPlaces<Scalar>& next) const {
+    constexpr int kElements = kLanes * U::kPerUnit;
+    const bool whole = hd_ % kElements == 0;
+    for (int begin = 0; begin < from.places->count; begin += kTileKeys) {
+      const Scalar* const* keys = from.places->keys + begin;
+      const Scalar* const* values = from.places->values + begin;
+      for (int d = 0; d < hd_; d += kElements) {
+        float* target = keys_ + d / U::kPerUnit * kBlock + begin;
+        (whole ? pack_keys<true> : pack_keys<false>)(keys, from.key_offset + d, hd_ - d, target);
+      }
+      for (int column = 0; column < hd_; column += kLanes) {
+        float* target = values_ + begin / U::kPerUnit * columns_ + column;
+        const int64_t offset = from.value_offset + column;
+        (whole ? pack_values<true> : pack_values<false>)(values, offset, hd_ - column, columns_, target);
+      }
+      next.prefetch(begin, hd_);
+    }
+  }
+
+  template <int R, int N>
+  LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int stride, int vector,
+                                     F32x16 (&sums)[R][N]) const {
+    multiply<U>(queries + row * stride, stride, 1, keys_ + vector * kLanes, kBlock, hd_ / U::kPerUnit, sums);
+  }
+
+  template <int R, int N>
+  LOCKSTEP_INLINE void multiply_values(const float* probabilities, int stride, int count, int column,
+                                       F32x16 (&sums)[R][N]) const {
+    const int steps = (count + U::kPerUnit - 1) / U::kPerUnit;
+    multiply<U>(probabilities, stride, 1, values_ + column, columns_, steps, sums);
+  }
+
+ private:
+  // Calls of their own: in a loop the compiler would keep the sixteen addresses in vector registers.
+  template <bool kWhole>
+  static __attribute__((noinline)) void pack_keys(const Scalar* const* rows, int64_t offset, int left, float* out) {
+    transpose_units<U, kWhole>(rows, offset, first_of(left / U::kPerUnit), out, kBlock);
+  }
+
+  template <bool kWhole>
+  static __attribute__((noinline)) void pack_values(const Scalar* const* rows, int64_t offset, int left, int columns,
+                                                    float* out) {
+    const SomeLanes some = U::some_columns(left);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileKeys; i += U::kPerUnit) {
+      store(out + i / U::kPerUnit * columns, U::template column_units<kWhole>(rows + i, offset, some));
+    }
+  }
+
+  const int hd_, columns_;
+  float *const keys_, *const values_;
+};
+
+// Up to so many rows of a head, packing would cost more than it saves.
+inline constexpr int kInPlaceRows = 4;
+
+// Queries are [unit of hd][kInPlaceRows] here, zeros after the last.  kWhole: hd is a multiple of kLanes units.
+template <class U, bool kWhole>
+class InPlaceBlock {
+ public:
+  using Scalar = typename U::Scalar;
+
+  InPlaceBlock(const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next, int hd) : at_(at), next_(next), hd_(hd) {}
+
+  template <int R, int N>
+  LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int, int vector, F32x16 (&sums)[R][N]) const {
+    constexpr int kElements = kLanes * U::kPerUnit;
+    for (int d = 0; d < hd_; d += kElements) {
+      alignas(64) float keys[kLanes * N * kTileKeys];
+      for (int n = 0; n < N; ++n) {
+        const Scalar* const* rows = at_.places->keys + (vector + n) * kTileKeys;
+        const SomeLanes some = first_of((hd_ - d) / U::kPerUnit);
+        transpose_units<U, kWhole>(rows, at_.key_offset + d, some, keys + n * kLanes, N * kTileKeys);
+        if (d == 0) next_.prefetch((vector + n) * kTileKeys, hd_);
+      }
+      multiply<U>(queries + row + d / U::kPerUnit * kInPlaceRows, 1, kInPlaceRows, keys, N * kTileKeys, kLanes, sums);
+    }
+  }
+
+  template <int R, int N>
+  LOCKSTEP_INLINE void multiply_values(const float* probabilities, int stride, int count, int column,
+                                       F32x16 (&sums)[R][N]) const {
+    SomeLanes some[N];
+    for (int n = 0; n < N; ++n) some[n] = U::some_columns(hd_ - column - n * kLanes);
+    const Scalar* const* values = at_.places->values;
+    const int64_t offset = at_.value_offset + column;
+    for (int i = 0; i < count; i += U::kPerUnit) {
+      F32x16 x[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) x[n] = U::template column_units<kWhole>(values + i, offset + n * kLanes, some[n]);
+      step_all<U>(probabilities + i / U::kPerUnit, stride, x, sums);
+    }
+  }
+
+ private:
+  const HeadPlaces<Scalar> at_, next_;
+  const int hd_;
+};
+
+}  // namespace lockstep::attention

@@ -1,0 +1,159 @@
+// Some rows of one head against one block: scores, probabilities, numerators.
+//
+// Knows the arithmetic of a block.  Does not know where keys come from, nor segments.
+//
+//   * scores add up over hd, and numerators over keys, one unit at a time into one accumulator;
+//   * a masked key has the probability 0, which leaves every accumulator as it is.
+#pragma once
+
+#include "attention_block.h"
+#include "attention_softmax.h"
+
+namespace lockstep::attention {
+
+// Rows of a panel.  What is reduced for each row and then needed in every lane is computed for all of them at once.
+inline constexpr int kPanelRows = kLanes;
+
+// Rows, and vectors of each row, whose sums are held in registers together.
+#if LOCKSTEP_AVX512
+inline constexpr int kRowGroup = 4, kVectorGroup = 4;
+#else
+inline constexpr int kRowGroup = 2, kVectorGroup = 2;
+#endif
+
+// Calls `body` with the smaller of `count` and kMost as a constant.
+template <int kMost, class Body>
+LOCKSTEP_INLINE void with_count(int count, Body body) {
+  static_assert(kMost == 2 || kMost == 4);
+  if (count >= kMost) return body.template operator()<kMost>();
+  if constexpr (kMost == 4) {
+    if (count == 3) return body.template operator()<3>();
+    if (count == 2) return body.template operator()<2>();
+  }
+  body.template operator()<1>();
+}
+
+template <class U, class Block>
+class Panel {
+ public:
+  // `rows` rows of queries as the block takes them; row r sees the first visible[r] keys of the block, ascending.
+  Panel(const Block& block, int columns, const float* queries, int query_stride, int rows, const int* visible,
+        float scale)
+      : block_(block),
+        columns_(columns),
+        queries_(queries),
+        query_stride_(query_stride),
+        rows_(rows),
+        visible_(visible),
+        vectors_((visible[rows - 1] + kLanes - 1) / kLanes),
+        scale_(scale) {}
+
+  // Row r adds to row first_row + r of `state`.
+  void add_to(const RunningSoftmax& state, int first_row) {
+    for (int v = 0; v < vectors_; v += kVectorGroup) {
+      with_count<kVectorGroup>(vectors_ - v, [&]<int N>() {
+        for (int r = 0; r < rows_; r += kRowGroup) {
+          with_count<kRowGroup>(rows_ - r, [&]<int R>() { score<R, N>(r, v); });
+        }
+      });
+    }
+    correct(state.maxima + first_row);
+    float* denominators = state.denominators + first_row * kLanes;
+    for (int r = 0; r < rows_; ++r) weigh(r, denominators + r * kLanes);
+    float* numerators = state.numerators + first_row * columns_;
+    for (int column = 0; column < columns_; column += kVectorGroup * kLanes) {
+      with_count<kVectorGroup>((columns_ - column) / kLanes, [&]<int N>() {
+        for (int r = 0; r < rows_; r += kRowGroup) {
+          with_count<kRowGroup>(rows_ - r, [&]<int R>() { average<R, N>(r, column, numerators); });
+        }
+      });
+    }
+  }
+
+ private:
+  template <int R, int N>
+  LOCKSTEP_INLINE void score(int row, int vector) {
+    F32x16 sums[R][N];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] = zeros();
+    }
+    block_.multiply_keys(queries_, row, query_stride_, vector, sums);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      if (visible_[row + r] < (vector + N) * kLanes) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          sums[r][n] = keep_first(sums[r][n], visible_[row + r] - (vector + n) * kLanes, kMinusInfinity);
+        }
+      }
+      F32x16 top = vector == 0 ? sums[r][0] : load(tops_ + (row + r) * kLanes);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        top = max(top, sums[r][n]);
+        store(scores_ + (row + r) * kBlock + (vector + n) * kLanes, sums[r][n]);
+      }
+      store(tops_ + (row + r) * kLanes, top);
+    }
+  }
+
+  // What the rows' scores are relative to from now on.
+  LOCKSTEP_INLINE void correct(float* maxima) {
+    alignas(64) float tops[kPanelRows] = {};
+    for (int r = 0; r < rows_; ++r) tops[r] = largest(load(tops_ + r * kLanes));
+    const F32x16 old = load_some(maxima, first_of(rows_));
+    const F32x16 now = max(old, load(tops));
+    store(factors_, correction(old, now, splat(scale_)));
+    store(references_, reference_of(now));
+    store_some(maxima, now, first_of(rows_));
+  }
+
+  // Scores of one row -> its probabilities as units.
+  LOCKSTEP_INLINE void weigh(int row, float* denominators) {
+    const float* scores = scores_ + row * kBlock;
+    const F32x16 reference = splat(references_[row]), scale = splat(scale_);
+    F32x16 total = load(denominators) * splat(factors_[row]);
+    for (int v = 0; v < vectors_; v += U::kPerUnit) {
+      F32x16 x[U::kPerUnit];
+#pragma GCC unroll 2
+      for (int n = 0; n < U::kPerUnit; ++n) {
+        const F32x16 score = v + n < vectors_ ? load(scores + (v + n) * kLanes) : splat(kMinusInfinity);
+        x[n] = exp2<U::kExponential>((score - reference) * scale);
+      }
+      total = U::pack_probabilities(x, probabilities_ + row * kBlock + v / U::kPerUnit * kLanes, total);
+    }
+    store(denominators, total);
+  }
+
+  template <int R, int N>
+  LOCKSTEP_INLINE void average(int row, int column, float* numerators) {
+    float* target = numerators + row * columns_ + column;
+    F32x16 sums[R][N];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] = load(target + r * columns_ + n * kLanes) * splat(factors_[row + r]);
+    }
+    block_.multiply_values(probabilities_ + row * kBlock, kBlock, visible_[rows_ - 1], column, sums);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(target + r * columns_ + n * kLanes, sums[r][n]);
+    }
+  }
+
+  const Block& block_;
+  const int columns_;
+  const float* queries_;
+  const int query_stride_, rows_;
+  const int* visible_;
+  const int vectors_;
+  const float scale_;
+  alignas(64) float scores_[kPanelRows * kBlock];
+  alignas(64) float probabilities_[kPanelRows * kBlock];
+  alignas(64) float tops_[kPanelRows * kLanes];
+  alignas(64) float factors_[kPanelRows], references_[kPanelRows];
+};
+
+}  // namespace lockstep::attention
