@@ -64,7 +64,7 @@ template <int M, class T>
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVectors; ++v) {
       w[v] = G::weights(panel + v * kVector);
-      __builtin_prefetch(panel + v * kVector + kAhead);
+      __builtin_prefetch(panel + v * kVector + kAhead, 0, 0);
     }
 #pragma GCC unroll 12
     for (int t = 0; t < M; ++t) {
