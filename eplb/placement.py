@@ -37,8 +37,11 @@ class ExpertPlacement:
         """Slots of this rank into which the weights of `logical_expert` of MoE layer `layer` must be written."""
         return self.metadata.slots_of(layer, logical_expert)
 
+    def table(self, layer: int) -> torch.Tensor | None:
+        """Physical id of every logical expert [E] of MoE layer `layer`; None where they are the same."""
+        return None if self.is_identity else self._logical_to_physical_LE[layer]
+
     def logical_to_physical(self, layer: int, logical_ids_TK: torch.Tensor) -> torch.Tensor:
         """Physical ids [T, K] for logical ids [T, K] of MoE layer `layer`."""
-        if self.is_identity:
-            return logical_ids_TK
-        return self._logical_to_physical_LE[layer][logical_ids_TK]
+        table_E = self.table(layer)
+        return logical_ids_TK if table_E is None else table_E[logical_ids_TK]

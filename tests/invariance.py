@@ -81,11 +81,12 @@ class Server:
         self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
 
     def replace_ops(self, wrong: type) -> None:
-        """Make every layer compute with `wrong`, a mixin over the class that it computes with now."""
+        """Make every layer compute with `wrong`, a mixin over the class that it computes with now, part by part."""
+        by_parts = {name: getattr(LayerOps, name) for name in ("attention_block", "decoder_layer")}
         for _, layer in self.harness.scheduler.runner.state.model.named_layers():
             ops = getattr(layer, "ops", None)
             if isinstance(ops, LayerOps):
-                layer.ops = type(wrong.__name__, (wrong, type(ops)), {})()
+                layer.ops = type(wrong.__name__, (wrong, type(ops)), by_parts)()
 
     def submit(self, ask: Ask, every_token: bool = True, **fields: Any) -> str:
         chosen = list(range(self.vocab_size)) if every_token else None

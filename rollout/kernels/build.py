@@ -84,7 +84,7 @@ def build_kernels(
             return library
         compiler = find_compiler()
         if progress is not None:
-            progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, under a minute")
+            progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, a minute or two")
         with _lock(folder / "lock", timeout_s):
             if not library.exists():
                 _compile(compiler, sources, library, timeout_s, extra_flags)

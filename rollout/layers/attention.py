@@ -36,7 +36,7 @@ class Attention(Layer):
         self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device, ops)
         self.qk_norm = QueryKeyNorm(heads, kv_heads, head_dim, dtype, device)
         self.o_proj = Linear(heads * head_dim, config.hidden_size, dtype, device, ops)
-        self._weights = AttentionWeights(
+        self.weights = AttentionWeights(
             norm=norm.weight,
             qkv=self.qkv_proj.weight,
             qkv_size=self.qkv_proj.out_features,
@@ -57,5 +57,5 @@ class Attention(Layer):
         """Of the norm of `residual += hidden`.  `angles` [T, 2, hd]."""
         slots_T = context.batch.out_cache_loc
         return self.ops.attention_block(
-            residual_TD, hidden_TD, self._weights, angles, context.attention, self.layer_id, slots_T
+            residual_TD, hidden_TD, self.weights, angles, context.attention, self.layer_id, slots_T
         )

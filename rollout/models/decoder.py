@@ -45,6 +45,7 @@ class DecoderLayer(Layer):
         self.self_attn = Attention(config, layer_id, self.input_layernorm, dtype, device, ops)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
+        self._sparse = mlp.local_weights(self.post_attention_layernorm) if isinstance(mlp, MoELayer) else None
 
     def __call__(
         self,
@@ -54,8 +55,23 @@ class DecoderLayer(Layer):
         context: ForwardContext,
     ) -> torch.Tensor:
         """The block's output, not yet added to the residual stream, which is changed in place."""
-        hidden_TD = self.self_attn(residual_TD, hidden_TD, angles, context)
-        return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
+        attention, mlp = self.self_attn, self.mlp
+        if self._sparse is not None and isinstance(mlp, MoELayer):
+            hidden_TD, logical_ids_TK = attention.ops.decoder_layer(
+                residual_TD,
+                hidden_TD,
+                attention.weights,
+                self._sparse,
+                mlp.placement.table(mlp.moe_layer),
+                angles,
+                context.attention,
+                attention.layer_id,
+                context.batch.out_cache_loc,
+            )
+            mlp.gate.show(logical_ids_TK, context.route_hooks)
+            return hidden_TD
+        hidden_TD = attention(residual_TD, hidden_TD, angles, context)
+        return mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
 
 
 class Decoder(Layer):

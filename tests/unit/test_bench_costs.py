@@ -17,13 +17,14 @@ from tests.kernels import native_ops
 
 BF16 = torch.bfloat16
 MACHINE = Machine(read_bytes_per_s=1e9, bf16_flops_per_s=4e9, fp32_flops_per_s=2e9)
-# `attention_block` is composite: a timer sees its parts.
+# Blocks and layers are composite: a timer sees their parts.
 # No matrix product, and every tensor is read or written whole; the last three run when weights are written.
 MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
         *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
-        *("isa", "empty_packed", "pack_rows", "unpack_rows", "attention_block"),
+        *("isa", "empty_packed", "pack_rows", "unpack_rows"),
+        *("attention_block", "sparse_block", "decoder_layer"),
     )
 }
 

@@ -28,7 +28,7 @@ def test_parts_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [vars(owner).copy() for owner in owners(engine)]
     cost = measure(engine, batch=3, prompt_tokens=5, vocab_size=engine.scheduler.runner.state.model.config.vocab_size)
     layers = engine.scheduler.runner.state.model.config.num_hidden_layers
-    assert cost.calls >= 3 * layers + 1, "attention, router and experts of each layer, or more; the head"
+    assert cost.calls >= layers + 2, "a call for each layer at least, the head, the sampler"
     assert 0 < cost.operators_us < cost.turn_us
     assert 0 < cost.python_us < cost.turn_us
     assert sum(cost.phases_us.values()) < 1.2 * cost.turn_us

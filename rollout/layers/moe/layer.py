@@ -16,7 +16,7 @@ from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
 from rollout.layers.norm_rotary import RMSNorm
-from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.base import LayerOps, SparseWeights
 
 
 class MoELayer(Layer):
@@ -45,6 +45,24 @@ class MoELayer(Layer):
         )
         self.experts = Experts(config, moe_layer, placement, dtype, device, ops)
         self.dispatcher = dispatcher or LocalDispatcher()
+        self.placement, self.moe_layer = placement, moe_layer
+
+    def local_weights(self, norm: RMSNorm) -> SparseWeights | None:
+        """What the block computes with after `norm`, if no token leaves this rank."""
+        if not isinstance(self.dispatcher, LocalDispatcher):
+            return None
+        gate, experts = self.gate, self.experts
+        return SparseWeights(
+            norm=norm.weight,
+            eps=norm.eps,
+            router=gate.weight,
+            num_logical_experts=gate.num_logical_experts,
+            top_k=gate.top_k,
+            normalise=gate.normalise,
+            w13=experts.w13,
+            w2=experts.w2,
+            inner=experts.intermediate_size,
+        )
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

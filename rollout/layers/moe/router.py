@@ -56,9 +56,13 @@ class TopKRouter(WeightLayer):
             self.top_k,
             self.normalise,
         )
+        self.show(logical_ids_TK, hooks)
+        return normed_TD, weights_TK, self.placement.logical_to_physical(self.moe_layer, logical_ids_TK)
+
+    def show(self, logical_ids_TK: torch.Tensor, hooks: Sequence[RouteHook]) -> None:
+        """Tell the hooks what was chosen."""
         for hook in hooks:
             hook(self.moe_layer, logical_ids_TK)
-        return normed_TD, weights_TK, self.placement.logical_to_physical(self.moe_layer, logical_ids_TK)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         rows = range(self.num_logical_experts)

@@ -35,6 +35,21 @@ class AttentionWeights:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class SparseWeights:
+    """What a sparse block computes with where all experts are here: `norm` [D], the router's matrix, the experts."""
+
+    norm: torch.Tensor
+    eps: float
+    router: torch.Tensor
+    num_logical_experts: int
+    top_k: int
+    normalise: bool
+    w13: torch.Tensor
+    w2: torch.Tensor
+    inner: int
+
+
 class LayerOps(ABC):
     """Stateless.  All floating-point arguments of a call have one dtype, which is that of the result.
 
@@ -130,6 +145,32 @@ class LayerOps(ABC):
         qkv = self.norm_linear(residual_TD, hidden_TD, w.norm, w.eps, w.qkv, w.qkv_size)
         query = self.heads_to_pool(qkv, w.qk_norm, angles, w.eps, kv.k[layer_id], kv.v[layer_id], slots_T)
         return self.linear(attention.attend(layer_id, query), w.out, w.hidden_size)
+
+    def decoder_layer(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        attention_weights: AttentionWeights,
+        sparse_weights: SparseWeights,
+        logical_to_physical_E: torch.Tensor | None,
+        angles: torch.Tensor,
+        attention: AttentionBackend,
+        layer_id: int,
+        slots_T: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attention_block`, `norm_route` and `experts` [T, D], and the logical ids chosen [T, K].
+
+        `logical_to_physical_E`: where experts do not lie in their own order.
+        """
+        w, table_E = sparse_weights, logical_to_physical_E
+        hidden_TD = self.attention_block(
+            residual_TD, hidden_TD, attention_weights, angles, attention, layer_id, slots_T
+        )
+        normed_TD, weights_TK, logical_ids_TK = self.norm_route(
+            residual_TD, hidden_TD, w.norm, w.eps, w.router, w.num_logical_experts, w.top_k, w.normalise
+        )
+        physical_ids_TK = logical_ids_TK if table_E is None else table_E[logical_ids_TK]
+        return self.experts(normed_TD, physical_ids_TK, weights_TK, w.w13, w.w2, w.inner), logical_ids_TK
 
     @abstractmethod
     def heads_to_pool(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from rollout.attention.base import AttentionBackend
-from rollout.layers.ops.base import AttentionWeights, ExpertPart, LayerOps
+from rollout.layers.ops.base import AttentionWeights, ExpertPart, LayerOps, SparseWeights
 from rollout.layers.ops.place import PackedPlace, Place
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -32,6 +32,7 @@ class NativeOps(LayerOps):
         self._add_rms_norm = operators.add_rms_norm.default
         self._norm_linear = operators.norm_linear.default
         self._norm_route = operators.norm_route.default
+        self._decoder_layer = operators.decoder_layer.default
         self._attention_block = operators.attention_block.default
         self._qk_norm_rope_store = operators.qk_norm_rope_store.default
         self._silu_and_mul = operators.silu_and_mul.default
@@ -118,6 +119,34 @@ class NativeOps(LayerOps):
             w.head_dim**-0.5,
             w.out,
             w.hidden_size,
+        )
+
+    def decoder_layer(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        attention_weights: AttentionWeights,
+        sparse_weights: SparseWeights,
+        logical_to_physical_E: torch.Tensor | None,
+        angles: torch.Tensor,
+        attention: AttentionBackend,
+        layer_id: int,
+        slots_T: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        a, s, kv, operands = attention_weights, sparse_weights, attention.kv, attention.operands
+        if operands is None:
+            return super().decoder_layer(
+                residual_TD, hidden_TD, a, s, logical_to_physical_E, angles, attention, layer_id, slots_T
+            )
+        return self._decoder_layer(
+            residual_TD,
+            hidden_TD,
+            *(a.norm, a.eps, a.qkv, a.qkv_size, a.qk_norm),
+            *(angles, kv.k[layer_id], kv.v[layer_id], slots_T),
+            *operands,
+            *(a.head_dim**-0.5, a.out, a.hidden_size),
+            *(s.norm, s.eps, s.router, s.num_logical_experts, s.top_k, s.normalise),
+            *(logical_to_physical_E, s.w13, s.w2, s.inner),
         )
 
     def heads_to_pool(
