@@ -64,7 +64,7 @@ def run_shape(
     run = ShapeRun(shape, missing=dict(missing))
     run.machines.append(measure_machine())
     prompts = _Prompts(SHAPES[shape].vocab_size)
-    with _Fleet(run, console) as fleet, Progress(console=console) as progress:
+    with Fleet(run, console) as fleet, Progress(console=console) as progress:
         todo = [name for name in names if name not in missing]
         task = progress.add_task(f"shape {shape}: loading", total=len(todo) * (1 + len(cells) * (1 + rounds)))
         for name in todo:
@@ -111,7 +111,7 @@ class _Prompts:
         return self._rng.sample(names, len(names))
 
 
-class _Fleet:
+class Fleet:
     """The workers by name.  One runs at a time; all are gone when the block ends, however it ends."""
 
     def __init__(self, run: ShapeRun, console: Console) -> None:
@@ -120,7 +120,7 @@ class _Fleet:
         self._console = console
         self._temporary = tempfile.TemporaryDirectory(prefix="bench-peers-")
 
-    def __enter__(self) -> _Fleet:
+    def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -128,13 +128,18 @@ class _Fleet:
             worker.close() if kind is None else worker.kill()
         self._temporary.cleanup()
 
+    @property
+    def temporary(self) -> Path:
+        """Holds the workers' temporary files."""
+        return Path(self._temporary.name)
+
     def start(self, name: str, shape: str, cells: list[Cell], threads: int) -> None:
         """Loads a system and leaves it stopped; a failure is said and noted."""
         folder = ENVIRONMENTS[name].folder if name in ENVIRONMENTS else FOLDER
         log = folder / f"{name.replace(' ', '-')}-{shape}.log"
         try:
             spec = system(name, shape, checkpoint(shape), threads, cells)
-            temporary = Path(tempfile.mkdtemp(dir=self._temporary.name))
+            temporary = Path(tempfile.mkdtemp(dir=self.temporary))
             worker = Worker(command(spec, json.dumps(spec.settings)), ROOT, variables(spec, threads, temporary), log)
         except (InstallError, OSError) as error:
             self._lose(name, str(error))
@@ -172,7 +177,7 @@ class _Fleet:
         self._console.print(f"[bold red]{name} is left out of shape {self._run.shape}:[/] {reason}")
 
 
-def _check_agreement(fleet: _Fleet, run: ShapeRun, prompts: _Prompts, console: Console) -> None:
+def _check_agreement(fleet: Fleet, run: ShapeRun, prompts: _Prompts, console: Console) -> None:
     """Compares every system with ours, and drops those that compute something else."""
     sample = prompts.random(AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS)
     answers: dict[str, tuple[Any, Any]] = {}

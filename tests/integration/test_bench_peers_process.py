@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.peers.environments import ROOT, Environment, InstallError, install
+from benchmarks.peers.measure import Fleet, ShapeRun
 from benchmarks.peers.process import Worker, WorkerError
 
 START_S = 60.0
@@ -109,6 +112,33 @@ def test_nothing_of_a_stopped_group_is_left(tmp_path: Path, end: Callable[[Worke
         assert len(_members(worker.pid)) == 2
         end(worker)
         _wait(lambda: not _members(worker.pid))
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_run_leaves_no_process_and_no_file(tmp_path: Path, interruption: type[BaseException]) -> None:
+    beat = tmp_path / "beat"
+    with _worker(tmp_path, beat=str(beat)) as worker:
+        worker.receive(START_S)
+        worker.freeze()
+        with pytest.raises(interruption), Fleet(ShapeRun("S"), Console(quiet=True)) as fleet:
+            fleet.workers["stopped"] = worker
+            temporary = fleet.temporary
+            assert temporary.is_dir()
+            raise interruption
+        _wait(lambda: not _members(worker.pid))
+        assert not temporary.exists()
+
+
+def test_a_worker_that_fails_is_left_out_loudly(tmp_path: Path) -> None:
+    out = StringIO()
+    run = ShapeRun("S")
+    with _worker(tmp_path) as worker, Fleet(run, Console(file=out, width=200)) as fleet:
+        worker.receive(START_S)
+        fleet.workers["peer"] = worker
+        assert fleet.ask("peer", {"op": "tune", "prompts": PROMPTS, "max_new_tokens": 1}) is None
+        assert fleet.ask("peer", {"op": "generate", "prompts": PROMPTS, "max_new_tokens": 1}) is None
+        assert not fleet.workers and "out of tune" in run.missing["peer"]
+    assert "peer is left out of shape S" in out.getvalue()
 
 
 def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
