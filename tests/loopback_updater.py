@@ -1,35 +1,41 @@
-"""A `WeightUpdater` to which a test hands the tensors that a process group would deliver."""
+"""A `WeightUpdater` to which a test hands the tensors that a transport would deliver."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from weight_sync.process_group import GroupHandle
-from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.updater import WeightUpdater
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class LoopbackUpdater(WeightUpdater):
-    """Takes the tensors of a bucket from `incoming` instead of a process group; `failure` is raised there."""
+class LoopbackSource:
+    """A `BucketSource` of given tensors; `failure` is raised when they should come."""
 
-    incoming: Named = []
-    failure: Exception | None = None
+    must_drain = True
 
-    def _group(self, group_name: str) -> GroupHandle:
-        return None  # type: ignore[return-value]
+    def __init__(self, named: Named, failure: Exception | None = None) -> None:
+        self.named = named
+        self.failure = failure
+        self.drained = False
 
-    def _receive(self, group: GroupHandle, metas: Sequence[TensorMeta], load_format: str | None) -> Named:
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.named]
+
+    def receive(self) -> Iterator[Named]:
         if self.failure is not None:
             raise self.failure
-        return self.incoming
+        yield self.named
+        self.drained = True
+
+
+class LoopbackUpdater(WeightUpdater):
+    """`send` delivers one bucket; `failure` is raised there."""
+
+    failure: Exception | None = None
 
     def send(self, named: Named, weight_version: str | None = None) -> None:
-        self.incoming = named
-        names = [name for name, _ in named]
-        dtypes = [dtype_name(tensor.dtype) for _, tensor in named]
-        shapes = [list(tensor.shape) for _, tensor in named]
-        self.receive_distributed(names, dtypes, shapes, "group", None, weight_version)
+        self.receive(LoopbackSource(named, self.failure), weight_version)

@@ -12,13 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.core.io_struct import (
-    BatchTokenOutput,
-    ControlReqInput,
-    ControlReqOutput,
-    FinishedRecord,
-    TokenizedGenerateReqInput,
-)
+from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, FinishedRecord, TokenizedGenerateReqInput
+from rollout.core.message import ControlReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.scheduler.build import build_scheduler

@@ -23,7 +23,6 @@ from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
-    ControlReqInput,
     ControlReqOutput,
     FinishedRecord,
     FinishReason,
@@ -41,6 +40,7 @@ from rollout.core.io_struct import (
     decode_input,
     encode,
 )
+from rollout.core.message import ControlReqInput
 
 SLOW_STEP_S = 0.02
 NUM_MOE_LAYERS, TOP_K, NUM_EXPERTS, VOCAB_SIZE = 1, 2, 8, 300

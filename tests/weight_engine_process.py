@@ -107,7 +107,10 @@ class _Server:
             return self.updater.commit().weight_version
         if verb == "content":
             return [block.hex() for block in self.weights.snapshot()]
-        if verb in ("status", "checksums", "content_digest", "abort", "destroy_group", "receive_distributed"):
+        if verb == "receive_distributed":
+            version = arguments.pop("weight_version", None)
+            return self.updater.receive(self.updater.distributed_source(**arguments), version)
+        if verb in ("status", "checksums", "content_digest", "abort", "destroy_group"):
             return getattr(self.updater, verb)(**arguments)
         raise ValueError(verb)
 

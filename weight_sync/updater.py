@@ -1,7 +1,7 @@
 """`WeightUpdater`: the groups of one rank, its one open transaction, and the order of steps.
 
     I/O side (blocking, one worker thread)     init_group  destroy_group  begin | open_implicit
-                                               receive_distributed*  verify | abort
+                                               receive*  verify | abort
     step side (the thread that runs forwards)  commit
 
 The I/O side never touches the serving weights.  A bucket that is refused for any reason fails the open transaction for
@@ -29,11 +29,12 @@ from weight_sync.errors import (
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
 from weight_sync.ledger import Coverage
 from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
-from weight_sync.receivers.distributed import check_announced, receive_distributed
+from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.wire import Manifest, parse_metas
+from weight_sync.wire import Manifest
 
 _MIN_CALL_BYTES = 64 << 20
 
@@ -119,36 +120,50 @@ class WeightUpdater:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
         self._open(None, coverage, None, implicit=True)
 
-    def receive_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        load_format: str | None = None,
-        weight_version: str | None = None,
-    ) -> None:
-        """Receive one bucket into the open transaction.
+    def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
+        """Receive one call's tensors into the open transaction.
 
-        `load_format`: None (a broadcast per tensor) or "flattened_bucket".  Raises `WeightRequestError` and its kinds,
-        `UnknownGroupError`, `TransactionStateError` (nothing open, failed before, or another version than before),
-        `TransportError` (the group is destroyed then).  Every error fails the open transaction.
+        Raises `TransactionStateError` (nothing open, failed before, or another version than before), and whatever the
+        source and `WeightTransaction.receive` raise.  Every error fails the open transaction.
         """
         try:
-            metas = parse_metas(names, dtypes, shapes)
-            check_announced(metas, load_format, self._max_call_bytes())
-            group = self._group(group_name)
+            metas = source.announce(self._max_call_bytes())
             refusal = self._refusal(metas, weight_version)
-            named_tensors = self._receive(group, metas, load_format)
+            if refusal is not None and not source.must_drain:
+                raise refusal
+            for bucket in source.receive():
+                if refusal is None:
+                    self._require_transaction("receive").receive(bucket)
             if refusal is not None:
                 raise refusal
-            self._require_transaction("receive").receive(named_tensors)
         except Exception as error:
             if self._transaction is not None:
                 self._transaction.fail(str(error))
             raise
         if weight_version is not None:
             self.set_pending_version(weight_version)
+
+    def distributed_source(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None = None,
+    ) -> DistributedSource:
+        """One bucket that rank 0 of a joined group will broadcast.
+
+        `load_format`: None (a broadcast per tensor) or "flattened_bucket".  The source raises `UnknownGroupError`
+        besides its own errors; a group that it breaks is destroyed.
+        """
+        return DistributedSource(
+            (names, dtypes, shapes),
+            load_format,
+            join=lambda: self._group(group_name),
+            leave=lambda: self.destroy_group(group_name),
+            device=self._device,
+            timeout_s=self._timeout_s,
+        )
 
     def verify(self) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.
@@ -285,15 +300,6 @@ class WeightUpdater:
         except WeightSyncError as error:
             return error
         return None
-
-    def _receive(
-        self, group: GroupHandle, metas: Sequence[TensorMeta], load_format: str | None
-    ) -> list[tuple[str, torch.Tensor]]:
-        try:
-            return receive_distributed(group, metas, load_format, self._device, self._timeout_s)
-        finally:
-            if group.broken:
-                self.destroy_group(group.name)
 
     def _live_fingerprints(self) -> list[tuple[TensorMeta, int]]:
         return [(meta, fingerprint(self._weights.read(name))) for name, meta in self._weights.metas().items()]

@@ -15,17 +15,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout.core.message import ControlReqInput, Message
 from rollout.core.sampling_params import SamplingParams
-
-
-class _Message(msgspec.Struct, tag=True, kw_only=True):
-    pass
-
+from rollout.core.weight_io_struct import WeightVerb
 
 # --- main -> scheduler: requests ---------------------------------------------------------------------------------
 
 
-class TokenizedGenerateReqInput(_Message):
+class TokenizedGenerateReqInput(Message):
     """One sample to produce.  `n > 1` has already been expanded; `rid` is unique among requests in flight."""
 
     rid: str
@@ -41,7 +38,7 @@ class TokenizedGenerateReqInput(_Message):
     extra_key: str | None = None  # partitions the prefix cache
 
 
-class AbortReqInput(_Message):
+class AbortReqInput(Message):
     """Abort the exact `rids`, or everything.  Not answered: each aborted request gets its final `ReqOutput`."""
 
     rids: list[str] = []
@@ -49,12 +46,6 @@ class AbortReqInput(_Message):
 
 
 # --- main -> scheduler: control verbs ----------------------------------------------------------------------------
-
-
-class ControlReqInput(_Message):
-    """Base of the control verbs."""
-
-    request_id: str
 
 
 class PauseGenerationReqInput(ControlReqInput):
@@ -73,67 +64,6 @@ class GetStateReqInput(ControlReqInput):
     """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
 
 
-class InitWeightsUpdateGroupReqInput(ControlReqInput):
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str = "weight_update_group"
-    backend: str | None = None
-
-
-class DestroyWeightsUpdateGroupReqInput(ControlReqInput):
-    group_name: str = "weight_update_group"
-
-
-class ManifestEntry(msgspec.Struct, kw_only=True):
-    """What the trainer says of one logical tensor before sending it."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
-
-
-class BeginWeightUpdateReqInput(ControlReqInput):
-    weight_version: str | None = None
-    coverage: Literal["full", "partial"] = "full"
-    manifest: list[ManifestEntry] | None = None
-
-
-class EndWeightUpdateReqInput(ControlReqInput):
-    pass
-
-
-class AbortWeightUpdateReqInput(ControlReqInput):
-    pass
-
-
-class UpdateWeightsFromDistributedReqInput(ControlReqInput):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket"] | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class UpdateWeightVersionReqInput(ControlReqInput):
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class GetWeightsByNameReqInput(ControlReqInput):
-    name: str
-    truncate_size: int = 100
-
-
-class WeightsCheckerReqInput(ControlReqInput):
-    action: Literal["checksum"] = "checksum"
-
-
 class ShutdownReqInput(ControlReqInput):
     """Finish what runs within `drain_s` seconds, abort the rest, answer, and exit 0."""
 
@@ -147,16 +77,8 @@ SchedulerInput = (
     | ContinueGenerationReqInput
     | FlushCacheReqInput
     | GetStateReqInput
-    | InitWeightsUpdateGroupReqInput
-    | DestroyWeightsUpdateGroupReqInput
-    | BeginWeightUpdateReqInput
-    | EndWeightUpdateReqInput
-    | AbortWeightUpdateReqInput
-    | UpdateWeightsFromDistributedReqInput
-    | UpdateWeightVersionReqInput
-    | GetWeightsByNameReqInput
-    | WeightsCheckerReqInput
     | ShutdownReqInput
+    | WeightVerb
 )
 
 # --- scheduler -> main -------------------------------------------------------------------------------------------
@@ -238,11 +160,11 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished: FinishedRecord | None = None
 
 
-class BatchTokenOutput(_Message):
+class BatchTokenOutput(Message):
     outputs: list[ReqOutput]
 
 
-class ControlReqOutput(_Message):
+class ControlReqOutput(Message):
     """Answer to one control verb.  `data` is plain JSON-like content specific to the verb."""
 
     request_id: str
@@ -252,7 +174,7 @@ class ControlReqOutput(_Message):
     data: dict[str, Any] = {}
 
 
-class SchedulerReady(_Message):
+class SchedulerReady(Message):
     """Sent once, when the scheduler can serve."""
 
     max_total_num_tokens: int
@@ -264,7 +186,7 @@ class SchedulerReady(_Message):
     weight_version: str
 
 
-class SchedulerFailed(_Message):
+class SchedulerFailed(Message):
     """Sent by a scheduler that is about to exit with an error."""
 
     message: str

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rollout.core.io_struct import ControlReqInput, ControlReqOutput, SchedulerInput, SchedulerOutput
+from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOutput
+from rollout.core.message import ControlReqInput
 from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.scheduler.build import build_scheduler

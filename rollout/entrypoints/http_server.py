@@ -22,6 +22,7 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.entrypoints.weight_routes import WeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,18 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     """The application.  `metrics` should also be one of the manager's observers."""
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
-    control = ControlRoutes(manager, metrics).router()
+    control = ControlRoutes(manager).router()
+    weights = WeightRoutes(manager, metrics).router()
     app.include_router(NativeRoutes(manager).router())
     app.include_router(OpenAIRoutes(manager).router())
     app.include_router(InfoRoutes(manager, metrics).router())
     app.include_router(control)
+    app.include_router(weights)
     app.add_middleware(
         KeyMiddleware,
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
-        control_paths={route.path for route in control.routes if isinstance(route, APIRoute)},
+        control_paths={route.path for route in [*control.routes, *weights.routes] if isinstance(route, APIRoute)},
     )
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):

@@ -19,7 +19,6 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ControlReqInput,
     ControlReqOutput,
     FinishedRecord,
     FinishReason,
@@ -27,6 +26,7 @@ from rollout.core.io_struct import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
+from rollout.core.message import ControlReqInput
 from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager

@@ -22,21 +22,21 @@ from typing import Any
 import msgspec
 
 from rollout.core.errors import NotFound, Unavailable
-from rollout.core.io_struct import (
+from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
+from rollout.core.message import ControlReqInput
+from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    ControlReqInput,
-    ControlReqOutput,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
-    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
 from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.scheduler.weight_sources import SOURCES
 from weight_sync.errors import CommitError, UnknownTensorError
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
@@ -45,8 +45,11 @@ Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Job:
-    """`io` runs on the I/O thread, `step` with its result at a step boundary; `step` returns message and data."""
+class Job:
+    """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
+
+    `step` returns message and data.
+    """
 
     verb: ControlReqInput
     io: Callable[[], Any]
@@ -62,23 +65,28 @@ class WeightControl:
         self._wake = wake
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io")
         self._waiting: deque[ControlReqInput] = deque()
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._future: Future | None = None
         self._last_status: Answer = updater.status()
-        self._planners: dict[type, Callable[[Any], _Job]] = {
+        self._planners: dict[type, Callable[[Any], Job]] = {
             InitWeightsUpdateGroupReqInput: self._init_group,
             DestroyWeightsUpdateGroupReqInput: self._destroy_group,
             BeginWeightUpdateReqInput: self._begin,
-            UpdateWeightsFromDistributedReqInput: self._bucket,
             EndWeightUpdateReqInput: self._end,
             AbortWeightUpdateReqInput: self._abort,
             UpdateWeightVersionReqInput: self._relabel,
             GetWeightsByNameReqInput: self._get_by_name,
             WeightsCheckerReqInput: self._checksums,
             ContinueGenerationReqInput: self._continue,
+            **dict.fromkeys(SOURCES, self._receive),
         }
         scheduler.add_verbs(dict.fromkeys(self._planners, self._enqueue))
         scheduler.add_between_steps(self.advance)
+
+    def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
+        """Further verbs that take their turn in this queue, by message type."""
+        self._planners.update(planners)
+        self._scheduler.add_verbs(dict.fromkeys(planners, self._enqueue))
 
     def status(self) -> Answer:
         """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
@@ -119,7 +127,7 @@ class WeightControl:
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
-    def _init_group(self, verb: InitWeightsUpdateGroupReqInput) -> _Job:
+    def _init_group(self, verb: InitWeightsUpdateGroupReqInput) -> Job:
         def io() -> None:
             self._updater.init_group(
                 master_address=verb.master_address,
@@ -130,23 +138,23 @@ class WeightControl:
                 backend=verb.backend,
             )
 
-        return _Job(verb, io, _says("Succeeded to initialize custom process group."))
+        return Job(verb, io, _says("Succeeded to initialize custom process group."))
 
-    def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> _Job:
-        return _Job(
+    def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
+        return Job(
             verb,
             lambda: self._updater.destroy_group(verb.group_name),
             _says("Succeeded to destroy custom process group."),
         )
 
-    def _begin(self, verb: BeginWeightUpdateReqInput) -> _Job:
+    def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         def io() -> None:
             manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
             self._updater.begin(verb.weight_version, verb.coverage, manifest)
 
-        return _Job(verb, io, _says("Weight update begun."))
+        return Job(verb, io, _says("Weight update begun."))
 
-    def _bucket(self, verb: UpdateWeightsFromDistributedReqInput) -> _Job:
+    def _receive(self, verb: UpdateWeightsReqInput) -> Job:
         if verb.abort_all_requests:
             self._scheduler.abort(None)
         opens = not self._updater.is_open
@@ -156,9 +164,8 @@ class WeightControl:
             if opens:
                 self._updater.open_implicit("partial" if settles else "full")
             try:
-                self._updater.receive_distributed(
-                    verb.names, verb.dtypes, verb.shapes, verb.group_name, verb.load_format, verb.weight_version
-                )
+                source = SOURCES[type(verb)](verb, self._updater)
+                self._updater.receive(source, verb.weight_version)
             except Exception:
                 if settles:
                     self._updater.abort()
@@ -171,15 +178,15 @@ class WeightControl:
                 return self._commit()
             return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
-        return _Job(verb, io, step)
+        return Job(verb, io, step)
 
-    def _end(self, verb: EndWeightUpdateReqInput) -> _Job:
-        return _Job(verb, self._updater.verify, lambda _: self._commit())
+    def _end(self, verb: EndWeightUpdateReqInput) -> Job:
+        return Job(verb, self._updater.verify, lambda _: self._commit())
 
-    def _abort(self, verb: AbortWeightUpdateReqInput) -> _Job:
-        return _Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))
+    def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
+        return Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))
 
-    def _continue(self, verb: ContinueGenerationReqInput) -> _Job:
+    def _continue(self, verb: ContinueGenerationReqInput) -> Job:
         settles = self._updater.is_open and self._updater.is_implicit
 
         def step(_: Any) -> tuple[str, Answer]:
@@ -187,9 +194,9 @@ class WeightControl:
             self._scheduler.paused = False
             return "Generation continued successfully.", data | {"paused": False}
 
-        return _Job(verb, self._updater.verify if settles else _nothing, step)
+        return Job(verb, self._updater.verify if settles else _nothing, step)
 
-    def _relabel(self, verb: UpdateWeightVersionReqInput) -> _Job:
+    def _relabel(self, verb: UpdateWeightVersionReqInput) -> Job:
         def step(_: Any) -> tuple[str, Answer]:
             if verb.abort_all_requests:
                 self._scheduler.abort(None)
@@ -201,9 +208,9 @@ class WeightControl:
                     state.relabel(verb.new_version)
             return f"Weight version updated to {verb.new_version}.", {"new_version": verb.new_version}
 
-        return _Job(verb, _nothing, step)
+        return Job(verb, _nothing, step)
 
-    def _get_by_name(self, verb: GetWeightsByNameReqInput) -> _Job:
+    def _get_by_name(self, verb: GetWeightsByNameReqInput) -> Job:
         paused = self._scheduler.paused
 
         def io() -> Any:
@@ -220,13 +227,13 @@ class WeightControl:
             parameter, is_staged = result
             return "", {"parameter": parameter, "staged": is_staged}
 
-        return _Job(verb, io, step)
+        return Job(verb, io, step)
 
-    def _checksums(self, verb: WeightsCheckerReqInput) -> _Job:
+    def _checksums(self, verb: WeightsCheckerReqInput) -> Job:
         def io() -> Answer:
             return {"checksums": self._updater.checksums(), "digest": self._updater.content_digest()}
 
-        return _Job(verb, io, lambda data: ("Success.", data))
+        return Job(verb, io, lambda data: ("Success.", data))
 
     # --- step part ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.core.errors import LockstepError, Unavailable
-from rollout.core.io_struct import ControlReqInput, ControlReqOutput
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
-    ControlReqInput,
     ControlReqOutput,
     FinishedRecord,
     FinishReason,
@@ -35,6 +34,7 @@ from rollout.core.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
 )
+from rollout.core.message import ControlReqInput
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.tokenizer_manager.communicator import Communicator

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import (
+from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
+from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
-    GetStateReqInput,
     GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollout.core import io_struct
-from rollout.core.io_struct import ControlReqInput, ControlReqOutput
+from rollout.core import io_struct, weight_io_struct
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
 from rollout.entrypoints import control_routes, info_routes
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
@@ -101,28 +102,28 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         (
             "init_weights_update_group",
             {"master_address": "localhost", "master_port": "12345", "rank_offset": 1, "world_size": 2, "pp_rank": 0},
-            io_struct.InitWeightsUpdateGroupReqInput,
+            weight_io_struct.InitWeightsUpdateGroupReqInput,
             {"master_port": 12345, "group_name": "weight_update_group", "backend": None},
         ),
-        ("destroy_weights_update_group", {"group_name": "g"}, io_struct.DestroyWeightsUpdateGroupReqInput, {}),
+        ("destroy_weights_update_group", {"group_name": "g"}, weight_io_struct.DestroyWeightsUpdateGroupReqInput, {}),
         (
             "begin_weight_update",
             {"selector": "all", "manifest": [{"name": "w", "dtype": "float32", "shape": [2, 3]}]},
-            io_struct.BeginWeightUpdateReqInput,
+            weight_io_struct.BeginWeightUpdateReqInput,
             {"coverage": "full", "weight_version": None},
         ),
-        ("end_weight_update", {}, io_struct.EndWeightUpdateReqInput, {}),
-        ("abort_weight_update", {}, io_struct.AbortWeightUpdateReqInput, {}),
+        ("end_weight_update", {}, weight_io_struct.EndWeightUpdateReqInput, {}),
+        ("abort_weight_update", {}, weight_io_struct.AbortWeightUpdateReqInput, {}),
         (
             "update_weights_from_distributed",
             {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "load_format": "flattened_bucket"},
-            io_struct.UpdateWeightsFromDistributedReqInput,
+            weight_io_struct.UpdateWeightsFromDistributedReqInput,
             {"shapes": [[2, 3]], "flush_cache": True, "abort_all_requests": False, "weight_version": None},
         ),
         (
             "update_weight_version",
             {"new_version": "7", "abort_all_requests": False},
-            io_struct.UpdateWeightVersionReqInput,
+            weight_io_struct.UpdateWeightVersionReqInput,
             {"new_version": "7", "abort_all_requests": False},
         ),
     ]
@@ -133,7 +134,7 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         [message] = live.sent(verb)
         assert {name: getattr(message, name) for name in expected} == expected
     assert reply.json()["new_version"] == "7"
-    assert live.sent(io_struct.BeginWeightUpdateReqInput)[0].manifest[0].shape == [2, 3]
+    assert live.sent(weight_io_struct.BeginWeightUpdateReqInput)[0].manifest[0].shape == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_bad_control_bodies_are_refused_before_the_scheduler(live: Live, path: s
 
 
 def test_a_refusal_keeps_its_status_type_and_message(live: Live) -> None:
-    live.scheduler.answers[io_struct.EndWeightUpdateReqInput] = refusing(409, "no update is open")
+    live.scheduler.answers[weight_io_struct.EndWeightUpdateReqInput] = refusing(409, "no update is open")
     reply = live.client.post("/end_weight_update")
     assert reply.status_code == 409
     assert reply.json() == {
@@ -196,12 +197,12 @@ def test_a_scheduler_that_says_nothing_is_not_healthy(live: Live, monkeypatch: p
 
 
 def test_get_weights_and_checksums(live: Live) -> None:
-    live.scheduler.answers[io_struct.GetWeightsByNameReqInput] = giving({"parameter": [[1.0]], "staged": False})
+    live.scheduler.answers[weight_io_struct.GetWeightsByNameReqInput] = giving({"parameter": [[1.0]], "staged": False})
     assert live.client.post("/get_weights_by_name", json={"name": "w"}).json() == [[1.0]]
     assert live.client.get("/get_weights_by_name", params={"name": "w", "truncate_size": 3}).json() == [[1.0]]
-    assert [m.truncate_size for m in live.sent(io_struct.GetWeightsByNameReqInput)] == [100, 3]
+    assert [m.truncate_size for m in live.sent(weight_io_struct.GetWeightsByNameReqInput)] == [100, 3]
     assert live.client.get("/get_weights_by_name").status_code == 400
-    live.scheduler.answers[io_struct.WeightsCheckerReqInput] = giving({"checksums": {"w": "ab"}, "digest": "cd"})
+    live.scheduler.answers[weight_io_struct.WeightsCheckerReqInput] = giving({"checksums": {"w": "ab"}, "digest": "cd"})
     reply = live.client.post("/weights_checker").json()
     assert reply["success"] is True and reply["per_engine_checksum"] == "cd"
     assert reply["ranks"][0]["checksums"] == {"w": "ab"}

@@ -16,8 +16,8 @@ from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
-    UpdateWeightVersionReqInput,
 )
+from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler import build
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft

@@ -6,7 +6,7 @@ them.  The same machine must catch updaters that are wrong on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -23,10 +23,10 @@ from hypothesis.stateful import (
 )
 
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, FakeWeights, bits, fused, version
-from tests.loopback_updater import LoopbackUpdater, Named
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.process_group import GroupHandle
+from weight_sync.receivers.base import BucketSource
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.updater import CommitResult
 
@@ -240,12 +240,12 @@ class ForgetsToRestore(LoopbackUpdater):
 class WritesOnReceive(LoopbackUpdater):
     """Wrong: a bucket is loaded straight into the model."""
 
-    def _receive(self, group: GroupHandle, metas: Sequence[TensorMeta], load_format: str | None) -> Named:
-        named = super()._receive(group, metas, load_format)
-        for name, tensor in named:
+    def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
+        assert isinstance(source, LoopbackSource)
+        for name, tensor in source.named if source.failure is None else []:
             if name in self._weights.metas() and tensor.dtype == self._weights.metas()[name].dtype:
                 self._weights.write(name, tensor)
-        return named
+        super().receive(source, weight_version)
 
 
 class ForgivesBuckets(LoopbackUpdater):

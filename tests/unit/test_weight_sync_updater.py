@@ -145,7 +145,7 @@ def test_unknown_groups() -> None:
         updater.destroy_group("g")
     updater.begin()
     with pytest.raises(UnknownGroupError):
-        updater.receive_distributed([NORM], ["float32"], [[4]], "g")
+        updater.receive(updater.distributed_source([NORM], ["float32"], [[4]], "g"))
     with pytest.raises(TransactionStateError, match="failed"):
         updater.verify()
 
@@ -154,7 +154,7 @@ def test_one_call_cannot_announce_the_moon() -> None:
     updater = loopback()
     updater.begin()
     with pytest.raises(WeightRequestError, match="at most 67108864"):
-        updater.receive_distributed(["a"], ["uint8"], [[67108865]], "group")
+        updater.receive(updater.distributed_source(["a"], ["uint8"], [[67108865]], "group"))
 
 
 @pytest.mark.parametrize(

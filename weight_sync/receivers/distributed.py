@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ from weight_sync.bucket import check_alignment, unpack
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle
 from weight_sync.tensor_meta import TensorMeta
+from weight_sync.wire import parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
 
@@ -36,6 +37,49 @@ _MARK_BYTES = 4096
 _CANARY_BYTES = 16
 _ALIGNMENT = 64
 _DRAIN_S = 5.0
+
+
+class DistributedSource:
+    """One bucket over a group: `lists` are the names, dtypes and shapes of the call.
+
+    `join` gives the group, or raises `UnknownGroupError`; `leave` is called when the group broke.
+    """
+
+    must_drain = True
+
+    def __init__(
+        self,
+        lists: tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]],
+        load_format: str | None,
+        *,
+        join: Callable[[], GroupHandle],
+        leave: Callable[[], None],
+        device: torch.device | str,
+        timeout_s: float,
+    ) -> None:
+        self._lists = lists
+        self._load_format = load_format
+        self._join = join
+        self._leave = leave
+        self._device = device
+        self._timeout_s = timeout_s
+        self._metas: Sequence[TensorMeta] = ()
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """The call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
+        self._metas = parse_metas(*self._lists)
+        check_announced(self._metas, self._load_format, max_bytes)
+        self._join()
+        return self._metas
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """One bucket.  Raises as `receive_distributed`."""
+        group = self._join()
+        try:
+            yield receive_distributed(group, self._metas, self._load_format, self._device, self._timeout_s)
+        finally:
+            if group.broken:
+                self._leave()
 
 
 def check_announced(metas: Sequence[TensorMeta], load_format: str | None, max_bytes: int) -> None:

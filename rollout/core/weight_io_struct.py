@@ -1,0 +1,91 @@
+"""The control verbs that concern weights, as messages to the scheduler.
+
+A verb is a struct here and a member of `WeightVerb`; how it is carried out is `rollout.scheduler`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rollout.core.message import ControlReqInput
+
+
+class InitWeightsUpdateGroupReqInput(ControlReqInput):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str | None = None
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlReqInput):
+    group_name: str = "weight_update_group"
+
+
+class ManifestEntry(msgspec.Struct, kw_only=True):
+    """What the trainer says of one logical tensor before sending it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
+
+
+class BeginWeightUpdateReqInput(ControlReqInput):
+    weight_version: str | None = None
+    coverage: Literal["full", "partial"] = "full"
+    manifest: list[ManifestEntry] | None = None
+
+
+class EndWeightUpdateReqInput(ControlReqInput):
+    pass
+
+
+class AbortWeightUpdateReqInput(ControlReqInput):
+    pass
+
+
+class UpdateWeightsReqInput(ControlReqInput, kw_only=True):
+    """Base of the verbs that bring tensors.  `weight_version` names what they make up."""
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: Literal["flattened_bucket"] | None = None
+
+
+class UpdateWeightVersionReqInput(ControlReqInput):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class GetWeightsByNameReqInput(ControlReqInput):
+    name: str
+    truncate_size: int = 100
+
+
+class WeightsCheckerReqInput(ControlReqInput):
+    action: Literal["checksum"] = "checksum"
+
+
+WeightVerb = (
+    InitWeightsUpdateGroupReqInput
+    | DestroyWeightsUpdateGroupReqInput
+    | BeginWeightUpdateReqInput
+    | EndWeightUpdateReqInput
+    | AbortWeightUpdateReqInput
+    | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightVersionReqInput
+    | GetWeightsByNameReqInput
+    | WeightsCheckerReqInput
+)

@@ -1,0 +1,141 @@
+"""Endpoints that concern weights: transactions, transports, versions, checks.  All may demand the admin key.
+
+Knows their bodies and replies.  What a verb does is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from starlette.responses import Response
+
+from rollout.core.message import ControlReqInput
+from rollout.core.weight_io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
+    InitWeightsUpdateGroupReqInput,
+    ManifestEntry,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightVersionReqInput,
+    WeightsCheckerReqInput,
+)
+from rollout.entrypoints import protocol
+from rollout.entrypoints.control_io import ControlRoute, add_route, reply
+from rollout.entrypoints.http_io import json_body, json_response
+from rollout.entrypoints.metrics import Metrics
+from rollout.tokenizer_manager.manager import TokenizerManager
+
+WEIGHT_MARGIN_S = 30.0
+"""Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that speaks."""
+
+EmptyBody = Annotated[protocol.EmptyRequest, Depends(json_body(protocol.EmptyRequest))]
+InitGroupBody = Annotated[
+    protocol.InitWeightsUpdateGroupRequest, Depends(json_body(protocol.InitWeightsUpdateGroupRequest))
+]
+DestroyGroupBody = Annotated[
+    protocol.DestroyWeightsUpdateGroupRequest, Depends(json_body(protocol.DestroyWeightsUpdateGroupRequest))
+]
+BeginBody = Annotated[protocol.BeginWeightUpdateRequest, Depends(json_body(protocol.BeginWeightUpdateRequest))]
+BucketBody = Annotated[
+    protocol.UpdateWeightsFromDistributedRequest, Depends(json_body(protocol.UpdateWeightsFromDistributedRequest))
+]
+VersionBody = Annotated[protocol.UpdateWeightVersionRequest, Depends(json_body(protocol.UpdateWeightVersionRequest))]
+GetWeightsBody = Annotated[protocol.GetWeightsByNameRequest, Depends(json_body(protocol.GetWeightsByNameRequest))]
+CheckerBody = Annotated[protocol.WeightsCheckerRequest, Depends(json_body(protocol.WeightsCheckerRequest))]
+
+
+class WeightRoutes:
+    """SGLang's weight endpoints, and our own."""
+
+    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
+        self._manager = manager
+        self._metrics = metrics
+        self._weight_timeout_s = manager.server_args.weight_update_timeout + WEIGHT_MARGIN_S
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=ControlRoute, tags=["weights"])
+        add_route(router, "/init_weights_update_group", self.init_group, protocol.InitWeightsUpdateGroupRequest)
+        add_route(
+            router, "/destroy_weights_update_group", self.destroy_group, protocol.DestroyWeightsUpdateGroupRequest
+        )
+        add_route(router, "/begin_weight_update", self.begin, protocol.BeginWeightUpdateRequest)
+        add_route(router, "/end_weight_update", self.end, protocol.EmptyRequest)
+        add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
+        add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
+        add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
+        add_route(router, "/get_weights_by_name", self.get_weights, protocol.GetWeightsByNameRequest)
+        router.add_api_route("/get_weights_by_name", self.get_weights_by_query, methods=["GET"])
+        add_route(router, "/weights_checker", self.check_weights, protocol.WeightsCheckerRequest, "GET", "POST")
+        return router
+
+    async def _weights(self, verb: type[ControlReqInput], **fields: Any) -> Response:
+        return reply(await self._manager.control(verb, self._weight_timeout_s, **fields))
+
+    async def init_group(self, body: InitGroupBody) -> Response:
+        """Join a process group with the trainer; replies when all members are there."""
+        return await self._weights(InitWeightsUpdateGroupReqInput, **body.model_dump())
+
+    async def destroy_group(self, body: DestroyGroupBody) -> Response:
+        return await self._weights(DestroyWeightsUpdateGroupReqInput, group_name=body.group_name)
+
+    async def begin(self, body: BeginBody) -> Response:
+        """Open a weight update.  Nothing changes for requests until it ends."""
+        manifest = None
+        if body.manifest is not None:
+            manifest = [ManifestEntry(**entry.model_dump()) for entry in body.manifest]
+        return await self._weights(
+            BeginWeightUpdateReqInput,
+            weight_version=body.weight_version,
+            coverage=body.coverage,
+            manifest=manifest,
+        )
+
+    async def bucket(self, body: BucketBody) -> Response:
+        """Receive tensors by broadcast from rank 0 of the group."""
+        fields = body.model_dump(exclude={"selector"})
+        started = time.monotonic()
+        answer = await self._manager.control(UpdateWeightsFromDistributedReqInput, self._weight_timeout_s, **fields)
+        self._metrics.on_weight_load("distributed", time.monotonic() - started)
+        return reply(answer)
+
+    async def end(self, _: EmptyBody) -> Response:
+        """Verify what came and put it in force, all or nothing."""
+        return await self._weights(EndWeightUpdateReqInput)
+
+    async def abort_update(self, _: EmptyBody) -> Response:
+        return await self._weights(AbortWeightUpdateReqInput)
+
+    async def update_version(self, body: VersionBody) -> Response:
+        """Rename the version in force, or the one being received."""
+        fields = body.model_dump()
+        answer = await self._manager.control(UpdateWeightVersionReqInput, self._weight_timeout_s, **fields)
+        return reply(answer, {"new_version": body.new_version})
+
+    async def get_weights(self, body: GetWeightsBody) -> Response:
+        """The first `truncate_size` rows of a tensor as nested lists."""
+        return await self._get_weights(body.name, body.truncate_size)
+
+    async def get_weights_by_query(
+        self, name: str, truncate_size: Annotated[int, Query(ge=0, lt=2**31)] = 100
+    ) -> Response:
+        return await self._get_weights(name, truncate_size)
+
+    async def _get_weights(self, name: str, truncate_size: int) -> Response:
+        answer = await self._manager.control(
+            GetWeightsByNameReqInput, self._weight_timeout_s, name=name, truncate_size=truncate_size
+        )
+        return json_response(answer.data["parameter"]) if answer.success else reply(answer)
+
+    async def check_weights(self, _: CheckerBody) -> Response:
+        """Fingerprints of all logical tensors, and their digest."""
+        answer = await self._manager.control(WeightsCheckerReqInput, self._weight_timeout_s)
+        if not answer.success:
+            return reply(answer)
+        checksums, digest = answer.data["checksums"], answer.data["digest"]
+        rank = {"checksums": checksums, "per_gpu_checksum": digest, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
+        return reply(answer, {"ranks": [rank], "per_engine_checksum": digest})

@@ -1,0 +1,36 @@
+"""`BucketSource`: what a transport offers to the updater.
+
+A transport is one file beside this one.  It turns one control call into wire tensors and knows nothing of what becomes
+of them: names, shapes, coverage, versions and commits are the transaction's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from weight_sync.tensor_meta import TensorMeta
+
+
+class BucketSource(Protocol):
+    """The tensors of one control call.  Used once: `announce`, then `receive`."""
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether a refused call is still received, and thrown away: its sender sends before it can be told."""
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """The wire tensors that are known to come, by any names; empty where only receiving tells.
+
+        Reads and checks what can be without taking memory for the content.  Raises `WeightRequestError` and its kinds,
+        also for more than `max_bytes` of content.
+        """
+
+    def receive(self) -> Iterable[Sequence[tuple[str, torch.Tensor]]]:
+        """The content as (name, tensor), in one or more buckets.
+
+        A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
+        kinds, `TransportError`.  Every wait has a deadline.
+        """
