@@ -209,9 +209,12 @@ class AsyncRolloutClient:
         )
         return await self._run(call)
 
-    async def end_weight_update(self) -> dict[str, Any]:
-        """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong."""
-        return await self._run(wire.end_weight_update())
+    async def end_weight_update(self, phase: wire.EndPhase | None = None) -> dict[str, Any]:
+        """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
+
+        `phase` "verify" or "commit": only that half, so that several servers can switch together.
+        """
+        return await self._run(wire.end_weight_update(phase))
 
     async def abort_weight_update(self) -> dict[str, Any]:
         """Drop an open refresh; the old weights serve on."""

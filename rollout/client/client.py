@@ -208,9 +208,12 @@ class RolloutClient:
         )
         return self._run(call)
 
-    def end_weight_update(self) -> dict[str, Any]:
-        """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong."""
-        return self._run(wire.end_weight_update())
+    def end_weight_update(self, phase: wire.EndPhase | None = None) -> dict[str, Any]:
+        """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
+
+        `phase` "verify" or "commit": only that half, so that several servers can switch together.
+        """
+        return self._run(wire.end_weight_update(phase))
 
     def abort_weight_update(self) -> dict[str, Any]:
         """Drop an open refresh; the old weights serve on."""

@@ -17,6 +17,7 @@ from rollout.client.types import Timeouts
 T = TypeVar("T")
 
 PauseMode = Literal["abort", "retract", "in_place"]
+EndPhase = Literal["verify", "commit"]
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 
 
@@ -241,8 +242,8 @@ def update_weights_from_distributed(
     return _weight_verb("/update_weights_from_distributed", body)
 
 
-def end_weight_update() -> Call[dict[str, Any]]:
-    return _weight_verb("/end_weight_update", {})
+def end_weight_update(phase: EndPhase | None) -> Call[dict[str, Any]]:
+    return _weight_verb("/end_weight_update", {} if phase is None else {"phase": phase})
 
 
 def abort_weight_update() -> Call[dict[str, Any]]:

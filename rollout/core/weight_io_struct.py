@@ -41,7 +41,7 @@ class BeginWeightUpdateReqInput(ControlReqInput):
 
 
 class EndWeightUpdateReqInput(ControlReqInput):
-    pass
+    phase: Literal["verify", "commit"] | None = None  # None: both
 
 
 class AbortWeightUpdateReqInput(ControlReqInput):

@@ -139,6 +139,10 @@ class BeginWeightUpdateRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
+class EndWeightUpdateRequest(Body):
+    phase: Literal["verify", "commit"] | None = None
+
+
 class UpdateWeightsFromDistributedRequest(Body):
     names: list[str]
     dtypes: list[str]

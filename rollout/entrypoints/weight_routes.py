@@ -41,6 +41,7 @@ DestroyGroupBody = Annotated[
     protocol.DestroyWeightsUpdateGroupRequest, Depends(json_body(protocol.DestroyWeightsUpdateGroupRequest))
 ]
 BeginBody = Annotated[protocol.BeginWeightUpdateRequest, Depends(json_body(protocol.BeginWeightUpdateRequest))]
+EndBody = Annotated[protocol.EndWeightUpdateRequest, Depends(json_body(protocol.EndWeightUpdateRequest))]
 BucketBody = Annotated[
     protocol.UpdateWeightsFromDistributedRequest, Depends(json_body(protocol.UpdateWeightsFromDistributedRequest))
 ]
@@ -64,7 +65,7 @@ class WeightRoutes:
             router, "/destroy_weights_update_group", self.destroy_group, protocol.DestroyWeightsUpdateGroupRequest
         )
         add_route(router, "/begin_weight_update", self.begin, protocol.BeginWeightUpdateRequest)
-        add_route(router, "/end_weight_update", self.end, protocol.EmptyRequest)
+        add_route(router, "/end_weight_update", self.end, protocol.EndWeightUpdateRequest)
         add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
         add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
         add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
@@ -103,9 +104,9 @@ class WeightRoutes:
         self._metrics.on_weight_load("distributed", time.monotonic() - started)
         return reply(answer)
 
-    async def end(self, _: EmptyBody) -> Response:
-        """Verify what came and put it in force, all or nothing."""
-        return await self._weights(EndWeightUpdateReqInput)
+    async def end(self, body: EndBody) -> Response:
+        """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two."""
+        return await self._weights(EndWeightUpdateReqInput, phase=body.phase)
 
     async def abort_update(self, _: EmptyBody) -> Response:
         return await self._weights(AbortWeightUpdateReqInput)

@@ -181,7 +181,9 @@ class WeightControl:
         return Job(verb, io, step)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
-        return Job(verb, self._updater.verify, lambda _: self._commit())
+        if verb.phase == "verify":
+            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."))
+        return Job(verb, _nothing if verb.phase == "commit" else self._updater.verify, lambda _: self._commit())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         return Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))

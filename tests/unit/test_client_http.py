@@ -123,6 +123,7 @@ VERBS = [
         ...,
     ),
     (lambda c: c.end_weight_update(), OK, "POST", "/end_weight_update", {}, ...),
+    (lambda c: c.end_weight_update("verify"), OK, "POST", "/end_weight_update", {"phase": "verify"}, ...),
     (lambda c: c.abort_weight_update(), OK, "POST", "/abort_weight_update", {}, ...),
     (
         lambda c: c.update_weight_version("v2"),
