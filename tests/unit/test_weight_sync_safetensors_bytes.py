@@ -1,0 +1,247 @@
+"""Safetensors in memory: what the package writes is read, what it refuses is refused, shared memory is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from tests.logical_weights_fake import FakeWeights, bits, version
+from weight_sync.errors import ContentError, WeightRequestError
+from weight_sync.receivers.safetensors_bytes import MAX_HEADER_BYTES, SafetensorsSource
+from weight_sync.shared_segment import SharedSegment
+from weight_sync.tensor_meta import DTYPES
+from weight_sync.updater import WeightUpdater
+
+MANY = 1 << 30
+SENT = version(1)
+FILE = save(SENT)
+
+
+def received(content: bytes | SharedSegment, **options: Any) -> dict[str, torch.Tensor]:
+    source = SafetensorsSource(content if isinstance(content, SharedSegment) else bytearray(content), **options)
+    metas = source.announce(MANY)
+    tensors = {name: tensor.clone() for bucket in source.receive() for name, tensor in bucket}
+    assert {(meta.name, meta.dtype, meta.shape) for meta in metas} == {
+        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+    return tensors
+
+
+def same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {name: bits(tensor) for name, tensor in tensors.items()} == {
+        name: bits(tensor) for name, tensor in expected.items()
+    }
+
+
+def with_header(header: Any, content: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content
+
+
+def test_every_dtype() -> None:
+    tensors = {name: (torch.arange(6) % 2).to(dtype).view(2, 3) for name, dtype in DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+    same(received(save(tensors, {"format": "pt"})), tensors)
+    assert received(save({})) == {}
+
+
+def test_content_is_not_copied_while_it_is_in_the_call() -> None:
+    content = bytearray(FILE)
+    source = SafetensorsSource(content)
+    source.announce(MANY)
+    ((name, tensor),) = next(source.receive())
+    before = bits(tensor)
+    content[-SENT[name].nbytes :] = bytes(SENT[name].nbytes)
+    for position in range(len(content)):
+        content[position] ^= 0xFF
+    assert bits(tensor) != before
+
+
+def test_an_update_through_the_updater() -> None:
+    weights = FakeWeights()
+    updater = WeightUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine)
+    updater.begin()
+    updater.receive(SafetensorsSource(bytearray(FILE)), "v1")
+    updater.verify()
+    updater.commit()
+    assert weights.snapshot() == FakeWeights(1).snapshot()
+
+
+# --- right and wrong files, judged by the package too --------------------------------------------------------------
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+WRONG = {
+    "nothing": b"",
+    "seven bytes": bytes(7),
+    "a header beyond the end": struct.pack("<Q", 9) + b"{}",
+    "a header of 2^63 bytes": struct.pack("<Q", 2**63) + b"{}",
+    "not JSON": with_header(b"{'a'}"),
+    "not UTF-8": with_header(b'{"\xff": 1}'),
+    "not an object": with_header(b"[]"),
+    "nested deeply": with_header(b"[" * 100_000),
+    "an entry that is a number": with_header({"a": 1}),
+    "no dtype": with_header({"a": {"shape": [2], "data_offsets": [0, 8]}}, bytes(8)),
+    "an unknown dtype": with_header({"a": entry("F7")}, bytes(8)),
+    "no shape": with_header({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)),
+    "a negative size": with_header({"a": entry(shape=[-2])}, bytes(8)),
+    "a fractional size": with_header({"a": entry(shape=[2.0])}, bytes(8)),
+    "no offsets": with_header({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "three offsets": with_header({"a": entry(offsets=[0, 4, 8])}, bytes(8)),
+    "offsets the wrong way round": with_header({"a": entry(offsets=[8, 0])}, bytes(8)),
+    "too few bytes for the shape": with_header({"a": entry(shape=[3])}, bytes(8)),
+    "a shape that overflows": with_header({"a": entry(shape=[2**40, 2**40])}, bytes(8)),
+    "content that is short": with_header({"a": entry()}, bytes(7)),
+    "content that is long": with_header({"a": entry()}, bytes(9)),
+    "a gap": with_header({"a": entry(), "b": entry(offsets=[12, 20])}, bytes(20)),
+    "an overlap": with_header({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
+    "a gap at the front": with_header({"a": entry(offsets=[4, 12])}, bytes(12)),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_files_are_refused_as_the_package_refuses_them(name: str) -> None:
+    with pytest.raises((safetensors.SafetensorError, UnicodeDecodeError)):
+        safetensors.deserialize(WRONG[name])
+    with pytest.raises(WeightRequestError):
+        received(WRONG[name])
+
+
+STRICTER = {
+    "a name twice": with_header(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
+    "a name that no tensor has": with_header({"a\n": entry()}, bytes(8)),
+    "an empty name": with_header({"": entry()}, bytes(8)),
+    "half a character": with_header(b'{"\\ud800": %s}' % json.dumps(entry()).encode(), bytes(8)),
+    "nine dimensions": with_header({"a": entry(shape=[2] + [1] * 8)}, bytes(8)),
+    "a dtype that no model has": with_header({"a": entry("C64", [1])}, bytes(8)),
+}
+
+
+@pytest.mark.parametrize("name", list(STRICTER))
+def test_what_the_package_would_take_and_we_do_not(name: str) -> None:
+    with pytest.raises(WeightRequestError) as caught:
+        received(STRICTER[name])
+    str(caught.value).encode()
+
+
+def test_the_cap_on_the_header() -> None:
+    text = b"{}" + b" " * MAX_HEADER_BYTES
+    with pytest.raises(WeightRequestError, match="a header of"):
+        received(struct.pack("<Q", len(text)) + text)
+
+
+def test_the_cap_on_the_content() -> None:
+    total = sum(tensor.nbytes for tensor in SENT.values())
+    SafetensorsSource(bytearray(FILE)).announce(total)
+    with pytest.raises(WeightRequestError, match=f"at most {total - 1} are taken"):
+        SafetensorsSource(bytearray(FILE)).announce(total - 1)
+
+
+edits = st.lists(
+    st.tuples(st.sampled_from(["set", "cut", "insert"]), st.floats(0, 1), st.binary(min_size=1, max_size=5)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(edits, st.floats(0.05, 1))
+def test_damaged_files_agree_with_the_package(changes: list[tuple[str, float, bytes]], reach: float) -> None:
+    """What is read of a damaged file is what the package reads of it."""
+    content = bytearray(FILE)
+    for kind, place, new in changes:
+        at = int(place * reach * len(content))
+        if kind == "cut":
+            del content[at : at + len(new)]
+        elif kind == "insert":
+            content[at:at] = new
+        else:
+            content[at : at + len(new)] = new
+    try:
+        tensors = received(bytes(content))
+    except WeightRequestError:
+        return
+    same(tensors, load(bytes(content)))
+
+
+# --- shared memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    memory = SharedMemory(create=True, size=len(FILE))
+    memory.buf[:] = FILE
+    yield memory
+    memory.close()
+    with contextlib.suppress(FileNotFoundError):
+        memory.unlink()
+
+
+def is_there(memory: SharedMemory) -> bool:
+    try:
+        SharedSegment(memory.name, 1).check()
+    except WeightRequestError:
+        return False
+    return True
+
+
+def test_a_segment_is_read_and_left(shared: SharedMemory) -> None:
+    for name in (shared.name, "/" + shared.name):
+        same(received(SharedSegment(name, len(FILE))), SENT)
+    assert bytes(shared.buf) == FILE
+    assert is_there(shared)
+
+
+def test_a_segment_larger_than_its_file(shared: SharedMemory) -> None:
+    with pytest.raises(WeightRequestError, match=rf"has {len(FILE)} bytes, the call says {len(FILE) + 1}"):
+        received(SharedSegment(shared.name, len(FILE) + 1))
+    with pytest.raises(WeightRequestError, match="a tensor reaches byte"):
+        received(SharedSegment(shared.name, len(FILE) - 1))
+
+
+@pytest.mark.parametrize("outcome", ["read", "refused", "dropped", "half read"])
+def test_a_segment_is_unlinked_if_asked(shared: SharedMemory, outcome: str) -> None:
+    source = SafetensorsSource(SharedSegment(shared.name, len(FILE)), unlink=True)
+    if outcome == "refused":
+        with pytest.raises(WeightRequestError):
+            source.announce(1)
+    else:
+        source.announce(MANY)
+        assert is_there(shared)
+        if outcome == "read":
+            list(source.receive())
+        elif outcome == "half read":
+            buckets = source.receive()
+            next(buckets)
+            buckets.close()  # type: ignore[attr-defined]
+        else:
+            del source
+    assert not is_there(shared)
+
+
+def test_a_segment_that_ends_early(shared: SharedMemory) -> None:
+    source = SafetensorsSource(SharedSegment(shared.name, len(FILE)))
+    source.announce(MANY)
+    with open(f"/dev/shm/{shared.name}", "r+b") as file:
+        file.truncate(len(FILE) - 1)
+    with pytest.raises(ContentError, match="ends at byte"):
+        list(source.receive())
+
+
+def test_a_segment_that_is_not_there() -> None:
+    with pytest.raises(WeightRequestError, match="cannot open shared memory 'psm_none'"):
+        received(SharedSegment("psm_none", 8))

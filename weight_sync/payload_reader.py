@@ -1,0 +1,330 @@
+"""Reads pickles without executing them: the one reader of pickled data in this project.
+
+A pickle is a program for a small stack machine.  This one knows the instructions that CPython's pickler writes for
+plain values in protocols 2 to 5, and a table of admitted names.  It imports nothing, looks nothing up by name, and
+calls nothing but the functions of the table, which are ours and only build descriptions of what the payload says:
+
+    bytes -> PayloadReader -> lists, tuples, dicts, text, numbers, `Record`s, and what the table's functions return
+
+Bytes objects stay views of the payload.  No instruction takes memory for more than the payload holds, and a `Budget`
+bounds instructions, so time and memory are bounded by the caps alone.
+
+Knows the format.  Does not know tensors: names and functions are `torch_payload`'s.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weight_sync.errors import WeightRequestError
+
+_MAX_MARKS = 64
+_MAX_INT_BYTES = 16  # torch's magic number has ten
+_MAX_NAME_BYTES = 256
+
+
+@dataclass
+class Budget:
+    """Instructions left to all pickles of one call."""
+
+    instructions: int
+
+    def spend(self, count: int) -> None:
+        """Raises `WeightRequestError` when there are not as many left."""
+        self.instructions -= count
+        if self.instructions < 0:
+            raise WeightRequestError("the payload has too many instructions; send the tensors in smaller buckets")
+
+
+@dataclass(frozen=True)
+class Function:
+    """An admitted name that a pickle may call: `call(*arguments)` with values that the reader made.
+
+    `call` checks its arguments; a `TypeError` or `ValueError` of it means a malformed payload.
+    """
+
+    call: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RecordType:
+    """An admitted class whose instances are read as `Record`s; nothing of the class itself runs."""
+
+    name: str
+    fields: frozenset[str]
+
+
+@dataclass
+class Record:
+    """An instance of an admitted class: its fields as the payload gives them.  `values` is None until they came."""
+
+    type: RecordType
+    values: dict[str, Any] | None = None
+
+
+Admitted = Mapping[tuple[str, str], Any]
+"""(module, name) -> `Function`, `RecordType`, or a value that the name stands for."""
+
+
+class PayloadReader:
+    """One buffer with one or more pickles in it.
+
+    `resolve_persistent` gives the object that a persistent id names; without it persistent ids are refused.
+    """
+
+    def __init__(
+        self,
+        data: memoryview,
+        admitted: Admitted,
+        budget: Budget,
+        resolve_persistent: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.position = 0
+        self._data = data
+        self._admitted = admitted
+        self._budget = budget
+        self._resolve_persistent = resolve_persistent
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def read(self) -> Any:
+        """The next pickle's value; `position` is then the first byte behind it.
+
+        Raises `WeightRequestError`, and nothing else whatever the bytes are.
+        """
+        try:
+            if self._byte() != 0x80 or not 2 <= self._byte() <= 5:
+                raise WeightRequestError("not a pickle of protocol 2 to 5")
+            return self._run()
+        except IndexError:
+            raise WeightRequestError("malformed pickle: it takes values that are not there") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise WeightRequestError(f"malformed pickle: {type(error).__name__}: {str(error)[:200]}") from None
+        finally:
+            self._stack, self._marks, self._memo = [], [], {}
+
+    def _run(self) -> Any:
+        while True:
+            self._budget.spend(1)
+            opcode = self._byte()
+            if opcode == _STOP:
+                if len(self._stack) != 1 or self._marks:
+                    raise ValueError("values are left over at its end")
+                return self._stack.pop()
+            step = _STEPS.get(opcode)
+            if step is None:
+                raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not admitted")
+            step(self)
+
+    # --- bytes ----------------------------------------------------------------------------------------------------
+
+    def _byte(self) -> int:
+        value = self._data[self.position]
+        self.position += 1
+        return value
+
+    def _take(self, count: int) -> memoryview:
+        end = self.position + count
+        if end > len(self._data):
+            raise WeightRequestError("the payload ends in the middle of a pickle")
+        taken = self._data[self.position : end]
+        self.position = end
+        return taken
+
+    def _number(self, layout: struct.Struct) -> int:
+        return layout.unpack(self._take(layout.size))[0]
+
+    def _line(self) -> str:
+        window = bytes(self._data[self.position : self.position + _MAX_NAME_BYTES])
+        length = window.index(b"\n")
+        self.position += length + 1
+        return window[:length].decode("ascii")
+
+    # --- stack ----------------------------------------------------------------------------------------------------
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _replace_top(self, count: int, value: Any) -> None:
+        del self._stack[-count:]
+        self._stack.append(value)
+
+    def _pop_to_mark(self) -> list[Any]:
+        items = self._stack
+        self._stack = self._marks.pop()
+        return items
+
+    def _mark(self) -> None:
+        if len(self._marks) == _MAX_MARKS:
+            raise ValueError("nested too deeply")
+        self._marks.append(self._stack)
+        self._stack = []
+
+    # --- containers -----------------------------------------------------------------------------------------------
+
+    def _short_tuple(self, count: int) -> None:
+        if len(self._stack) < count:
+            raise IndexError
+        self._replace_top(count, tuple(self._stack[-count:]))
+
+    def _append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise ValueError("something is appended to what is not a list")
+        target.extend(items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        keys = items[::2]
+        # Text only: the hash of a nested tuple recurses in C.
+        if type(target) is not dict or len(items) % 2 or any(type(key) is not str for key in keys):
+            raise ValueError("an item is set that no dict with text keys can take")
+        target.update(zip(keys, items[1::2], strict=True))
+
+    # --- names, calls, records ------------------------------------------------------------------------------------
+
+    def _push_admitted(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a global's name is not text")
+        try:
+            self._push(self._admitted[module, name])
+        except KeyError:
+            shown = f"{module}.{name}"[:_MAX_NAME_BYTES]
+            raise WeightRequestError(f"the payload names {shown!r}, which is not admitted") from None
+
+    def _call(self) -> None:
+        arguments, target = self._stack.pop(), self._stack.pop()
+        if type(arguments) is not tuple:
+            raise ValueError("the arguments of a call are not a tuple")
+        if type(target) is RecordType and not arguments:
+            self._push(Record(target))
+        elif type(target) is Function:
+            self._push(target.call(*arguments))
+        else:
+            raise WeightRequestError("the payload calls something that is not an admitted function")
+
+    def _new_record(self) -> None:
+        arguments, target = self._stack.pop(), self._stack.pop()
+        if type(target) is not RecordType or type(arguments) is not tuple or arguments:
+            raise WeightRequestError("the payload makes an object of a class that is not admitted")
+        self._push(Record(target))
+
+    def _build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if type(target) is not Record or target.values is not None:
+            raise WeightRequestError("the payload sets the state of an object that takes none")
+        if type(state) is not dict or not state.keys() <= target.type.fields:
+            raise WeightRequestError(f"the payload gives a {target.type.name} fields that it does not have")
+        target.values = dict(state)
+
+    def _persistent(self) -> None:
+        if self._resolve_persistent is None:
+            raise WeightRequestError("the payload uses a persistent id where there can be none")
+        self._push(self._resolve_persistent(self._stack.pop()))
+
+    # --- memo -----------------------------------------------------------------------------------------------------
+
+    def _remember(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+
+_U1, _U2, _I4, _U4, _U8 = (struct.Struct(layout) for layout in ("<B", "<H", "<i", "<I", "<Q"))
+_STOP = ord(".")
+
+Step = Callable[[PayloadReader], None]
+
+
+def _constant(value: Any) -> Step:
+    return lambda reader: reader._push(value)
+
+
+def _integer(layout: struct.Struct) -> Step:
+    return lambda reader: reader._push(reader._number(layout))
+
+
+def _text(layout: struct.Struct) -> Step:
+    return lambda reader: reader._push(str(reader._take(reader._number(layout)), "utf-8"))
+
+
+def _bytes(layout: struct.Struct) -> Step:
+    return lambda reader: reader._push(reader._take(reader._number(layout)))
+
+
+def _put(layout: struct.Struct) -> Step:
+    return lambda reader: reader._remember(reader._number(layout))
+
+
+def _get(layout: struct.Struct) -> Step:
+    return lambda reader: reader._push(reader._memo[reader._number(layout)])
+
+
+def _short_tuple(count: int) -> Step:
+    return lambda reader: reader._short_tuple(count)
+
+
+def _long1(reader: PayloadReader) -> None:
+    count = reader._number(_U1)
+    if count > _MAX_INT_BYTES:
+        raise ValueError("a whole number is too long")
+    reader._push(int.from_bytes(reader._take(count), "little", signed=True))
+
+
+def _frame(reader: PayloadReader) -> None:
+    if reader._number(_U8) > len(reader._data) - reader.position:
+        raise WeightRequestError("the payload ends in the middle of a pickle")
+
+
+def _set_item(reader: PayloadReader) -> None:
+    value, key = reader._stack.pop(), reader._stack.pop()
+    reader._set_items([key, value])
+
+
+def _stack_global(reader: PayloadReader) -> None:
+    name, module = reader._stack.pop(), reader._stack.pop()
+    reader._push_admitted(module, name)
+
+
+# Left out on purpose: INST, OBJ, EXT1-4, NEWOBJ_EX, PERSID, DUP, sets, bytearrays, buffers, floats and all text forms.
+_STEPS: dict[int, Step] = {
+    0x95: _frame,
+    ord("("): PayloadReader._mark,
+    ord("N"): _constant(None),
+    0x88: _constant(True),
+    0x89: _constant(False),
+    ord("J"): _integer(_I4),
+    ord("K"): _integer(_U1),
+    ord("M"): _integer(_U2),
+    0x8A: _long1,
+    0x8C: _text(_U1),
+    ord("X"): _text(_U4),
+    0x8D: _text(_U8),
+    ord("C"): _bytes(_U1),
+    ord("B"): _bytes(_U4),
+    0x8E: _bytes(_U8),
+    ord("]"): lambda reader: reader._push([]),
+    ord("}"): lambda reader: reader._push({}),
+    ord(")"): _constant(()),
+    0x85: _short_tuple(1),
+    0x86: _short_tuple(2),
+    0x87: _short_tuple(3),
+    ord("t"): lambda reader: reader._push(tuple(reader._pop_to_mark())),
+    ord("a"): lambda reader: reader._append([reader._stack.pop()]),
+    ord("e"): lambda reader: reader._append(reader._pop_to_mark()),
+    ord("s"): _set_item,
+    ord("u"): lambda reader: reader._set_items(reader._pop_to_mark()),
+    0x94: lambda reader: reader._remember(len(reader._memo)),
+    ord("q"): _put(_U1),
+    ord("r"): _put(_U4),
+    ord("h"): _get(_U1),
+    ord("j"): _get(_U4),
+    ord("c"): lambda reader: reader._push_admitted(reader._line(), reader._line()),
+    0x93: _stack_global,
+    ord("R"): PayloadReader._call,
+    0x81: PayloadReader._new_record,
+    ord("b"): PayloadReader._build,
+    ord("Q"): PayloadReader._persistent,
+}

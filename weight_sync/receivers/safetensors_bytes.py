@@ -1,0 +1,166 @@
+"""Receives tensors as one safetensors file in memory: the bytes in the call itself, or in shared memory by name.
+
+The form without pickle.  The header is read here and not by the `safetensors` package, which copies every tensor out of
+the bytes: here each is a view of them, or read once from shared memory.  Accepted is what the package writes; the tests
+compare the two on right and wrong files.
+
+    8 bytes: length n of the header | n bytes: JSON {name: {dtype, shape, data_offsets}} | content, without gaps
+
+Knows the format.  Does not know models or transactions.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from weight_sync.errors import WeightRequestError
+from weight_sync.shared_segment import SharedSegment
+from weight_sync.stored_tensors import (
+    InlineStorage,
+    SegmentStorage,
+    Storage,
+    StoredTensor,
+    check_total,
+    contiguous_place,
+    name_tensor,
+    read_each,
+)
+from weight_sync.tensor_meta import TensorMeta
+
+MAX_HEADER_BYTES = 16 << 20
+_LENGTH = struct.Struct("<Q")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsSource:
+    """One call's tensors: `content` is the file, or the segment that holds it.
+
+    A segment is read and left alone; with `unlink` its name is removed once it is read or refused.
+    """
+
+    must_drain = False
+
+    def __init__(self, content: bytearray | SharedSegment, *, unlink: bool = False) -> None:
+        self._content = content
+        self._tensors: Sequence[StoredTensor] = ()
+        self._release = weakref.finalize(self, _unlink, content) if unlink else _nothing
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Every tensor of the file.  Raises `WeightRequestError`."""
+        try:
+            if isinstance(self._content, SharedSegment):
+                self._content.check()
+                storage: Storage = SegmentStorage(self._content)
+            else:
+                storage = InlineStorage(memoryview(self._content))
+            tensors = parse_safetensors(storage)
+            check_total(tensors, max_bytes)
+        except WeightRequestError:
+            self._release()
+            raise
+        self._tensors = tensors
+        return [tensor.meta for tensor in tensors]
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """One tensor a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone)."""
+        try:
+            yield from read_each(self._tensors)
+        finally:
+            self._tensors = ()
+            self._release()
+
+    def refuse(self, reason: str) -> None:
+        """The call failed: remove the segment's name now if that was asked for."""
+        self._tensors = ()
+        self._release()
+
+
+def parse_safetensors(storage: Storage) -> list[StoredTensor]:
+    """The tensors of a safetensors file, in the order of their content.  Raises `WeightRequestError`."""
+    if storage.nbytes < _LENGTH.size:
+        raise WeightRequestError("not a safetensors file: it is shorter than its first number")
+    (length,) = _LENGTH.unpack(storage.read(0, _LENGTH.size).numpy().tobytes())
+    if length > MAX_HEADER_BYTES or length > storage.nbytes - _LENGTH.size:
+        raise WeightRequestError(f"not a safetensors file: a header of {length} bytes in {storage.nbytes} bytes")
+    begin = _LENGTH.size + length
+    entries = _read_header(storage.read(_LENGTH.size, begin).numpy().tobytes())
+    placed = sorted((_extent(name, entry), name, entry) for name, entry in entries if name != "__metadata__")
+    tensors = []
+    position = 0
+    for (start, stop), name, entry in placed:
+        if start != position:
+            raise WeightRequestError(f"safetensors: {name[:200]!r} begins at byte {start}, expected {position}")
+        tensor = _tensor(storage, begin, name, entry)
+        if tensor.meta.nbytes != stop - start:
+            raise WeightRequestError(f"safetensors: {name!r} has {tensor.meta.nbytes} bytes, its place {stop - start}")
+        tensors.append(tensor)
+        position = stop
+    if begin + position != storage.nbytes:
+        accounted = begin + position
+        raise WeightRequestError(f"safetensors: {storage.nbytes} bytes came, the header accounts for {accounted}")
+    return tensors
+
+
+def _read_header(text: bytes) -> list[tuple[str, Any]]:
+    """Names and entries, every object of the header checked for names that come twice."""
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise WeightRequestError(f"safetensors: the header is not JSON: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise WeightRequestError("safetensors: the header is not an object")
+    return list(header.items())
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name comes twice")
+    return result
+
+
+def _extent(name: str, entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
+        raise WeightRequestError(f"safetensors: {name[:200]!r} has no data_offsets")
+    if not 0 <= offsets[0] <= offsets[1]:
+        raise WeightRequestError(f"safetensors: {name[:200]!r} lies at {offsets[0]} to {offsets[1]}")
+    return offsets[0], offsets[1]
+
+
+def _tensor(storage: Storage, begin: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WeightRequestError(f"safetensors: {name[:200]!r} has dtype {str(dtype)[:64]!r}; known: {list(_DTYPES)}")
+    if not isinstance(shape, list):
+        raise WeightRequestError(f"safetensors: {name[:200]!r} has no shape")
+    start = begin + entry["data_offsets"][0]
+    return name_tensor(name, contiguous_place(storage, _DTYPES[dtype], shape, start))
+
+
+def _unlink(content: bytearray | SharedSegment) -> None:
+    if isinstance(content, SharedSegment):
+        content.unlink()
+
+
+def _nothing() -> None:
+    """What is let go where nothing is held."""

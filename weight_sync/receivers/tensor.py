@@ -1,0 +1,183 @@
+"""Receives tensors that came inside the call: payloads as SGLang's clients make them.
+
+    load_format None                list of (name, tensor); a tensor may be a `LocalSerializedTensor`, one pickle a rank
+    load_format "flattened_bucket"  {"flattened_tensor": bytes end to end, "metadata": where each tensor lies in them}
+
+Where the content is: in the payload itself; in shared memory that torch made with the sharing strategy "file_system";
+in CUDA memory by IPC handle, where this process sees that device.  The strategy "file_descriptor", torch's default on
+Linux, hands descriptors over a connection that only processes of one family can open: refused, with what to do.
+
+Knows the payload's shape.  Pickles are `payload_reader`'s, names `torch_payload`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weight_sync.cuda_ipc import require_cuda
+from weight_sync.errors import WeightRequestError
+from weight_sync.payload_reader import Record
+from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
+from weight_sync.stored_tensors import (
+    MAX_NAME_LENGTH,
+    StoredTensor,
+    TensorPlace,
+    check_total,
+    contiguous_place,
+    name_tensor,
+    read_each,
+)
+from weight_sync.tensor_meta import TensorMeta
+from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
+
+FLATTENED = "flattened_bucket"
+
+
+class TensorSource:
+    """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.
+
+    Shared memory is let go when the content is read or refused, at the latest with the source itself.
+    """
+
+    must_drain = False
+
+    def __init__(self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1) -> None:
+        self._payload = payload
+        self._load_format = load_format
+        self._rank = rank
+        self._ranks = ranks
+        self._reader = TorchPayload()
+        self._tensors: Sequence[StoredTensor] = ()
+        self._release = weakref.finalize(self, _release_all, self._reader.segments)
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Every tensor of the payload.  Raises `WeightRequestError`; then shared memory is let go."""
+        try:
+            tensors = self._parse()
+            check_total(tensors, max_bytes)
+            self._check_storages()
+        except WeightRequestError:
+            self._release()
+            raise
+        self._tensors = tensors
+        return [tensor.meta for tensor in tensors]
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """One tensor a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone),
+        `TransportError` (CUDA memory cannot be opened).
+        """
+        try:
+            yield from read_each(self._tensors)
+        finally:
+            self._tensors = ()
+            self._release()
+
+    def refuse(self, reason: str) -> None:
+        """The call failed: let go of shared memory now.  Its sender hears of it by the call's answer."""
+        self._tensors = ()
+        self._release()
+
+    def _parse(self) -> list[StoredTensor]:
+        if self._load_format not in (None, FLATTENED):
+            raise WeightRequestError(_refused_format(self._load_format))
+        value = self._reader.read(memoryview(self._payload))
+        if isinstance(value, Record) and value.type is FLATTENED_BUCKET:
+            value = value.values
+        if self._load_format == FLATTENED or (isinstance(value, dict) and "flattened_tensor" in value):
+            return split_flattened(value)
+        return [self._named(item) for item in _as_list(value, "a list of (name, tensor)")]
+
+    def _named(self, item: Any) -> StoredTensor:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise WeightRequestError("malformed payload: an entry is not a pair of name and tensor")
+        name, value = item
+        if isinstance(value, Record) and value.type is LOCAL_TENSOR:
+            values = _as_list((value.values or {}).get("values"), "the values of a LocalSerializedTensor")
+            if len(values) != self._ranks or not isinstance(values[self._rank], memoryview):
+                raise WeightRequestError(
+                    f"a LocalSerializedTensor holds {len(values)} values; this engine has {self._ranks} ranks"
+                )
+            value = self._reader.read(values[self._rank])
+        if not isinstance(value, TensorPlace):
+            shown = name[:MAX_NAME_LENGTH] if isinstance(name, str) else type(name).__name__
+            raise WeightRequestError(f"malformed payload: what is named {shown!r} is not a tensor")
+        return name_tensor(name, value)
+
+    def _check_storages(self) -> None:
+        if self._reader.uses_cuda:
+            require_cuda()
+        for segment in {segment.name: segment for segment in self._reader.segments}.values():
+            segment.check()
+
+
+def split_flattened(value: Any) -> list[StoredTensor]:
+    """The tensors of a flattened bucket.  Raises `WeightRequestError`.
+
+    `start_idx` and `end_idx` count elements of the flattened tensor, which are bytes where it is uint8.  Tensors may
+    leave gaps and come in any order; they may not overlap.
+    """
+    fields = value if isinstance(value, dict) else {}
+    flattened, metadata = fields.get("flattened_tensor"), fields.get("metadata")
+    if not isinstance(flattened, TensorPlace) or not flattened.is_flat:
+        raise WeightRequestError("malformed payload: a flattened bucket is a dict with a flat 'flattened_tensor'")
+    tensors: list[StoredTensor] = []
+    taken: list[tuple[int, int, str]] = []
+    for entry in _as_list(metadata, "the metadata of a flattened bucket"):
+        tensor, start, end = _cut(flattened, _metadata_fields(entry))
+        tensors.append(tensor)
+        taken.append((start, end, tensor.meta.name))
+    taken.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(taken):
+        if start < end:
+            raise WeightRequestError(f"{name} and {other} overlap in the flattened bucket")
+    return tensors
+
+
+def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> tuple[StoredTensor, int, int]:
+    """One tensor of the bucket, and its first and last element in it."""
+    start, end, numel = (fields.get(key) for key in ("start_idx", "end_idx", "numel"))
+    shape, dtype = fields.get("shape"), fields.get("dtype")
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end <= flattened.numel:
+        raise WeightRequestError(f"a tensor lies outside of a flattened bucket of {flattened.numel} elements")
+    if not isinstance(shape, (tuple, list)) or not isinstance(dtype, torch.dtype):
+        raise WeightRequestError("malformed payload: a tensor of a flattened bucket has no shape or dtype")
+    unit = flattened.dtype.itemsize
+    if flattened.dtype not in (torch.uint8, dtype):
+        raise WeightRequestError(f"a flattened bucket of {flattened.dtype} cannot hold {dtype}")
+    first = flattened.span[0] + start * unit
+    tensor = name_tensor(fields.get("name"), contiguous_place(flattened.storage, dtype, shape, first))
+    if tensor.meta.nbytes != (end - start) * unit or numel not in (None, tensor.meta.numel, tensor.meta.nbytes):
+        raise WeightRequestError(
+            f"{tensor.meta.name}: shape {list(tensor.meta.shape)} has {tensor.meta.nbytes} bytes, "
+            f"its place in the flattened bucket {(end - start) * unit}"
+        )
+    return tensor, start, end
+
+
+def _metadata_fields(entry: Any) -> Mapping[str, Any]:
+    values = entry.values if isinstance(entry, Record) and entry.type is FLATTENED_METADATA else entry
+    if not isinstance(values, dict):
+        raise WeightRequestError("malformed payload: an entry of the metadata is not a FlattenedTensorMetadata")
+    return values
+
+
+def _as_list(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise WeightRequestError(f"malformed payload: {what} was expected")
+    return value
+
+
+def _refused_format(load_format: str | None) -> str:
+    if load_format == "direct":
+        return "load_format 'direct' names an engine's internal parameters; send tensors by their checkpoint names"
+    return f"unknown load_format {str(load_format)[:64]!r}; known: null, {FLATTENED!r}"
+
+
+def _release_all(segments: list[SharedSegment]) -> None:
+    while segments:
+        release_torch_shared_file(segments.pop())

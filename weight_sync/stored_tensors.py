@@ -1,0 +1,196 @@
+"""Tensors as a payload describes them: a place in a storage, checked before a byte of it is read.
+
+    StoredTensor = name + dtype, shape, stride, offset + Storage
+    Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
+
+Everything is checked against the storage's size when it is made; content is taken up tensor by tensor.
+
+Knows layout.  Does not know pickles or transactions.  Shapes are torch's own; sizes are in bytes where they say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weight_sync.errors import WeightRequestError
+from weight_sync.shared_segment import SharedSegment
+from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
+
+MAX_NAME_LENGTH = 512
+_MAX_DIMENSIONS = 8
+_MAX_NUMBER = 2**48
+
+
+class Storage(Protocol):
+    """Bytes somewhere."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, good until the storage is let go."""
+
+
+@dataclass(frozen=True)
+class InlineStorage:
+    """Bytes of the payload itself; `read` gives views."""
+
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.data[start:stop], dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class SegmentStorage:
+    """Shared memory of another process on this machine; `read` copies.  Raises `ContentError` if it is short."""
+
+    segment: SharedSegment
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        content = torch.empty(stop - start, dtype=torch.uint8)
+        self.segment.read_into(content.numpy().data, start)
+        return content
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A strided tensor in a storage: `stride` and `offset` count elements, and `shape` reaches no byte outside."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    @property
+    def is_flat(self) -> bool:
+        """One dimension, elements side by side."""
+        return len(self.shape) == 1 and (self.numel < 2 or self.stride == (1,))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte of the storage that the tensor has, and the one behind its last."""
+        start = self.offset * self.dtype.itemsize
+        if self.numel == 0:
+            return start, start
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return start, start + (last + 1) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A named tensor whose content is still where the sender left it."""
+
+    meta: TensorMeta
+    place: TensorPlace
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the storage's device.  A copy where the storage copies or its bytes are not aligned."""
+        content = self.place.storage.read(*self.place.span)
+        if content.data_ptr() % self.place.dtype.itemsize:
+            content = content.clone()
+        return content.view(self.place.dtype).as_strided(self.place.shape, self.place.stride)
+
+
+def place_tensor(
+    storage: Storage, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> TensorPlace:
+    """A checked `TensorPlace`.  Raises `WeightRequestError` for an unknown dtype or bytes outside the storage."""
+    if dtype not in DTYPES.values():
+        raise WeightRequestError(f"tensors of {dtype_name(dtype)} are not taken")
+    if not len(shape) == len(stride) <= _MAX_DIMENSIONS:
+        raise WeightRequestError(f"a tensor has {len(shape)} sizes and {len(stride)} strides")
+    if not all(_is_size(number) for number in (*shape, *stride, offset)) or _product(shape) > _MAX_NUMBER:
+        raise WeightRequestError("a tensor's sizes, strides or offset are out of range")
+    place = TensorPlace(storage, dtype, tuple(shape), tuple(stride), offset)
+    if place.span[1] > storage.nbytes:
+        raise WeightRequestError(f"a tensor reaches byte {place.span[1]} of a storage of {storage.nbytes} bytes")
+    return place
+
+
+def contiguous_place(storage: Storage, dtype: torch.dtype, shape: Sequence[int], start: int) -> TensorPlace:
+    """A dense tensor at byte `start`, which need not be a multiple of the item size.
+
+    Raises `WeightRequestError` as `place_tensor`.
+    """
+    if not _is_size(start) or start > storage.nbytes:
+        raise WeightRequestError(f"a tensor begins outside its storage of {storage.nbytes} bytes")
+    return place_tensor(_Tail(storage, start), dtype, shape, _dense_stride(shape), 0)
+
+
+def name_tensor(name: object, place: TensorPlace) -> StoredTensor:
+    """Raises `WeightRequestError` for a name that is not text of 1 to 512 printable characters."""
+    if type(name) is not str or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+        raise WeightRequestError(f"a tensor's name must be text of 1 to {MAX_NAME_LENGTH} printable characters")
+    return StoredTensor(TensorMeta(name, place.dtype, place.shape), place)
+
+
+def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
+    """Raises `WeightRequestError` if more than `max_bytes` would be taken up, or read to get there."""
+    spans = [tensor.place.span for tensor in tensors]
+    total = max(sum(tensor.meta.nbytes for tensor in tensors), sum(stop - start for start, stop in spans))
+    if total > max_bytes:
+        raise WeightRequestError(f"the call brings {total} bytes of tensors; at most {max_bytes} are taken")
+
+
+def read_each(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    """A bucket for each tensor, so that never more than one is held beside what is staged."""
+    for tensor in tensors:
+        yield [(tensor.meta.name, tensor.read())]
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """A storage from byte `start` on."""
+
+    storage: Storage
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes - self.start
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.storage.read(self.start + start, self.start + stop)
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number <= _MAX_NUMBER
+
+
+def _product(sizes: Sequence[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of sizes that are not checked yet: garbage in gives garbage that `place_tensor` refuses."""
+    if len(shape) > _MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
+        return (-1,) * len(shape)
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.insert(0, step)
+        step *= max(size, 1)
+    return tuple(min(step, _MAX_NUMBER) for step in stride)
