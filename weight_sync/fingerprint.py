@@ -5,27 +5,30 @@
 
 `w_i` is the element at flat index `i` as an unsigned integer of the dtype's own width, `mix(k)` the k-th output of the
 splitmix64 generator (Steele, Lea and Flood, 2014) started at 0.  Every h(i) is odd, so a change of a single element
-always changes F.  F is a sum, so shards add up, and it depends on positions, so swapped rows or experts show.
-It guards against mistakes and bit errors, not against someone who forges tensors to match.
+always changes F.  F is a sum, so shards add up and a delta updates it, and it depends on positions, so swapped rows or
+experts show.  It guards against mistakes and bit errors, not against someone who forges tensors to match.
 
 Knows tensors and integers.  Does not know models, transports or versions.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, mix_odd, multipliers
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
-BLOCK = 4096
-_BLOCKS_PER_CHUNK = 128  # a 4 MiB int64 scratch: it stays in a CPU cache, and bounds the memory on any device
+_SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed: 512 KiB for each of a few temporaries
+_RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
+_BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
-_WORD_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}  # int64 wraps like uint64
+
+Index = Sequence[int | slice]
 
 
 def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
@@ -35,18 +38,59 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
     is copied first).  `offset`: flat index, in the whole logical tensor, of the shard's first element.
     Scratch memory is a few MiB whatever the size.  An empty tensor gives 0.
     """
-    if tensor.dtype not in DTYPES.values():
-        raise WeightRequestError(f"no fingerprint for dtype {dtype_name(tensor.dtype)}")
-    words = tensor.detach().contiguous().view(-1).view(_WORD_DTYPES[tensor.dtype.itemsize])
-    table = _table_b(str(words.device))
-    head = min(words.numel(), -offset % BLOCK)
-    num_blocks = (words.numel() - head) // BLOCK
-    body_end = head + num_blocks * BLOCK
+    return _contiguous(_words(tensor), offset)
 
-    total = _part_of_block(words[:head], offset, table)
-    total += _whole_blocks(words[head:body_end].view(num_blocks, BLOCK), (offset + head) // BLOCK, table)
-    total += _part_of_block(words[body_end:], offset + body_end, table)
+
+def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:
+    """What `tensor == full[index]` contributes to F of `full`, a logical tensor of shape `full_shape`.
+
+    `index`: a whole number or a slice (any step of at least 1) for each leading dimension, as in `Piece`; dimensions
+    that it does not name are whole.  The contributions of shards that cover `full` without overlap add up (`combine`)
+    to `fingerprint(full)`.  A shard whose elements are one run of `full` (leading dimensions cut) is as fast as
+    `fingerprint`.  Columns take several times as long, and where the length of a row is an odd number of words, or runs
+    are a few words long, every word's index is computed.
+
+    Raises `WeightRequestError` when `index` does not fit `full_shape`, or `tensor` is not of the shape that it selects.
+
+    R runs of N consecutive elements.
+    """
+    starts, run = _runs(full_shape, index)
+    if tensor.numel() != starts.numel() * run or tuple(tensor.shape) != _selected_shape(full_shape, index):
+        raise WeightRequestError(
+            f"a slice of shape {list(tensor.shape)} is not {_described(index)} of a tensor of shape {list(full_shape)}"
+        )
+    words = _words(tensor)
+    if words.numel() == 0:
+        return 0
+    words_RN = words.view(-1, run)
+    if len(words_RN) == 1 or run >= _SCATTERED_WORDS:
+        return combine(*(_contiguous(words, int(start)) for words, start in zip(words_RN, starts, strict=True)))
+    phases = (starts & (BLOCK - 1)).unique()
+    if len(phases) * _RUNS_OF_A_PHASE <= len(starts):
+        return combine(*(_in_phase(words_RN, starts, int(phase)) for phase in phases))
+    total, within, step = 0, torch.arange(run), _SCATTERED_WORDS // run
+    for first in range(0, len(words_RN), step):
+        indices = (starts[first : first + step, None] + within).view(-1).to(words_RN.device)
+        total += _scattered(indices, words_RN[first : first + step].to(torch.int64).view(-1) + 1)
     return total & _MASK
+
+
+def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> int:
+    """F of a tensor after the elements at `flat_indices` changed from `old` to `new`, from its F before.
+
+    `flat_indices`: int64 [n], each index once.  `old`, `new`: [n], of the tensor's dtype.  The time depends on n only.
+    With `old` and `new` exchanged it takes the change back.  Raises `WeightRequestError` when the three do not match.
+    """
+    if not flat_indices.shape == old.shape == new.shape or flat_indices.dim() != 1 or old.dtype != new.dtype:
+        raise WeightRequestError("a delta needs as many indices as old and new elements, of one dtype")
+    if flat_indices.dtype != torch.int64:
+        raise WeightRequestError(f"flat indices are int64, got {dtype_name(flat_indices.dtype)}")
+    before, after = _words(old), _words(new)
+    for start in range(0, flat_indices.numel(), _SCATTERED_WORDS):
+        chunk = slice(start, start + _SCATTERED_WORDS)
+        difference = after[chunk].to(torch.int64) - before[chunk].to(torch.int64)
+        value += _scattered(flat_indices[chunk], difference)
+    return value & _MASK
 
 
 def combine(*parts: int) -> int:
@@ -79,49 +123,108 @@ def digest(entries: Iterable[tuple[TensorMeta, int]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _part_of_block(words: torch.Tensor, offset: int, table: torch.Tensor) -> int:
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in DTYPES.values():
+        raise WeightRequestError(f"no fingerprint for dtype {dtype_name(tensor.dtype)}")
+    return tensor.detach().contiguous().view(-1).view(UNSIGNED[tensor.dtype.itemsize])
+
+
+def _contiguous(words: torch.Tensor, offset: int) -> int:
+    """Sum over `words` [n], whose first is at flat index `offset`."""
+    head = min(words.numel(), -offset % BLOCK)
+    num_blocks = (words.numel() - head) // BLOCK
+    body_end = head + num_blocks * BLOCK
+
+    total = _part_of_block(words[:head], offset)
+    if num_blocks:
+        sums = block_sums(words[head:body_end].view(num_blocks, BLOCK))
+        first = (offset + head) // BLOCK
+        blocks = torch.arange(first, first + num_blocks, device=words.device)
+        total += int((mix_odd(2 * blocks) * sums).sum())
+    total += _part_of_block(words[body_end:], offset + body_end)
+    return total & _MASK
+
+
+def _part_of_block(words: torch.Tensor, offset: int) -> int:
     """Sum over `words` [n], all inside one block."""
     if words.numel() == 0:
         return 0
     block, first = divmod(offset, BLOCK)
+    table = multipliers(str(words.device))
     row = words.to(torch.int64, copy=True).add_(1).mul_(table[first : first + words.numel()])
-    return int(row.sum()) * int(_mix_odd(torch.tensor([2 * block])))
+    return int(row.sum()) * int(mix_odd(torch.tensor([2 * block])))
 
 
-def _whole_blocks(words: torch.Tensor, first_block: int, table: torch.Tensor) -> int:
-    """Sum over `words` [num_blocks, BLOCK].  All arithmetic is int64 that wraps, on the tensor's device."""
-    num_blocks = words.shape[0]
-    if num_blocks == 0:
+def _in_phase(words_RN: torch.Tensor, starts: torch.Tensor, phase: int) -> int:
+    """Sum over the runs that begin `phase` words into a block: in each stretch between two blocks' edges they all meet
+    the same b's."""
+    runs = ((starts & (BLOCK - 1)) == phase).nonzero().view(-1)
+    device, length = words_RN.device, words_RN.shape[1]
+    table, total = multipliers(str(device)), 0
+    for some in runs.split(max(1, _SCATTERED_WORDS // length)):
+        blocks = (starts[some] >> _BLOCK_BITS).to(device)
+        part = words_RN[some.to(device)]
+        for begin in range(-phase, length, BLOCK):
+            first, end = max(0, begin), min(length, begin + BLOCK)
+            products = part[:, first:end].to(torch.int64).add_(1).mul_(table[first - begin : end - begin])
+            block = blocks + (begin + phase) // BLOCK
+            total += int((mix_odd(2 * block) * products.sum(1)).sum())
+    return total & _MASK
+
+
+def _scattered(flat_indices: torch.Tensor, factors: torch.Tensor) -> int:
+    """Sum of h(i) times a factor over indices anywhere; both int64 [n]."""
+    if flat_indices.numel() == 0:
         return 0
-    device = words.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    scratch = torch.empty(min(num_blocks, _BLOCKS_PER_CHUNK), BLOCK, dtype=torch.int64, device=device)
-    sum_b = table.sum()  # the "+ 1" of every word, once per block
-    for start in range(0, num_blocks, _BLOCKS_PER_CHUNK):
-        chunk = words[start : start + _BLOCKS_PER_CHUNK]
-        products = scratch[: chunk.shape[0]].copy_(chunk).mul_(table)
-        blocks = torch.arange(start, start + chunk.shape[0], device=device) + first_block
-        total += (_mix_odd(2 * blocks) * (products.sum(1) + sum_b)).sum()
-    return int(total)
+    blocks = flat_indices >> _BLOCK_BITS
+    first, last = (int(edge) for edge in torch.aminmax(blocks))
+    if last - first < flat_indices.numel():
+        a = mix_odd(2 * torch.arange(first, last + 1, device=blocks.device))[blocks - first]
+    else:
+        a = mix_odd(2 * blocks)
+    b = multipliers(str(blocks.device))[flat_indices & (BLOCK - 1)]
+    return int((a * b).mul_(factors).sum())
 
 
-@functools.lru_cache(maxsize=16)
-def _table_b(device: str) -> torch.Tensor:
-    return _mix_odd(2 * torch.arange(BLOCK, device=device) + 1)
+def _runs(full_shape: Sequence[int], index: Index) -> tuple[torch.Tensor, int]:
+    """Flat index of the first element of every run of a slice, in row-major order (int64 [n]), and a run's length."""
+    starts, run, in_run = torch.zeros(1, dtype=torch.int64), 1, True
+    for position, (axis, stride) in reversed(list(enumerate(_axes(full_shape, index)))):
+        if in_run and axis.step == 1:
+            run *= len(axis)
+            starts = starts + axis.start * stride
+            in_run = len(axis) == full_shape[position]
+            continue
+        in_run = False
+        starts = (torch.arange(axis.start, axis.stop, axis.step)[:, None] * stride + starts).view(-1)
+    return starts, run
 
 
-def _mix_odd(k: torch.Tensor) -> torch.Tensor:
-    """`splitmix64(k) | 1`, element by element, int64 in and out."""
-    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return (z ^ _shift_right(z, 31)) | 1
+def _axes(full_shape: Sequence[int], index: Index) -> Iterator[tuple[range, int]]:
+    """What is selected of each dimension, and the dimension's stride in elements."""
+    if len(index) > len(full_shape):
+        raise WeightRequestError(f"{_described(index)} has more dimensions than {list(full_shape)}")
+    for position, size in enumerate(full_shape):
+        at = index[position] if position < len(index) else slice(None)
+        if isinstance(at, int):
+            if not 0 <= at < size:
+                raise WeightRequestError(f"{_described(index)} is outside of {list(full_shape)}")
+            at = slice(at, at + 1)
+        selected = range(size)[at]
+        if selected.step < 1:
+            raise WeightRequestError(f"{_described(index)} runs backwards")
+        yield selected, math.prod(full_shape[position + 1 :])
 
 
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's own is arithmetic on int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+def _selected_shape(full_shape: Sequence[int], index: Index) -> tuple[int, ...]:
+    axes = enumerate(_axes(full_shape, index))
+    return tuple(len(axis) for at, (axis, _) in axes if at >= len(index) or isinstance(index[at], slice))
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _described(index: Index) -> str:
+    """As one writes it: `[3, 0:16]`."""
+    parts = [
+        str(at) if isinstance(at, int) else ":".join("" if edge is None else str(edge) for edge in (at.start, at.stop))
+        for at in index
+    ]
+    return f"[{', '.join(parts)}]"

@@ -1,0 +1,174 @@
+"""Fingerprints of shards of any form and of deltas, and the two ways to a block's sum."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, digit_block_sums, wrapping_block_sums
+from weight_sync.errors import WeightRequestError
+from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice, fingerprint_update
+
+BF16 = torch.bfloat16
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+
+# --- the sums of blocks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", UNSIGNED)
+@pytest.mark.parametrize("num_blocks", [1, 7, 8, 67, 300])
+def test_digits_and_wrapping_products_give_the_same_sums(width: int, num_blocks: int) -> None:
+    words = random_tensor((num_blocks, BLOCK), UNSIGNED[width], seed=width)
+    want = wrapping_block_sums(words)
+    assert torch.equal(digit_block_sums(words), want)
+    assert torch.equal(block_sums(words), want)
+
+
+@pytest.mark.parametrize("width", UNSIGNED)
+@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
+def test_digits_are_exact_at_the_extremes(width: int, byte: int) -> None:
+    """The largest sums that an int8 product can meet: nothing saturates on the way."""
+    words = torch.full((8, BLOCK * width), byte, dtype=torch.uint8).view(UNSIGNED[width])
+    assert torch.equal(digit_block_sums(words), wrapping_block_sums(words))
+
+
+def test_a_digit_that_is_off_by_one_shows() -> None:
+    """The comparison above can fail."""
+    words = random_tensor((9, BLOCK), torch.uint16)
+    wrong = words.clone()
+    wrong.view(torch.int16)[4, 17] ^= 1
+    assert not torch.equal(digit_block_sums(words), wrapping_block_sums(wrong))
+
+
+# --- slices -------------------------------------------------------------------------------------------------------
+
+
+def columns(shape: tuple[int, int], parts: int) -> list[tuple[slice, slice]]:
+    edges = [shape[1] * part // parts for part in range(parts + 1)]
+    return [(slice(None), slice(first, last)) for first, last in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (3, 40_000), (2, 300_000), (5000, 6), (300, 768), (40, 6144), (50, 5003)])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_column_shards_add_up(shape: tuple[int, int], parts: int) -> None:
+    """Tensor parallelism along the input features; short and long runs."""
+    full = random_tensor(shape)
+    values = [fingerprint_slice(full[index], shape, index) for index in columns(shape, parts)]
+    assert combine(*values) == fingerprint(full)
+
+
+def test_shards_of_every_form_add_up() -> None:
+    """Rows, columns, experts, interleaved rows and blocks of two dimensions, each a cover of the whole."""
+    full = random_tensor((6, 20, 36))
+    halves, thirds = (slice(0, 10), slice(10, 20)), (slice(0, 12), slice(12, 24), slice(24, 36))
+    every = slice(None)
+    covers: list[list[tuple[int | slice, ...]]] = [
+        [()],
+        [(expert,) for expert in range(6)],
+        [(slice(0, 4),), (slice(4, None),)],
+        [(every, rows) for rows in halves],
+        [(every, every, columns) for columns in thirds],
+        [(expert, rows, columns) for expert in range(6) for rows in halves for columns in thirds],
+        [(slice(first, None, 2),) for first in range(2)],
+        [(every, slice(first, None, 5), slice(second, None, 3)) for first in range(5) for second in range(3)],
+        [(every, every, column) for column in range(36)],
+        [(slice(0, 6), slice(-20, -3)), (slice(0, 6), slice(-3, 20)), (slice(2, 2),)],
+    ]
+    for cover in covers:
+        values = [fingerprint_slice(full[index], (6, 20, 36), index) for index in cover]
+        assert combine(*values) == fingerprint(full), cover
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([BF16, torch.float32, torch.float64, torch.uint8]))
+def test_a_slice_is_the_whole_less_the_rest(data: st.DataObject, dtype: torch.dtype) -> None:
+    """One random box: what it contributes is what the elements in it contribute, one by one."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    index: list[int | slice] = []
+    for size in shape[: data.draw(st.integers(0, len(shape)))]:
+        if data.draw(st.booleans()):
+            index.append(data.draw(st.integers(0, size - 1)))
+        else:
+            start, stop = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+            index.append(slice(start, stop, data.draw(st.integers(1, 3))))
+    full = random_tensor(shape, dtype, seed=sum(shape))
+    flat = torch.arange(full.numel()).view(shape)[tuple(index)].reshape(-1)
+    singly = [fingerprint(full.view(-1)[i : i + 1], offset=i) for i in flat.tolist()]
+    assert fingerprint_slice(full[tuple(index)], shape, index) == combine(*singly)
+
+
+def test_shards_in_the_wrong_place_show() -> None:
+    """Two column shards exchanged, a shard counted twice, a shard left out."""
+    full = random_tensor((32, 64))
+    left, right = columns((32, 64), 2)
+    a, b = (fingerprint_slice(full[index], (32, 64), index) for index in (left, right))
+    exchanged = combine(fingerprint_slice(full[right], (32, 64), left), fingerprint_slice(full[left], (32, 64), right))
+    assert combine(a, b) == fingerprint(full)
+    assert len({combine(a, b), exchanged, combine(a, a, b), a}) == 4
+
+
+def test_slices_that_do_not_fit_are_refused() -> None:
+    tensor = random_tensor((4, 6))
+    for shape, index in [
+        ((4, 6), (slice(0, 3),)),  # selects [3, 6]
+        ((6, 4), ()),
+        ((4, 6), (5,)),
+        ((4, 6), (-1,)),
+        ((4, 6), (slice(None), slice(None), slice(None))),
+        ((4, 6), (slice(None, None, -1),)),
+    ]:
+        with pytest.raises(WeightRequestError):
+            fingerprint_slice(tensor, shape, index)
+
+
+# --- deltas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("count", [0, 1, 1000, 70_000])
+def test_a_delta_updates_the_fingerprint_and_takes_it_back(dtype: torch.dtype, count: int) -> None:
+    old = random_tensor((400, 500), dtype, seed=1)
+    new = old.clone()
+    at = torch.randperm(old.numel(), generator=torch.Generator().manual_seed(2))[:count]
+    new.view(-1)[at] = random_tensor((count,), dtype, seed=3)
+    before, after = old.view(-1)[at], new.view(-1)[at]
+    updated = fingerprint_update(fingerprint(old), at, before, after)
+    assert updated == fingerprint(new)
+    assert fingerprint_update(updated, at, after, before) == fingerprint(old)
+    if count > 1:
+        assert fingerprint_update(fingerprint(old), at.roll(1), before, after) != updated
+
+
+def test_deltas_that_do_not_match_are_refused() -> None:
+    at, words = torch.arange(3), random_tensor((3,))
+    for indices, old, new in [
+        (at, words[:2], words),
+        (at.int(), words, words),
+        (at, words, words.float()),
+        (at.view(1, 3), words.view(1, 3), words.view(1, 3)),
+    ]:
+        with pytest.raises(WeightRequestError):
+            fingerprint_update(0, indices, old, new)
+
+
+def test_exchanging_any_two_of_64_rows_shows() -> None:
+    """All 2016 pairs, through the additive form: rows of one block and of different blocks."""
+    full = random_tensor((64, 200))
+    rows = {(i, j): fingerprint_slice(full[j], (64, 200), (i,)) for i in range(64) for j in range(64)}
+    whole = fingerprint(full)
+    values = {
+        combine(whole, -rows[i, i], -rows[j, j], rows[i, j], rows[j, i])
+        for i, j in itertools.combinations(range(64), 2)
+    }
+    assert len(values) == 64 * 63 // 2 and whole not in values

@@ -1,0 +1,144 @@
+"""Sums of words times fixed 64-bit multipliers, block by block: the inner loop of the fingerprint.
+
+    S(c) = sum over j of  b(j) * (w_cj + 1)   mod 2^64        b(j) = splitmix64(2j + 1) | 1,  j < BLOCK
+
+Two ways to the same integers:
+
+* 64-bit products that wrap, on any device: eight bytes of scratch a word.
+* On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
+  multiplier `b(j) * 256^k`, in one int8 x int8 -> int32 product.  A byte is shifted to [-128, 127] and a digit lies in
+  [-64, 63], so a block's sum stays below 2^28, and no instruction that adds pairs in 16 bits can saturate
+  (255 * 64 * 2 < 2^15).  It is used only where a trial at first use gave the same sums and did not take far longer.
+
+Knows words and multipliers.  Does not know tensors' names, dtypes or where a block lies in a tensor.
+
+Shapes: N blocks, W bytes of a block (BLOCK times the word's width).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+BLOCK = 4096
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}  # int64 wraps like uint64
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TOP_BITS = {1: -(1 << 7), 2: -0x7F80, 4: -0x7F7F7F80, 8: -0x7F7F7F7F7F7F7F80}  # 0x80 in every byte
+_WRAPPING_BLOCKS = 128  # of one chunk: a 4 MiB scratch, which stays in a CPU cache
+_DIGIT_BLOCKS = 256  # of one chunk: enough rows for the product, 2 MiB of bfloat16
+_NUM_DIGITS = 10  # of 7 bits each, 64 bits in all
+_MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
+_TRIAL_BLOCKS = 64
+
+
+def block_sums(words: torch.Tensor) -> torch.Tensor:
+    """S of every block: int64 [N], as a 64-bit integer that wrapped.
+
+    `words`: [N, BLOCK], contiguous, of a dtype in `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
+    """
+    if words.device.type == "cpu" and words.shape[0] >= _MIN_DIGIT_BLOCKS and _digits_serve(words.element_size()):
+        return digit_block_sums(words)
+    return wrapping_block_sums(words)
+
+
+def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
+    """`block_sums` by 64-bit products."""
+    num_blocks, device = words.shape[0], words.device
+    table = multipliers(str(device))
+    scratch = torch.empty(min(num_blocks, _WRAPPING_BLOCKS), BLOCK, dtype=torch.int64, device=device)
+    sums = torch.empty(num_blocks, dtype=torch.int64, device=device)
+    for start in range(0, num_blocks, _WRAPPING_BLOCKS):
+        chunk = words[start : start + _WRAPPING_BLOCKS]
+        products = scratch[: chunk.shape[0]].copy_(chunk).mul_(table)
+        torch.sum(products, 1, out=sums[start : start + chunk.shape[0]])
+    return sums.add_(table.sum())  # the "+ 1" of every word
+
+
+def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
+    """`block_sums` by one int8 matrix product a chunk; on a CPU."""
+    width = words.element_size()
+    digits_WM, constant = _digits(width)
+    shifted = words.view(_SIGNED[width])
+    num_blocks = words.shape[0]
+    scratch = torch.empty(min(num_blocks, _DIGIT_BLOCKS), BLOCK, dtype=_SIGNED[width])
+    sums_NM = torch.empty(num_blocks, digits_WM.shape[1], dtype=torch.int32)
+    for start in range(0, num_blocks, _DIGIT_BLOCKS):
+        chunk = shifted[start : start + _DIGIT_BLOCKS]
+        part = scratch[: chunk.shape[0]]
+        torch.bitwise_xor(chunk, _TOP_BITS[width], out=part)
+        torch._int_mm(part.view(torch.int8), digits_WM, out=sums_NM[start : start + chunk.shape[0]])
+    return _recompose(sums_NM).add_(constant)
+
+
+@functools.lru_cache(maxsize=16)
+def multipliers(device: str) -> torch.Tensor:
+    """b(j): int64 [BLOCK]."""
+    return mix_odd(2 * torch.arange(BLOCK, device=device) + 1)
+
+
+def mix_odd(k: torch.Tensor) -> torch.Tensor:
+    """`splitmix64(k) | 1`, element by element, int64 in and out: the k-th output of the generator started at 0.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shift_right(z, 31)) | 1
+
+
+@functools.lru_cache(maxsize=4)
+def _digits(width: int) -> tuple[torch.Tensor, int]:
+    """Digits [W, M] int8 of the multiplier of every byte of a block, and what the shift and the "+ 1" add up to."""
+    table = multipliers("cpu")
+    rest = torch.stack([table * _signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
+    constant = 128 * rest.sum() + table.sum()
+    digits_WM = torch.zeros(BLOCK * width, 16, dtype=torch.int8)
+    for position in range(_NUM_DIGITS):
+        digit = ((rest + 64) & 127) - 64
+        digits_WM[:, position] = digit
+        rest = (rest - digit) >> 7
+    return digits_WM, int(constant)
+
+
+def _recompose(sums_NM: torch.Tensor) -> torch.Tensor:
+    powers = torch.tensor([_signed((1 << (7 * position)) % (1 << 64)) for position in range(_NUM_DIGITS)])
+    return (sums_NM[:, :_NUM_DIGITS].to(torch.int64) * powers).sum(1)
+
+
+@functools.lru_cache(maxsize=4)
+def _digits_serve(width: int) -> bool:
+    """Whether digits give the sums of 64-bit products here, and the product is not one that is done byte by byte.
+
+    A trial on a busy machine is rough, and a missing product is slower by an order of magnitude.
+    """
+    generator = torch.Generator().manual_seed(width)
+    raw = torch.randint(-128, 128, (_TRIAL_BLOCKS, BLOCK * width), dtype=torch.int8, generator=generator)
+    words = raw.view(UNSIGNED[width])
+    try:
+        agree = torch.equal(digit_block_sums(words), wrapping_block_sums(words))
+    except (RuntimeError, AttributeError):  # a build of torch without this product
+        return False
+    return agree and _seconds(digit_block_sums, words) < 2 * _seconds(wrapping_block_sums, words)
+
+
+def _seconds(evaluate: Callable[[torch.Tensor], torch.Tensor], words: torch.Tensor) -> float:
+    """The best of three."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        evaluate(words)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift; torch's own is arithmetic on int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
