@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from rollout.layers.ops.place import ViewPlace
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
 from weight_sync.tensor_meta import Piece, TensorMeta
 
@@ -29,7 +30,7 @@ def expert_name(logical_expert: int, projection: str) -> str:
 class FakeWeights:
     """Stores embedding (tied to the head), a float32 norm, and experts fused as w13 [P, 2I, D] and w2 [P, D, I].
 
-    `fault(name)` is called before each write and may raise, after which the tensor is left half-written.
+    `fault(name)` is called in each write by name and may raise, after which the tensor is left half-written.
     """
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -80,6 +81,9 @@ class FakeWeights:
 
     def read(self, name: str) -> torch.Tensor:
         return self._places(name)[0]
+
+    def places(self, name: str) -> list[ViewPlace]:
+        return [ViewPlace(target) for target in self._places(name)]
 
     def recompute_derived(self) -> None:
         self.derived_fault()

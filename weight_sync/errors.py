@@ -9,7 +9,10 @@ WeightSyncError               500
 |   +-- CoverageError         400  tensors missing or sent twice
 |   +-- UnknownGroupError     404
 +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
+|   +-- BaseMismatchError     409  the weights in force are not those that the sender starts from
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
++-- LocalCheckpointError      500  a local checkpoint folder could not be written
++-- StagingError              500  old content cannot be kept, or put back
 +-- CommitError               500  the write failed; the message says whether the old weights were restored
 """
 
@@ -60,10 +63,22 @@ class TransactionStateError(WeightSyncError):
     status_code = 409
 
 
+class BaseMismatchError(TransactionStateError):
+    """The weights in force are not those that the sender starts from."""
+
+
 class TransportError(WeightSyncError):
     """A rendezvous or a receive failed or took too long."""
 
     status_code = 502
+
+
+class LocalCheckpointError(WeightSyncError):
+    """A local checkpoint folder could not be written; it is at its old version, or the next pull settles it."""
+
+
+class StagingError(WeightSyncError):
+    """Old content could not be kept before a write, or not be put back after one."""
 
 
 class CommitError(WeightSyncError):

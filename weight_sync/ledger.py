@@ -28,6 +28,10 @@ class WeightLedger:
         self._expected = frozenset(expected)
         self._wire_names: dict[str, set[str]] = {}  # logical name -> wire names it came under
 
+    def __contains__(self, logical_name: str) -> bool:
+        """Whether it came."""
+        return logical_name in self._wire_names
+
     @property
     def received(self) -> list[str]:
         """Logical names in order of first arrival."""

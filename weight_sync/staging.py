@@ -1,17 +1,17 @@
-"""The one path by which logical tensors enter a model, and the two places where they can land.
+"""The one path by which logical tensors enter a model, and the places where they can land.
 
-    named wire tensors -> validate all -> split into logical tensors -> ledger -> sink
-                                                                                  |-- DirectSink: the model itself
-                                                                                  `-- StagedSink: aside, in host memory
+    named wire tensors -> validate all -> split into logical tensors -> check content -> ledger -> sink
+                                                                                                   |-- DirectSink
+                                                                                                   `-- a `Staging`
 
-Cold load uses the direct sink, a live refresh the staged one; nothing else differs.
+Cold load goes straight into the model, a live refresh into the transaction's staging; nothing else differs.
 Knows `LogicalWeights`, the ledger and sinks.  Does not know transports or versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from weight_sync.errors import (
 from weight_sync.ledger import WeightLedger, listed
 from weight_sync.tensor_meta import LogicalWeights, Piece, TensorMeta, dtype_name
 
+StagingMode = Literal["host", "device", "journal", "in_place"]
+LogicalTensors = list[tuple[str, torch.Tensor]]
+
 
 class WeightSink(Protocol):
     """Where logical tensors land."""
@@ -35,6 +38,48 @@ class WeightSink(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """What was written under `name`, never to be written to."""
+
+
+class Staging(WeightSink, Protocol):
+    """Where a transaction keeps its tensors, and how the old ones come back.  Used once.
+
+        write*  ->  prepare  ->  commit  ->  close
+          |            |           |
+          `------------+-----------`---->  undo
+
+    `write` and `prepare` run on the I/O thread, `commit` on the thread that runs steps.
+    """
+
+    @property
+    def mode(self) -> StagingMode:
+        """The name of the mode."""
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether `write` changes the model, so that no step may run from the first write to the end."""
+
+    @property
+    def dirty(self) -> bool:
+        """Whether the model holds anything of this transaction, or may."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, or disk, that is taken now."""
+
+    def prepare(self) -> None:
+        """All of `commit` that can be done ahead.  The model stays as it is."""
+
+    def commit(self) -> None:
+        """Put everything written into the model."""
+
+    def undo(self) -> None:
+        """Put the old content back, bit for bit, and let go of everything.
+
+        Raises `StagingError`, or whatever a write raises, when that cannot be done: the model is torn then.
+        """
+
+    def close(self) -> None:
+        """Let go of everything without touching the model."""
 
 
 class DirectSink:
@@ -48,31 +93,6 @@ class DirectSink:
 
     def read(self, name: str) -> torch.Tensor:
         return self._weights.read(name)
-
-
-class StagedSink:
-    """A copy aside, in host memory and logical space: no placement, no sharding."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self._tensors.get(name)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def pop(self, name: str) -> torch.Tensor:
-        return self._tensors.pop(name)
-
-    def clear(self) -> None:
-        self._tensors.clear()
 
 
 def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool) -> list[list[Piece]]:
@@ -108,13 +128,15 @@ def load_weights(
     sink: WeightSink,
     ledger: WeightLedger,
     cast: bool,
+    check: Callable[[LogicalTensors], None] | None = None,
 ) -> None:
     """Validate wire tensors, split them, note them in the ledger and write them into the sink.
 
     The tensors of one call are validated together, before any of them is written.  `cast`: take a tensor of another
-    dtype than the model's (the sink casts it); otherwise refuse it.
+    dtype than the model's (the sink casts it); otherwise refuse it.  `check` sees the logical tensors of the call,
+    before any of them is written, and raises what it does not like.
 
-    Raises what `split_wire` raises; `CoverageError` for a tensor that came before or was not announced;
+    Raises what `split_wire` and `check` raise; `CoverageError` for a tensor that came before or was not announced;
     `ContentError` for one that came before under another name with other content.
     """
     named = list(named_tensors)
@@ -124,14 +146,19 @@ def load_weights(
     if refusals:
         raise CoverageError(listed(refusals))
     expected = weights.metas()
-    for (wire_name, tensor), pieces in zip(named, split, strict=True):
-        for piece in pieces:
-            source = tensor.detach()[piece.index]
-            assert tuple(source.shape) == expected[piece.name].shape, piece
-            if ledger.record(wire_name, piece.name):
-                sink.write(piece.name, source)
-            elif not _same_bits(sink.read(piece.name), source):
-                raise ContentError(f"{piece.name} came again as {wire_name} with other content")
+    logical = [
+        (wire_name, piece.name, tensor.detach()[piece.index])
+        for (wire_name, tensor), pieces in zip(named, split, strict=True)
+        for piece in pieces
+    ]
+    assert all(tuple(source.shape) == expected[name].shape for _, name, source in logical)
+    if check is not None:
+        check([(name, source) for _, name, source in logical])
+    for wire_name, name, source in logical:
+        if ledger.record(wire_name, name):
+            sink.write(name, source)
+        elif not _same_bits(sink.read(name), source):
+            raise ContentError(f"{name} came again as {wire_name} with other content")
 
 
 def _same_bits(stored: torch.Tensor, source: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ engine fuses, shards or replicates it into.  This file does not know any model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,26 @@ class Piece:
     index: tuple[int | slice, ...] = ()
 
 
+class Place(Protocol):
+    """Where one logical tensor lives, whatever the layout of the storage around it.
+
+    Stays valid as long as the storage: addresses never change.
+    """
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The tensor, or the view of one, that the content lies in."""
+
+    def over(self, storage: torch.Tensor) -> Place:
+        """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
+
+    def write(self, source: torch.Tensor) -> None:
+        """Take the content of `source`, of the place's logical shape, cast to the storage's dtype."""
+
+    def read(self) -> torch.Tensor:
+        """The content, bit for bit; a view where the layout allows, and never to be written to."""
+
+
 class LogicalWeights(Protocol):
     """What a model offers to whoever loads or refreshes it: cold load and live refresh see nothing else."""
 
@@ -85,6 +105,9 @@ class LogicalWeights(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The logical tensor as it lives in memory now: a view or a copy, never to be written to."""
+
+    def places(self, name: str) -> Sequence[Place]:
+        """Every place of logical tensor `name` under the placement in force, at least one."""
 
     def recompute_derived(self) -> None:
         """Bring tensors that are computed from weights (none in most models) up to date."""

@@ -1,4 +1,4 @@
-"""`WeightTransaction`: all tensors of one weight version, staged aside, verified, then written together or not at all.
+"""`WeightTransaction`: all tensors of one weight version, checked, then put into force together or not at all.
 
                    receive*            verify             commit
     begin --> OPEN ---------> OPEN ----------> VERIFIED ----------> COMMITTED
@@ -7,23 +7,25 @@
                v                v                 v                  v
              FAILED  --------------------------> ABORTED  <----------+        (abort, from any open state)
 
-The serving weights are touched only inside `commit`, which keeps the old content of every tensor that it wrote until
-the vote has passed.  A FAILED transaction cannot be verified: one bad bucket spoils the version for good.
+Where the tensors are until then is the staging's business; whatever ends a transaction without a commit has its old
+content put back.  If that cannot be done, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be
+verified: one bad bucket spoils the version for good.
 
-Knows `LogicalWeights`, the ledger and the staged sink.  Does not know transports, engines or which version is in force.
+Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, engines or which version is in force.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from weight_sync.errors import CommitError, ContentError, CoverageError, TransactionStateError, WeightRequestError
-from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.content_check import check_content
+from weight_sync.errors import CommitError, CoverageError, TransactionStateError, WeightRequestError
 from weight_sync.ledger import Coverage, WeightLedger, listed
-from weight_sync.staging import StagedSink, load_weights, split_wire
+from weight_sync.shadow import ShadowStaging
+from weight_sync.staging import Staging, load_weights, split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.wire import Manifest
 
@@ -41,6 +43,7 @@ class WeightTransaction:
 
     `manifest`: what the sender says it will send, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
+    `staging`: a fresh one; by default a second copy in host memory.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -53,13 +56,17 @@ class WeightTransaction:
         weight_version: str | None = None,
         coverage: Coverage = "full",
         manifest: Manifest | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.weight_version = weight_version
+        self.coverage = coverage
         self.failure: str | None = None
+        self.torn: str | None = None
         self._weights = weights
         self._state = TransactionState.OPEN
-        self._sink = StagedSink()
+        self._staging = ShadowStaging(weights) if staging is None else staging
         self._fingerprints: dict[str, int] = {}
+        self._found: dict[str, int] = {}
         expected: Iterable[str] = weights.metas()
         if manifest is not None:
             self._fingerprints, announced = _read_manifest(weights, manifest)
@@ -85,55 +92,78 @@ class WeightTransaction:
         """Logical names that were announced (without a manifest: all of the model's) and have not come, sorted."""
         return self._ledger.missing
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that came."""
+        metas = self._weights.metas()
+        return sum(metas[name].nbytes for name in self.received)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether the model holds anything of this transaction."""
+        return self._staging.dirty
+
+    @property
+    def fingerprints(self) -> Mapping[str, int]:
+        """Of the tensors that came, by logical name, as they came."""
+        return self._found
+
     def check_receivable(self) -> None:
         """Raises `TransactionStateError` unless OPEN."""
         self._require(TransactionState.OPEN, "receive")
 
     def receive(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Stage a copy of one bucket.  Any failure fails the transaction for good and is raised as it is.
+        """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
-        Raises `TransactionStateError` unless OPEN, and whatever `load_weights` raises.
+        Raises `TransactionStateError` unless OPEN, whatever `load_weights` raises, `ContentError`, `StagingError`.  Any
+        failure fails the transaction for good and is raised as it is.
         """
         self._require(TransactionState.OPEN, "receive")
         try:
-            load_weights(self._weights, named_tensors, self._sink, self._ledger, cast=False)
+            load_weights(
+                self._weights,
+                named_tensors,
+                self._staging,
+                self._ledger,
+                cast=False,
+                check=lambda named: self._found.update(check_content(named, self._fingerprints)),
+            )
         except Exception as error:
             self.fail(str(error))
             raise
 
     def fail(self, reason: str) -> None:
-        """OPEN -> FAILED, for a bucket that never came this far.  Staged tensors are let go."""
+        """OPEN -> FAILED, for a bucket that never came this far.  The model is as it was before the first bucket."""
         if self._state is TransactionState.OPEN:
             self._state = TransactionState.FAILED
             self.failure = reason
-            self._sink.clear()
+            self._take_back(reason)
 
     def verify(self) -> None:
-        """OPEN -> VERIFIED: everything came, every value is finite, stated fingerprints agree.
+        """OPEN -> VERIFIED: everything came, and the commit is prepared.
 
-        Raises `TransactionStateError` unless OPEN, `CoverageError`, `ContentError`; the last two fail the transaction.
+        Raises `TransactionStateError` unless OPEN, `CoverageError`, `StagingError`; the last two fail the transaction.
         """
         self._require(TransactionState.OPEN, "verify")
         try:
             self._ledger.settle()
-            self._check_content()
+            self._staging.prepare()
         except Exception as error:
             self.fail(str(error))
             raise
         self._state = TransactionState.VERIFIED
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
-        """VERIFIED -> COMMITTED: write every staged tensor; returns the logical names written.
+        """VERIFIED -> COMMITTED: put every tensor into the model; returns the logical names.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
-        well everywhere.  If not, or if anything raises, every tensor written is put back bit for bit, the transaction
+        well everywhere.  If not, or if anything raises, the old content is put back bit for bit, the transaction
         is ABORTED and `CommitError` is raised, whose `restored` says whether putting back worked.
         """
         self._require(TransactionState.VERIFIED, "commit")
-        old_content: list[tuple[str, torch.Tensor]] = []
         failure: Exception | None = None
         try:
-            self._write_staged(old_content)
+            self._staging.commit()
             self._weights.recompute_derived()
         except Exception as error:
             failure = error
@@ -143,56 +173,43 @@ class WeightTransaction:
             agreed, failure = False, failure or error
         if agreed and failure is None:
             self._state = TransactionState.COMMITTED
-            self._sink.clear()
+            self._staging.close()
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
         self._state = TransactionState.ABORTED
-        self._sink.clear()
-        self._restore(old_content, reason)
+        self._take_back(reason)
+        if self.torn is not None:
+            raise CommitError(self.torn, restored=False) from failure
         raise CommitError(f"{reason}; the old weights were restored", restored=True) from failure
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "the weight update was aborted") -> None:
         """Any open state -> ABORTED.  Raises `TransactionStateError` when already over."""
         if self._state in (TransactionState.COMMITTED, TransactionState.ABORTED):
             raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
+        if self._state is not TransactionState.FAILED:
+            self._take_back(reason)
         self._state = TransactionState.ABORTED
-        self._sink.clear()
 
     def read_staged(self, name: str) -> torch.Tensor | None:
-        """The staged logical tensor, on the host, never to be written to; None if it has not come."""
-        return self._sink.get(name)
+        """The logical tensor as it was sent, never to be written to; None if it has not come, or was let go."""
+        open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
+        return self._staging.read(name) if self._state in open_states and name in self._ledger else None
 
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:
             because = f": {self.failure}" if self.failure is not None else ""
             raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}")
 
-    def _check_content(self) -> None:
-        not_finite = [name for name in self._sink.names() if not _is_finite(self._sink.read(name))]
-        if not_finite:
-            raise ContentError(f"values that are not finite in {listed(not_finite)}")
-        for name, stated in self._fingerprints.items():
-            actual = fingerprint(self._sink.read(name))
-            if actual != stated:
-                raise ContentError(
-                    f"{name}: fingerprint {fingerprint_hex(actual)}, the manifest says {fingerprint_hex(stated)}"
-                )
-
-    def _write_staged(self, old_content: list[tuple[str, torch.Tensor]]) -> None:
-        """Exchange: each staged tensor is let go once written, as its old content has taken its room."""
-        for name in self._sink.names():
-            old_content.append((name, self._weights.read(name).detach().to("cpu", copy=True)))
-            self._weights.write(name, self._sink.pop(name))
-
-    def _restore(self, old_content: Sequence[tuple[str, torch.Tensor]], reason: str) -> None:
+    def _take_back(self, reason: str) -> None:
+        """The model as it was before the first bucket; else `torn`."""
+        was_dirty = self._staging.dirty
         try:
-            for name, tensor in reversed(old_content):
-                self._weights.write(name, tensor)
-            self._weights.recompute_derived()
+            self._staging.undo()
+            if was_dirty:
+                self._weights.recompute_derived()
         except Exception as error:
-            raise CommitError(
-                f"{reason}; the old weights could NOT be restored ({type(error).__name__}: {error})", restored=False
-            ) from error
+            self.torn = f"{reason}; the old weights could NOT be restored ({type(error).__name__}: {error})"
+            self._staging.close()
 
 
 def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[str, int], set[str]]:
@@ -212,13 +229,3 @@ def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[st
         if fingerprints.setdefault(pieces[0].name, stated) != stated:
             raise WeightRequestError(f"manifest: two fingerprints for {pieces[0].name}")
     return fingerprints, {piece.name for pieces in split for piece in pieces}
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass without temporaries: NaN propagates through min and max."""
-    if tensor.numel() == 0 or not tensor.dtype.is_floating_point:
-        return True
-    if tensor.dtype.itemsize == 1:  # float8 has no min or max
-        return all(bool(chunk.to(torch.float32).isfinite().all()) for chunk in tensor.reshape(-1).split(1 << 20))
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -4,8 +4,9 @@
                                                receive*  verify | abort
     step side (the thread that runs forwards)  commit
 
-The I/O side never touches the serving weights.  A bucket that is refused for any reason fails the open transaction for
-good.  Where the sender can be told nothing before it broadcasts, a refused bucket is still received and thrown away.
+Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
+any reason fails the open transaction for good.  Where the sender can be told nothing before it broadcasts, a refused
+bucket is still received and thrown away.  An open transaction has a lease, renewed by every bucket.
 
 Knows transactions, groups and receivers.  Does not know pauses, requests, or which version is in force.
 """
@@ -13,25 +14,24 @@ Knows transactions, groups and receivers.  Does not know pauses, requests, or wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weight_sync.errors import (
-    CommitError,
-    TransactionStateError,
-    UnknownGroupError,
-    WeightRequestError,
-    WeightSyncError,
-)
+from weight_sync.content import ContentBook
+from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.groups import WeightUpdateGroups
+from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
-from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import BucketSource, RefusableSource
 from weight_sync.receivers.distributed import DistributedSource
-from weight_sync.staging import split_wire
+from weight_sync.receivers.ipc import IpcSource
+from weight_sync.staging import StagingMode, split_wire
+from weight_sync.staging_modes import new_staging
+from weight_sync.status import UpdateFailure, update_status
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.wire import Manifest
@@ -47,6 +47,7 @@ class CommitResult:
     names: list[str]  # logical tensors written
     num_bytes: int
     seconds: float  # time that the step thread spent
+    content_digest: str | None = None  # of the whole content now, as far as it is known
 
 
 class WeightUpdater:
@@ -54,6 +55,7 @@ class WeightUpdater:
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify` and once in `commit`, on the
     thread that calls these; it has its own deadline.  One call may announce at most twice the model's bytes.
+    `staging`: where tensors are until the commit; `journal_dir`: see `new_staging`.  `clock`: monotonic, for leases.
     """
 
     def __init__(
@@ -63,14 +65,25 @@ class WeightUpdater:
         device: torch.device | str,
         timeout_s: float,
         vote: Callable[[bool], bool],
+        staging: StagingMode = "host",
+        journal_dir: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._vote = vote
-        self._groups: dict[str, GroupHandle] = {}
+        self._groups = WeightUpdateGroups(self._device, timeout_s)
+        self._content = ContentBook(weights.metas())
+        self._next_digest: str | None = None
+        self._staging = staging
+        self._journal_dir = journal_dir
+        self._clock = clock
         self._transaction: WeightTransaction | None = None
+        self._lease: Lease | None = None
         self._is_implicit = False
+        self._last_failure: UpdateFailure | None = None
+        self._torn: str | None = None
 
     # --- groups ------------------------------------------------------------------------------------------------
 
@@ -87,38 +100,36 @@ class WeightUpdater:
 
         Raises `WeightRequestError`, `TransportError`.
         """
-        if rank < 1:
-            raise WeightRequestError(f"rank 0 of a weight update group is the trainer; got rank {rank} for an engine")
-        resolved = resolve_backend(backend, self._device)
-        if group_name in self._groups:
-            self.destroy_group(group_name)
-        self._groups[group_name] = init_process_group(
-            master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s
-        )
+        self._groups.init(master_address, master_port, rank, world_size, group_name, backend)
 
     def destroy_group(self, group_name: str) -> None:
         """Leave a group.  Raises `UnknownGroupError`."""
-        self._group(group_name)
-        self._groups.pop(group_name).destroy()
+        self._groups.destroy(group_name)
 
     def close(self) -> None:
         """Leave all groups and drop the open transaction."""
-        for name in list(self._groups):
-            self.destroy_group(name)
+        self._groups.close()
         if self._transaction is not None:
             self.abort()
 
     # --- transaction, I/O side ---------------------------------------------------------------------------------
 
     def begin(
-        self, weight_version: str | None = None, coverage: Coverage = "full", manifest: Manifest | None = None
+        self,
+        weight_version: str | None = None,
+        coverage: Coverage = "full",
+        manifest: Manifest | None = None,
+        lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
-        """Open a transaction.  Raises `TransactionStateError` if one is open, and what `WeightTransaction` raises."""
-        self._open(weight_version, coverage, manifest, implicit=False)
+        """Open a transaction.  One whose lease has run out makes room.
+
+        Raises `TransactionStateError` if one is open, `WeightRequestError`, and what `WeightTransaction` raises.
+        """
+        self._open(weight_version, coverage, manifest, implicit=False, lease_s=lease_s)
 
     def open_implicit(self, coverage: Coverage = "partial") -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
-        self._open(None, coverage, None, implicit=True)
+        self._open(None, coverage, None, implicit=True, lease_s=DEFAULT_LEASE_S)
 
     def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
         """Receive one call's tensors into the open transaction.
@@ -127,6 +138,7 @@ class WeightUpdater:
         source and `WeightTransaction.receive` raise.  Every error fails the open transaction.
         """
         try:
+            self._renew_lease()
             metas = source.announce(self._max_call_bytes())
             refusal = self._refusal(metas, weight_version)
             if refusal is not None and not source.must_drain:
@@ -139,7 +151,12 @@ class WeightUpdater:
         except Exception as error:
             if self._transaction is not None:
                 self._transaction.fail(str(error))
+                self._note_failure(self._transaction, self._transaction.failure)
+            if isinstance(source, RefusableSource):
+                source.refuse(str(error))
             raise
+        finally:
+            self._renew_lease()
         if weight_version is not None:
             self.set_pending_version(weight_version)
 
@@ -159,11 +176,15 @@ class WeightUpdater:
         return DistributedSource(
             (names, dtypes, shapes),
             load_format,
-            join=lambda: self._group(group_name),
+            join=lambda: self._groups.get(group_name),
             leave=lambda: self.destroy_group(group_name),
             device=self._device,
             timeout_s=self._timeout_s,
         )
+
+    def ipc_source(self, zmq_handles: Mapping[str, str]) -> IpcSource:
+        """A conversation with a parameter server; `zmq_handles` has its address by device."""
+        return IpcSource(zmq_handles, device=self._device, timeout_s=self._timeout_s)
 
     def verify(self) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.
@@ -177,24 +198,45 @@ class WeightUpdater:
         failure: Exception | None = None
         try:
             transaction.verify()
-        except WeightSyncError as error:
+        except Exception as error:
             failure = error
         agreed = False
         try:
             agreed = self._vote(failure is None)
+        except Exception as error:
+            failure = failure or error
+            raise
         finally:
             if not agreed or failure is not None:
-                self.abort()
+                self.drop(str(failure or "another rank could not verify the weight update"))
         if failure is not None:
             raise failure
         if not agreed:
             raise TransactionStateError("another rank could not verify the weight update")
+        self._next_digest = self._content.digest_after(transaction.fingerprints)
 
     def abort(self) -> None:
-        """Drop the open transaction.  Raises `TransactionStateError` if none is open."""
+        """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""
         transaction = self._require_transaction("abort")
         self._transaction = None
         transaction.abort()
+        self._note_torn(transaction)
+
+    def drop(self, reason: str) -> None:
+        """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`."""
+        transaction = self._require_transaction("drop")
+        self._transaction = None
+        transaction.abort(reason)
+        self._note_failure(transaction, reason)
+
+    def expire(self) -> bool:
+        """Drop the open transaction if its lease has run out; whether it did."""
+        transaction, lease = self._transaction, self._lease
+        if transaction is None or lease is None or not lease.expired:
+            return False
+        num_received, num_missing = len(transaction.received), len(transaction.missing)
+        self.drop(f"the lease of {lease.seconds:g} s ran out after {num_received} tensors, {num_missing} were missing")
+        return True
 
     # --- transaction, step side --------------------------------------------------------------------------------
 
@@ -208,15 +250,23 @@ class WeightUpdater:
         start = time.perf_counter()
         try:
             names = transaction.commit(self._vote)
-        except CommitError:
+        except CommitError as error:
             self._transaction = None
+            self._note_failure(transaction, str(error))
             raise
+        seconds = time.perf_counter() - start
         self._transaction = None
-        metas = self._weights.metas()
-        num_bytes = sum(metas[name].nbytes for name in names)
-        return CommitResult(transaction.weight_version, names, num_bytes, time.perf_counter() - start)
+        if len(names) == len(self._weights.metas()):
+            self._torn = None
+        self._content.note(transaction.fingerprints)
+        return CommitResult(transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest)
 
     # --- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> LogicalWeights:
+        """What a refresh writes."""
+        return self._weights
 
     @property
     def is_open(self) -> bool:
@@ -226,6 +276,21 @@ class WeightUpdater:
     def is_implicit(self) -> bool:
         """Whether the open transaction was opened by `open_implicit`."""
         return self._transaction is not None and self._is_implicit
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether receiving writes into the model, so that no step may run from the first bucket to the end."""
+        return self._staging in ("journal", "in_place")
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the model holds anything of the open transaction: nothing may be sampled from it."""
+        return self._transaction is not None and self._transaction.dirty
+
+    @property
+    def torn(self) -> str | None:
+        """Why the model is neither the old version nor a new one, until a complete refresh is committed."""
+        return self._torn
 
     @property
     def pending_version(self) -> str | None:
@@ -241,20 +306,14 @@ class WeightUpdater:
         return self._transaction.read_staged(name) if self._transaction is not None else None
 
     def status(self) -> dict[str, Any]:
-        """`open`, `implicit`, `state`, `weight_version`, `received` and `missing` (counts), `failed` (reason).
-
-        With nothing open the last five are None.
-        """
-        transaction = self._transaction
-        return {
-            "open": transaction is not None,
-            "implicit": self.is_implicit,
-            "state": transaction.state.value if transaction else None,
-            "weight_version": transaction.weight_version if transaction else None,
-            "received": len(transaction.received) if transaction else None,
-            "missing": len(transaction.missing) if transaction else None,
-            "failed": transaction.failure if transaction else None,
-        }
+        """As `update_status` says."""
+        return update_status(
+            self._transaction,
+            self._lease,
+            implicit=self._is_implicit,
+            staging=self._staging,
+            last_failure=self._last_failure,
+        )
 
     def checksums(self) -> dict[str, str]:
         """Fingerprint (16 hex digits) of every logical tensor as it is served now; not while a commit runs."""
@@ -262,25 +321,48 @@ class WeightUpdater:
 
     def content_digest(self) -> str:
         """`fingerprint.digest` over all logical tensors as they are served now; not while a commit runs."""
-        return digest(self._live_fingerprints())
+        found = self._live_fingerprints()
+        self.note_content({meta.name: value for meta, value in found})
+        return digest(found)
+
+    def note_content(self, fingerprints: Mapping[str, int]) -> None:
+        """What live tensors, by canonical name, were found to be; what is not touched need not be read again."""
+        self._content.note(fingerprints)
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _open(self, weight_version: str | None, coverage: Coverage, manifest: Manifest | None, implicit: bool) -> None:
+    def _open(
+        self, weight_version: str | None, coverage: Coverage, manifest: Manifest | None, implicit: bool, lease_s: float
+    ) -> None:
+        self.expire()
         if self._transaction is not None:
             raise TransactionStateError("a weight update is open already; end or abort it first")
-        self._transaction = WeightTransaction(self._weights, weight_version, coverage, manifest)
+        lease = Lease(lease_s, self._clock)
+        staging = new_staging(self._weights, self._staging, self._journal_dir)
+        self._transaction = WeightTransaction(self._weights, weight_version, coverage, manifest, staging)
+        self._lease = lease
         self._is_implicit = implicit
 
-    def _group(self, group_name: str) -> GroupHandle:
-        if group_name not in self._groups:
-            known = ", ".join(sorted(self._groups)) or "none"
-            raise UnknownGroupError(f"weight update group {group_name!r} does not exist; joined groups: {known}")
-        return self._groups[group_name]
+    def _renew_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.renew()
+
+    def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
+        told = reason or ""
+        for more in (transaction.failure, transaction.torn):
+            if more is not None and more not in told:
+                told = more if told in more else f"{told}; {more}"
+        if told:
+            self._last_failure = UpdateFailure(told, transaction.weight_version, time.time())
+        self._note_torn(transaction)
+
+    def _note_torn(self, transaction: WeightTransaction) -> None:
+        self._torn = transaction.torn or self._torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:
-            raise TransactionStateError(f"cannot {verb}: no weight update is open")
+            last = "" if self._last_failure is None else f"; the last one failed: {self._last_failure.reason}"
+            raise TransactionStateError(f"cannot {verb}: no weight update is open{last}")
         return self._transaction
 
     def _max_call_bytes(self) -> int:

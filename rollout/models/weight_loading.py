@@ -7,7 +7,7 @@ allowed: cold load and live refresh both go through this object.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
-from weight_sync.tensor_meta import Piece, TensorMeta
+from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
 
 class WeightIndex:
@@ -64,6 +64,10 @@ class WeightIndex:
     def read(self, name: str) -> torch.Tensor:
         """The content of the logical tensor's first place, not to be written to.  Raises `UnknownTensorError`."""
         return self._entry(name).places()[0].read()
+
+    def places(self, name: str) -> Sequence[Place]:
+        """Every place of the logical tensor under the placement in force.  Raises `UnknownTensorError`."""
+        return self._entry(name).places()
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""

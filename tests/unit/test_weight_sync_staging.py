@@ -26,7 +26,8 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.ledger import WeightLedger
-from weight_sync.staging import DirectSink, StagedSink, load_weights
+from weight_sync.shadow import ShadowStaging
+from weight_sync.staging import DirectSink, load_weights
 
 
 def test_ledger_counts_each_tensor_once() -> None:
@@ -71,7 +72,7 @@ def test_both_sinks_get_the_same_logical_tensors(form) -> None:  # type: ignore[
     sent = version(seed=5)
     direct, aside = FakeWeights(seed=0), FakeWeights(seed=0)
     before = aside.snapshot()
-    staged = StagedSink()
+    staged = ShadowStaging(aside)
     for weights, sink in ((direct, DirectSink(direct)), (aside, staged)):
         ledger = WeightLedger(weights.metas())
         load_weights(weights, form(sent).items(), sink, ledger, cast=False)
@@ -82,7 +83,8 @@ def test_both_sinks_get_the_same_logical_tensors(form) -> None:  # type: ignore[
 
 
 def test_staged_content_is_a_copy() -> None:
-    weights, sink = FakeWeights(), StagedSink()
+    weights = FakeWeights()
+    sink = ShadowStaging(weights)
     norm = torch.ones(4)
     load_weights(weights, [(NORM, norm)], sink, WeightLedger(weights.metas()), cast=False)
     norm.zero_()
@@ -95,7 +97,7 @@ def test_cold_load_casts_and_refresh_does_not() -> None:
     load_weights(weights, [(EMBED, embed)], DirectSink(weights), WeightLedger(weights.metas()), cast=True)
     assert torch.equal(weights.embed, embed.to(torch.bfloat16))
     with pytest.raises(DtypeMismatchError, match=r"embed_tokens.*bfloat16, got float32"):
-        load_weights(weights, [(EMBED, embed)], StagedSink(), WeightLedger(weights.metas()), cast=False)
+        load_weights(weights, [(EMBED, embed)], ShadowStaging(weights), WeightLedger(weights.metas()), cast=False)
 
 
 def test_one_error_names_everything_and_nothing_is_written() -> None:
@@ -122,7 +124,8 @@ def test_one_error_names_everything_and_nothing_is_written() -> None:
 
 
 def test_a_fused_tensor_repeats_its_parts() -> None:
-    weights, sink = FakeWeights(), StagedSink()
+    weights = FakeWeights()
+    sink = ShadowStaging(weights)
     ledger = WeightLedger(weights.metas())
     sent = version(seed=5)
     load_weights(weights, [(DOWN, fused(sent)[DOWN])], sink, ledger, cast=False)
@@ -140,7 +143,7 @@ def test_tied_tensors_must_be_equal(names: tuple[str, str], cast: bool) -> None:
     changed[0, 0] += 1
     for second, error in ((embed, None), (changed, ContentError)):
         weights = FakeWeights()
-        sink = DirectSink(weights) if cast else StagedSink()
+        sink = DirectSink(weights) if cast else ShadowStaging(weights)
         ledger = WeightLedger(weights.metas())
         named = list(zip(names, (embed, second), strict=True))
         if error is None:

@@ -1,4 +1,5 @@
-"""Random histories of refreshes with faults: the serving weights are always exactly one committed version.
+"""Random histories of refreshes with faults, in every staging mode: whenever a step may run, the weights are exactly
+one committed version, or the updater says that they are torn.
 
 The machine drives a real `WeightUpdater` over a small model; buckets are handed in where a process group would deliver
 them.  The same machine must catch updaters that are wrong on purpose.
@@ -27,8 +28,13 @@ from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.receivers.base import BucketSource
+from weight_sync.shadow import ShadowStaging
+from weight_sync.staging import StagingMode, load_weights
 from weight_sync.tensor_meta import TensorMeta
+from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import CommitResult
+
+LEASE_S = 600
 
 
 class Vote:
@@ -45,26 +51,42 @@ class Refreshes(RuleBasedStateMachine):
     """The model beside the real thing:
 
     `live`: every byte that must be serving.  `unsent`: tensors of the open refresh still to send, None when none is
-    open.  `refused`: a bucket was refused.  `tainted`: wrong content was taken, which only verifying can see.
+    open.  `refused`: a bucket was refused.  `written`: something of the open refresh was taken.  `torn`: tensors were
+    overwritten in place and the refresh did not come into force; only a complete one ends that.
     """
 
     updater_class: ClassVar[type[LoopbackUpdater]] = LoopbackUpdater
 
-    @initialize(as_fused=st.booleans())
-    def start(self, as_fused: bool) -> None:
+    @initialize(as_fused=st.booleans(), mode=st.sampled_from(("host", "device", "journal", "in_place")))
+    def start(self, as_fused: bool, mode: StagingMode) -> None:
         torch.set_num_threads(1)
         self.weights = FakeWeights(seed=0)
         self.vote = Vote()
-        self.updater = self.updater_class(self.weights, device="cpu", timeout_s=1.0, vote=self.vote)
+        self.now = 0.0
+        self.mode = mode
+        self.updater = self.updater_class(
+            self.weights, device="cpu", timeout_s=1.0, vote=self.vote, staging=mode, clock=lambda: self.now
+        )
         self.live = self.weights.snapshot()
         self.as_fused = as_fused
         self.seed = 0
+        self.torn = False
         self.close()
 
     def close(self) -> None:
+        """The refresh is over; `live` says what serves."""
         self.unsent: dict[str, torch.Tensor] | None = None
-        self.refused = self.tainted = self.verified = self.has_manifest = False
+        self.refused = self.verified = self.has_manifest = self.written = False
         self.tied_bits: list[bytes] = []
+
+    def fail(self) -> None:
+        """What was written, if anything, has to go."""
+        self.torn = self.torn or (self.mode == "in_place" and self.written)
+        self.written = False
+
+    def refuse(self) -> None:
+        self.refused = True
+        self.fail()
 
     @precondition(lambda self: self.unsent is None)
     @rule(with_manifest=st.booleans(), tied=st.booleans())
@@ -74,7 +96,8 @@ class Refreshes(RuleBasedStateMachine):
         if tied:
             tensors[LM_HEAD] = tensors[EMBED].clone()
         manifest = [(TensorMeta(name, t.dtype, tuple(t.shape)), stated(name, t)) for name, t in tensors.items()]
-        self.updater.begin(f"v{self.seed}", "full", manifest if with_manifest else None)
+        self.updater.begin(f"v{self.seed}", "full", manifest if with_manifest else None, LEASE_S)
+        self.renewed = self.now
         self.all, self.unsent, self.has_manifest = tensors, dict(tensors), with_manifest
 
     @precondition(lambda self: self.unsent)
@@ -86,12 +109,14 @@ class Refreshes(RuleBasedStateMachine):
         if self.refused or self.verified:
             with pytest.raises(TransactionStateError):
                 self.updater.send(named)
+            self.renewed = self.now
             return
         self.send_and_note(named)
 
     @precondition(lambda self: self.unsent is not None and not self.refused and not self.verified)
     @rule(
-        fault=st.sampled_from(("unknown", "shape", "dtype", "again", "version", "transport")), pick=st.integers(0, 20)
+        fault=st.sampled_from(("unknown", "shape", "dtype", "again", "version", "transport", "write")),
+        pick=st.integers(0, 20),
     )
     def send_what_is_refused(self, fault: str, pick: int) -> None:
         assert self.unsent is not None
@@ -108,10 +133,17 @@ class Refreshes(RuleBasedStateMachine):
             tensor = tensor.double()
         elif fault == "transport":
             self.updater.failure = TransportError("peer is gone")
-        with pytest.raises(WeightSyncError):
+        elif fault == "write":
+            if self.mode in ("host", "device") or self.would_conflict([(name, tensor)]) or name in (EMBED, LM_HEAD):
+                return  # nothing is written by name
+            self.weights.fault = fault_at(0)
+            self.written = True
+        expected = WeightSyncError if fault != "write" else RuntimeError
+        with pytest.raises(expected):
             self.updater.send([(name, tensor)], weight_version="other" if fault == "version" else None)
         self.updater.failure = None
-        self.refused = True
+        self.renewed = self.now
+        self.refuse()
 
     @precondition(lambda self: self.unsent and not self.refused and not self.verified)
     @rule(fault=st.sampled_from(("nan", "infinite", "flipped bit")), pick=st.integers(0, 20))
@@ -125,22 +157,29 @@ class Refreshes(RuleBasedStateMachine):
             tensor.view(-1).view(torch.uint8)[pick % tensor.numel()] ^= 1
         else:
             tensor.view(-1)[pick % tensor.numel()] = float("nan" if fault == "nan" else "inf")
-        self.tainted = True
-        self.send_and_note([(name, tensor)])
+        with pytest.raises(ContentError):
+            self.updater.send([(name, tensor)])
+        self.renewed = self.now
+        self.refuse()
 
     def send_and_note(self, named: Named) -> None:
         """Send what must be taken, unless it brings one of two tied tensors with other content than its twin."""
         assert self.unsent is not None
-        tied = [bits(tensor) for name, tensor in named if name in (EMBED, LM_HEAD)]
-        if len({*self.tied_bits, *tied}) > 1:
+        self.renewed = self.now
+        if self.would_conflict(named):
             with pytest.raises(ContentError, match="other content"):
                 self.updater.send(named)
-            self.refused = True
+            self.written = True  # the first of the two, at least
+            self.refuse()
             return
         self.updater.send(named)
-        self.tied_bits += tied
+        self.written = True
+        self.tied_bits += tied_bits(named)
         for name, _ in named:
             del self.unsent[name]
+
+    def would_conflict(self, named: Named) -> bool:
+        return len({*self.tied_bits, *tied_bits(named)}) > 1
 
     def is_complete(self) -> bool:
         """Of two tied tensors one is enough."""
@@ -153,28 +192,34 @@ class Refreshes(RuleBasedStateMachine):
         if self.unsent and send_rest:
             self.send(len(self.unsent))
         self.vote.other = other_rank
-        if self.is_complete() and not self.refused and not self.tainted and other_rank:
+        if self.is_complete() and not self.refused and other_rank:
             self.updater.verify()
             self.verified = True
             return
         with pytest.raises(WeightSyncError):
             self.updater.verify()
+        self.fail()
         self.close()
 
     @precondition(lambda self: self.verified)
-    @rule(other_rank=st.sampled_from((True, True, False)), failing_write=st.one_of(st.none(), st.integers(0, 14)))
+    @rule(other_rank=st.sampled_from((True, True, False)), failing_write=st.one_of(st.none(), st.integers(0, 4)))
     def commit(self, other_rank: bool, failing_write: int | None) -> None:
+        """Four storages are written, or none in the modes that have written already, and one derived tensor."""
         self.vote.other = other_rank
-        self.weights.fault = self.weights.derived_fault = fault_at(failing_write)
+        fault = fault_at(failing_write if self.mode in ("host", "device") or failing_write is None else 0)
+        self.weights.derived_fault = fault
+        fail_exchanges(self.updater, fault)
         if failing_write is None and other_rank:
             result = self.updater.commit()
             assert result.weight_version == f"v{self.seed}"
             assert sorted(result.names) == sorted(self.weights.metas())
             self.live = FakeWeights(self.seed).snapshot()
+            self.torn = False
         else:
             with pytest.raises(CommitError) as caught:
                 self.updater.commit()
-            assert caught.value.restored
+            assert caught.value.restored == (self.mode != "in_place")
+            self.fail()
         self.close()
 
     @precondition(lambda self: self.unsent is not None)
@@ -182,6 +227,17 @@ class Refreshes(RuleBasedStateMachine):
     def abort(self, really: bool) -> None:
         if really:
             self.updater.abort()
+            self.fail()
+            self.close()
+
+    @rule(seconds=st.sampled_from((1, 300, 599, 600)))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        over = self.unsent is not None and self.now >= self.renewed + LEASE_S
+        assert self.updater.expire() == over
+        if over:
+            assert "lease" in self.updater.status()["last_failure"]["reason"]
+            self.fail()
             self.close()
 
     @invariant()
@@ -197,10 +253,17 @@ class Refreshes(RuleBasedStateMachine):
         for call in calls:
             with pytest.raises(TransactionStateError):
                 call()
+        if self.verified:
+            self.renewed = self.now
 
     @invariant()
     def one_committed_version_serves(self) -> None:
-        if hasattr(self, "live"):
+        if not hasattr(self, "live"):
+            return
+        assert (self.updater.torn is not None) == self.torn
+        may_step = not self.updater.is_dirty and not self.torn
+        assert may_step or self.mode in ("journal", "in_place")
+        if may_step:
             assert self.weights.snapshot() == self.live
 
     @invariant()
@@ -209,6 +272,10 @@ class Refreshes(RuleBasedStateMachine):
             status = self.updater.status()
             assert status["open"] == self.updater.is_open == (self.unsent is not None)
             assert (status["failed"] is not None) == self.refused
+
+
+def tied_bits(named: Named) -> list[bytes]:
+    return [bits(tensor) for name, tensor in named if name in (EMBED, LM_HEAD)]
 
 
 def stated(name: str, tensor: torch.Tensor) -> int | None:
@@ -228,13 +295,53 @@ def fault_at(failing_write: int | None) -> Callable[..., None]:
     return fault
 
 
+def fail_exchanges(updater: LoopbackUpdater, fault: Callable[[], None]) -> None:
+    """`fault` is called before each storage that the open transaction's commit writes, and may raise."""
+    staging = updater._transaction._staging if updater._transaction is not None else None
+    if not isinstance(staging, ShadowStaging):
+        return
+
+    def exchange(live: torch.Tensor, aside: torch.Tensor) -> None:
+        fault()
+        ShadowStaging.exchange(live, aside)
+
+    staging.exchange = exchange  # type: ignore[method-assign]
+
+
 class ForgetsToRestore(LoopbackUpdater):
     """Wrong: a failed commit leaves what it wrote."""
 
     def commit(self) -> CommitResult:
         if self._transaction is not None:
-            self._transaction._restore = lambda old_content, reason: None  # type: ignore[method-assign]
+            self._transaction._take_back = lambda reason: None  # type: ignore[method-assign]
         return super().commit()
+
+
+class ForgetsToTell(LoopbackUpdater):
+    """Wrong: weights that could not be restored are served."""
+
+    def _note_torn(self, transaction: WeightTransaction) -> None:
+        pass
+
+
+class LetsStepsRun(LoopbackUpdater):
+    """Wrong: while tensors are written in place, steps go on."""
+
+    is_dirty = False  # type: ignore[assignment]
+
+
+class NeverExpires(LoopbackUpdater):
+    """Wrong: a trainer that died blocks the next one."""
+
+    def expire(self) -> bool:
+        return False
+
+
+class NeverRenews(LoopbackUpdater):
+    """Wrong: the lease counts from begin."""
+
+    def _renew_lease(self) -> None:
+        pass
 
 
 class WritesOnReceive(LoopbackUpdater):
@@ -260,10 +367,13 @@ class ForgivesBuckets(LoopbackUpdater):
 class SkipsContentCheck(LoopbackUpdater):
     """Wrong: neither finite values nor fingerprints are looked at."""
 
-    def verify(self) -> None:
-        if self._transaction is not None:
-            self._transaction._check_content = lambda: None  # type: ignore[method-assign]
-        super().verify()
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        super().begin(*args, **kwargs)
+        assert self._transaction is not None
+        opened = self._transaction
+        opened.receive = lambda named: load_weights(  # type: ignore[method-assign]
+            opened._weights, named, opened._staging, opened._ledger, cast=False
+        )
 
 
 class SkipsCoverage(LoopbackUpdater):
@@ -272,18 +382,19 @@ class SkipsCoverage(LoopbackUpdater):
     def verify(self) -> None:
         if self._transaction is not None:
             self._transaction._ledger.coverage = "partial"
-            self._transaction._fingerprints = {}
         super().verify()
 
 
+WRONG = (
+    *(ForgetsToRestore, ForgetsToTell, LetsStepsRun, NeverExpires, NeverRenews),
+    *(WritesOnReceive, ForgivesBuckets, SkipsContentCheck, SkipsCoverage),
+)
 QUICK = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestRefreshes = Refreshes.TestCase
 TestRefreshes.settings = QUICK
 
 
-@pytest.mark.parametrize(
-    "wrong", [ForgetsToRestore, WritesOnReceive, ForgivesBuckets, SkipsContentCheck, SkipsCoverage]
-)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_the_machine_catches_wrong_updaters(wrong: type[LoopbackUpdater]) -> None:
     machine = type("Wrong", (Refreshes,), {"updater_class": wrong})
     search = settings(

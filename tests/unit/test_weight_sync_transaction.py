@@ -166,11 +166,10 @@ def with_value(value: float, name: str = expert_name(2, "down_proj")) -> Tensors
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", [NORM, EMBED, expert_name(2, "down_proj")])
-def test_verify_refuses_values_that_are_not_finite(weights: FakeWeights, value: float, name: str) -> None:
+def test_values_that_are_not_finite_are_refused(weights: FakeWeights, value: float, name: str) -> None:
     transaction = WeightTransaction(weights)
-    transaction.receive(with_value(value, name).items())
     with pytest.raises(ContentError, match=f"not finite in {name}$"):
-        transaction.verify()
+        transaction.receive(with_value(value, name).items())
     assert transaction.state is TransactionState.FAILED
 
 
@@ -182,9 +181,8 @@ def test_no_position_hides_a_nan(dtype: torch.dtype) -> None:
         embed = torch.full((6, 4), 3.0, dtype=dtype)
         embed.view(-1)[position] = float("nan")
         transaction = WeightTransaction(weights, coverage="partial")
-        transaction.receive([(EMBED, embed)])
         with pytest.raises(ContentError):
-            transaction.verify()
+            transaction.receive([(EMBED, embed)])
 
 
 def test_large_values_are_finite() -> None:
@@ -199,23 +197,23 @@ def test_float8_is_checked_too(dtype: torch.dtype) -> None:
     for value, refused in ((1.5, False), (float("nan"), True)):
         weights = FakeWeights(dtype=dtype)
         transaction = WeightTransaction(weights, coverage="partial")
-        transaction.receive([(EMBED, torch.full((6, 4), value).to(dtype))])
+        bucket = [(EMBED, torch.full((6, 4), value).to(dtype))]
         if refused:
             with pytest.raises(ContentError):
-                transaction.verify()
+                transaction.receive(bucket)
         else:
+            transaction.receive(bucket)
             transaction.verify()
 
 
-def test_verify_compares_fingerprints(weights: FakeWeights) -> None:
+def test_fingerprints_are_compared(weights: FakeWeights) -> None:
     transaction = WeightTransaction(weights, manifest=manifest_of(version(1)))
     name = expert_name(2, "down_proj")
     sent = version(1)
     sent[name] = sent[name].clone()
     sent[name].view(torch.int16)[0, 0] ^= 1
-    transaction.receive(sent.items())
     with pytest.raises(ContentError, match=f"{name}: fingerprint [0-9a-f]{{16}}, the manifest says"):
-        transaction.verify()
+        transaction.receive(sent.items())
 
 
 @pytest.mark.parametrize(
@@ -280,39 +278,70 @@ def test_a_lost_vote_restores_every_bit(weights: FakeWeights, vote: Callable[[bo
     assert transaction.state is TransactionState.ABORTED
 
 
-@pytest.mark.parametrize("failing_write", range(15))
+def failing(transaction: WeightTransaction, fail_at: int, times: int = 1) -> None:
+    """The staging's exchange raises at its `fail_at`-th call and at the `times - 1` after it, having done nothing."""
+    exchange, count = transaction._staging.exchange, iter(range(1000))  # type: ignore[attr-defined]
+
+    def faulty(live: torch.Tensor, aside: torch.Tensor) -> None:
+        if fail_at <= next(count) < fail_at + times:
+            raise RuntimeError("device lost")
+        exchange(live, aside)
+
+    transaction._staging.exchange = faulty  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("failing_write", range(5))
 def test_a_write_that_fails_anywhere_restores_every_bit(weights: FakeWeights, failing_write: int) -> None:
-    """11 logical tensors, 3 of which also have a replica: 14 writes, and the derived tensor."""
+    """Four storages, and the derived tensor."""
     before = weights.snapshot()
     transaction = verified(weights)
-    countdown = iter(range(15))
-    broken = [True]
+    broken = iter([failing_write == 4])
 
-    def fault(name: str = "") -> None:
-        if broken[0] and next(countdown) == failing_write:
-            broken[0] = False
+    def derived_fault() -> None:
+        if next(broken, False):
             raise RuntimeError("device lost")
 
-    weights.fault = fault
-    weights.derived_fault = fault
+    weights.derived_fault = derived_fault
+    if failing_write < 4:
+        failing(transaction, failing_write)
     votes: list[bool] = []
     with pytest.raises(CommitError, match=r"device lost; the old weights were restored"):
         transaction.commit(recording(votes))
     assert votes == [False]
     assert weights.snapshot() == before
+    assert transaction.torn is None
 
 
-def test_a_restore_that_fails_says_so(weights: FakeWeights) -> None:
+@pytest.mark.parametrize("failing_write", range(4))
+def test_a_restore_that_fails_says_so(weights: FakeWeights, failing_write: int) -> None:
     transaction = verified(weights)
-
-    def fault(name: str) -> None:
-        if name == NORM:
-            raise RuntimeError("device lost")
-
-    weights.fault = fault
-    with pytest.raises(CommitError, match="could NOT be restored") as caught:
+    failing(transaction, failing_write, times=100)
+    with pytest.raises(CommitError) as caught:
         transaction.commit(agree)
-    assert not caught.value.restored
+    assert caught.value.restored == (failing_write == 0)  # nothing was written then
+    assert (transaction.torn is None) == caught.value.restored
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_a_write_that_stops_half_way_is_never_called_restored(weights: FakeWeights, share: int) -> None:
+    """`exchange` raises after a part: its undo cannot know which, but the sum of the old words does."""
+    before = weights.snapshot()
+    transaction = verified(weights)
+    exchange = transaction._staging.exchange  # type: ignore[attr-defined]
+    count = iter(range(1000))
+
+    def half(live: torch.Tensor, aside: torch.Tensor) -> None:
+        if next(count) != 2:
+            exchange(live, aside)
+            return
+        done = live.numel() * share // 2
+        exchange(live[:done], aside[:done])
+        raise RuntimeError("device lost")
+
+    transaction._staging.exchange = half  # type: ignore[attr-defined]
+    with pytest.raises(CommitError) as caught:
+        transaction.commit(agree)
+    assert caught.value.restored == (weights.snapshot() == before) == (share == 0)
 
 
 def test_order_of_calls(weights: FakeWeights) -> None:

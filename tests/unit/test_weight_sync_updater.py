@@ -27,15 +27,14 @@ def loopback(weights: FakeWeights | None = None) -> LoopbackUpdater:
 
 
 def test_status_through_a_refresh() -> None:
-    updater = loopback()
+    now = [100.0]
+    updater = LoopbackUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
     closed = {
         "open": False,
         "implicit": False,
-        "state": None,
-        "weight_version": None,
-        "received": None,
-        "missing": None,
-        "failed": None,
+        **dict.fromkeys(("state", "weight_version", "coverage", "received", "missing", "received_names")),
+        **dict.fromkeys(("missing_names", "num_bytes", "lease_s", "lease_left_s", "failed", "last_failure")),
+        "staging": "host",
     }
     assert updater.status() == closed
     assert (updater.is_open, updater.is_implicit, updater.pending_version, updater.staged(NORM)) == (
@@ -44,17 +43,67 @@ def test_status_through_a_refresh() -> None:
         None,
         None,
     )
-    updater.begin("v1")
+    updater.begin("v1", lease_s=60)
     sent = version(1)
     updater.send([(NORM, sent[NORM])])
-    opened = {**closed, "open": True, "state": "open", "weight_version": "v1", "received": 1, "missing": 10}
-    assert updater.status() == opened
+    now[0] += 20
+    opened = {"state": "open", "weight_version": "v1", "coverage": "full", "received": 1, "missing": 10}
+    names = {"received_names": [NORM], "missing_names": sorted(set(sent) - {NORM})[:10]}
+    rest = {"open": True, "num_bytes": 16, "lease_s": 60, "lease_left_s": 40.0}
+    assert updater.status() == closed | opened | names | rest
     assert torch.equal(updater.staged(NORM), sent[NORM])  # type: ignore[arg-type]
     with pytest.raises(CoverageError):
         updater.send([(NORM, sent[NORM])])
     assert updater.status()["failed"] == f"{NORM} came twice"
     updater.abort()
-    assert updater.status() == closed
+    failure = updater.status().pop("last_failure")
+    assert failure["reason"] == f"{NORM} came twice" and failure["weight_version"] == "v1"
+    assert abs(failure["time"] - time.time()) < 60
+    assert updater.status() == closed | {"last_failure": failure}
+
+
+def test_a_lease_that_runs_out_drops_the_update_and_keeps_the_reason() -> None:
+    now = [0.0]
+    weights = FakeWeights()
+    before = weights.snapshot()
+    updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
+    sent = version(1)
+    updater.begin("v1", lease_s=10)
+    now[0] = 9
+    updater.send([(NORM, sent[NORM])])
+    now[0] = 18
+    assert not updater.expire() and updater.is_open, "every bucket renews the lease"
+    now[0] = 19
+    assert updater.expire() and not updater.is_open
+    assert "lease of 10 s ran out after 1 tensors, 10 were missing" in updater.status()["last_failure"]["reason"]
+    with pytest.raises(TransactionStateError, match="lease of 10 s ran out"):
+        updater.verify()
+    assert weights.snapshot() == before
+    assert not updater.expire()
+
+
+def test_an_expired_update_never_blocks_the_next() -> None:
+    now = [0.0]
+    weights = FakeWeights()
+    updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
+    updater.begin("v1")
+    now[0] = 599
+    with pytest.raises(TransactionStateError, match="open already"):
+        updater.begin("v2")
+    now[0] = 600
+    updater.begin("v2")
+    updater.send(list(version(2).items()))
+    updater.verify()
+    assert updater.commit().weight_version == "v2"
+    assert weights.snapshot() == FakeWeights(2).snapshot()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_lease_must_last(seconds: float) -> None:
+    updater = loopback()
+    with pytest.raises(WeightRequestError, match="lease"):
+        updater.begin(lease_s=seconds)
+    assert not updater.is_open
 
 
 def test_commit_tells_what_it_wrote() -> None:

@@ -1,23 +1,15 @@
-"""`Place`: where one logical tensor lives, whatever the layout of the storage around it.
+"""`Place`s: where one logical tensor lives in a storage of either layout.
 
 Knows how to write content and to read it back.  Does not know names.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from weight_sync.tensor_meta import Place
 
-class Place(Protocol):
-    """Stays valid as long as the storage: addresses never change."""
-
-    def write(self, source: torch.Tensor) -> None:
-        """Take the content of `source`, of the place's logical shape, cast to the storage's dtype."""
-
-    def read(self) -> torch.Tensor:
-        """The content, bit for bit; a view where the layout allows, and never to be written to."""
+__all__ = ["PackedPlace", "Place", "ViewPlace"]
 
 
 class ViewPlace:
@@ -25,6 +17,13 @@ class ViewPlace:
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._view
+
+    def over(self, storage: torch.Tensor) -> ViewPlace:
+        return ViewPlace(storage)
 
     def write(self, source: torch.Tensor) -> None:
         self._view.copy_(source)
@@ -44,6 +43,13 @@ class PackedPlace:
         self._rows = rows
         self._in_features = in_features
         self._layout = (step, offset)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._packed
+
+    def over(self, storage: torch.Tensor) -> PackedPlace:
+        return PackedPlace(storage, self._rows, self._in_features, *self._layout)
 
     def write(self, source: torch.Tensor) -> None:
         assert source.shape == (len(self._rows), self._in_features), source.shape
