@@ -9,53 +9,42 @@ from __future__ import annotations
 
 import torch
 
-from capture.storage import storage_dtype
-
 
 class RoutedExpertsCapturer:
-    """A device buffer [max_tokens, L, K] at a fixed address; a step fills its first T rows, once per layer.
+    """Takes one record of every MoE layer in every step.
 
-    begin_step(T) -> record(0, ids) .. record(L - 1, ids), in any order -> finish_step() -> [T, L, K] on the host
+    begin_step(T) -> record(0, ids) .. record(L - 1, ids), in any order -> finish_step() -> L times [T, K]
 
+    The tensors are kept as they are: whoever records one does not change it afterwards.
     A layer that records twice or not at all is a bug of the model's code, hence assertions.
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        num_moe_layers: int,
-        top_k: int,
-        num_experts: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, num_moe_layers: int, top_k: int) -> None:
         self.num_moe_layers = num_moe_layers
         self.top_k = top_k
-        self.num_experts = num_experts
-        self._buffer_TLK = torch.empty(
-            (max_tokens, num_moe_layers, top_k), dtype=storage_dtype(num_experts), device=device
-        )
-        self._num_tokens: int | None = None
-        self._pending: dict[int, torch.Tensor] = {}  # MoE layer -> its view [T, K] of the buffer, until it recorded
+        self._shape: tuple[int, int] | None = None
+        self._ids: list[torch.Tensor | None] = []
 
     def begin_step(self, num_tokens: int) -> None:
         """Expect one record of `num_tokens` rows from every MoE layer.  Drops what an unfinished step left."""
-        assert 0 <= num_tokens <= self.max_tokens, f"{num_tokens} tokens, the buffer holds {self.max_tokens}"
-        self._num_tokens = num_tokens
-        self._pending = dict(enumerate(self._buffer_TLK[:num_tokens].unbind(1)))
+        self._shape = (num_tokens, self.top_k)
+        self._ids = [None] * self.num_moe_layers
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
         """Hook for routers: the choices [T, K] int64 of the `moe_layer`-th MoE layer, in the router's order."""
-        assert self._num_tokens is not None, "record outside a step"
-        view_TK = self._pending.pop(moe_layer, None)
-        assert view_TK is not None, f"MoE layer {moe_layer} recorded twice, or is not below {self.num_moe_layers}"
-        assert logical_ids_TK.shape == view_TK.shape, f"{tuple(logical_ids_TK.shape)} != {tuple(view_TK.shape)}"
-        view_TK.copy_(logical_ids_TK)
+        assert self._shape is not None, "record outside a step"
+        known = 0 <= moe_layer < self.num_moe_layers
+        assert known and self._ids[moe_layer] is None, f"MoE layer {moe_layer} recorded twice, or does not exist"
+        assert logical_ids_TK.shape == self._shape, f"{tuple(logical_ids_TK.shape)} != {self._shape}"
+        self._ids[moe_layer] = logical_ids_TK
 
-    def finish_step(self) -> torch.Tensor:
-        """The step's rows [T, L, K] of the storage dtype, copied to the host; waits for the device."""
-        assert self._num_tokens is not None, "finish outside a step"
-        assert not self._pending, f"MoE layers {sorted(self._pending)} did not record"
-        rows_TLK = self._buffer_TLK[: self._num_tokens].to("cpu", copy=True)
-        self._num_tokens = None
-        return rows_TLK
+    def finish_step(self) -> list[torch.Tensor]:
+        """The step's choices, by MoE layer."""
+        assert self._shape is not None, "finish outside a step"
+        ids = [ids_TK for ids_TK in self._ids if ids_TK is not None]
+        assert len(ids) == self.num_moe_layers, f"MoE layers {self._absent()} did not record"
+        self._shape = None
+        return ids
+
+    def _absent(self) -> list[int]:
+        return [layer for layer, ids_TK in enumerate(self._ids) if ids_TK is None]

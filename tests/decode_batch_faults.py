@@ -10,9 +10,8 @@ from rollout.scheduler.decode_batch import DecodeBatch
 class ForgetsWhoLeft(DecodeBatch):
     """Lets requests go and keeps the first columns instead of theirs."""
 
-    def _keep(self, rows: list[int]) -> None:
-        if len(rows) < len(self.reqs):
-            self._set_members([self.reqs[row] for row in rows], self._columns()[:, : len(rows)].contiguous())
+    def _columns_of(self, rows: list[int]) -> torch.Tensor:
+        return self._columns()[:, : len(rows)].contiguous()
 
 
 class ForgetsToAdvance(DecodeBatch):
@@ -20,5 +19,3 @@ class ForgetsToAdvance(DecodeBatch):
 
     def advance(self, token_ids_B: torch.Tensor) -> None:
         self.inputs.input_ids = token_ids_B
-        for req in self.reqs:
-            req.device_len += 1

@@ -82,7 +82,7 @@ class Server:
 
     def replace_ops(self, wrong: type) -> None:
         """Make every layer compute with `wrong`, a mixin over the class that it computes with now, part by part."""
-        by_parts = {name: getattr(LayerOps, name) for name in ("attention_block", "decoder_layer")}
+        by_parts = {name: getattr(LayerOps, name) for name in ("attention_block", "decoder_layers")}
         for _, layer in self.harness.scheduler.runner.state.model.named_layers():
             ops = getattr(layer, "ops", None)
             if isinstance(ops, LayerOps):

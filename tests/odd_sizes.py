@@ -19,6 +19,7 @@ import torch
 from rollout.core.sampling_params import SamplingParams
 from rollout.layers.norm_rotary import RotaryTable
 from rollout.layers.ops.native_ops import NativeOps
+from rollout.layers.ops.torch_ops import TorchOps
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
 from tests.layer_storage import PARTS, stored_experts, stored_matrix
@@ -53,6 +54,8 @@ def matrices(ops: NativeOps) -> Iterator[torch.Tensor]:
             assert torch.equal(place.read(), weight[rows.start : rows.stop])
         ids = torch.tensor([outputs - 1, 0, outputs - 1])
         assert torch.equal(ops.matrix_rows(storage, ids, depth), weight[ids])
+        assert torch.equal(ops.gather_rows(weight, ids), weight[ids])
+        _refuses(lambda: ops.gather_rows(weight, torch.tensor([outputs])))  # noqa: B023
         for tokens in TOKENS:
             hidden, residual = _randn(dtype, tokens, depth), _randn(dtype, tokens, depth)
             yield ops.linear(hidden, storage, outputs)
@@ -117,7 +120,7 @@ def heads(ops: NativeOps) -> Iterator[torch.Tensor]:
     slots = 23
     for dtype, size, (num_heads, num_kv_heads) in product(DTYPES, (2, 6, 16, 24, 40, 128), ((1, 1), (6, 2), (5, 5))):
         weight = _randn(dtype, num_heads + num_kv_heads, size)
-        table = RotaryTable(size, 10000.0, 50, dtype, "cpu")
+        table = RotaryTable(size, 10000.0, 50, dtype, "cpu", TorchOps())
         for tokens in (0, 1, 9, slots):
             qkv = _randn(dtype, tokens, (num_heads + 2 * num_kv_heads) * size)
             pools = [torch.zeros(slots, num_kv_heads, size, dtype=dtype) for _ in range(2)]

@@ -41,11 +41,15 @@ class NativeCpuBackend(AttentionBackend):
         self._paged_attention = torch.ops.lockstep.paged_attention.default
         empty = torch.empty(0, dtype=torch.int64)
         self._ones_N = empty
+        self._planned: tuple[torch.Tensor, torch.Tensor] | None = None  # rows and lengths of a step that only decodes
         self.operands: PagedOperands = PagedOperands(empty, empty, empty, empty)
 
     def plan(self, batch: ForwardBatch) -> None:
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
-        if len(self._ones_N) != len(kv_lens):
+        if self._planned and self._planned[0] is rows and self._planned[1] is kv_lens and not batch.extend_lens:
+            return  # the tensors that the operands hold have advanced in place
+        self._planned = None if batch.extend_lens else (rows, kv_lens)
+        if self._ones_N.shape != kv_lens.shape:
             self._ones_N = torch.ones_like(kv_lens)
         query_lens = self._ones_N
         if batch.extend_lens:

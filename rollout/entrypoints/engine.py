@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import torch
+
 from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.model_config import load_model_config
@@ -75,7 +77,8 @@ class Engine:
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.sleep(0)
-            self.scheduler.tick(0)
+            with torch.inference_mode():
+                self.scheduler.tick(0)
             while self._channel.outbox:
                 self._manager.handle_message(self._channel.outbox.popleft())
         return task.result()

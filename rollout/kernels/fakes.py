@@ -15,6 +15,7 @@ def register_fakes() -> None:
         ("pack_rows", _pack_rows),
         ("unpack_rows", _unpack_rows),
         ("packed_embedding", _packed_embedding),
+        ("gather_rows", _gather_rows),
         ("linear", _linear),
         ("norm_linear", _norm_linear),
         ("norm_route", _norm_route),
@@ -41,6 +42,10 @@ def _unpack_rows(
 
 def _packed_embedding(packed: torch.Tensor, ids: torch.Tensor, depth: int) -> torch.Tensor:
     return packed.new_empty(ids.shape[0], depth)
+
+
+def _gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return table.new_empty(ids.shape[0], *table.shape[1:])
 
 
 def _linear(hidden_TD: torch.Tensor, weight: torch.Tensor, out_size: int) -> torch.Tensor:

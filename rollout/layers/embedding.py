@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from rollout.layers.linear import Linear, matrix_entry
 from rollout.layers.ops.base import LayerOps
@@ -19,12 +18,15 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 class Embedding(WeightLayer):
     """Weight [V, D], for looking up rows only."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
+    ) -> None:
+        self.ops = ops
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
 
     def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, D]."""
-        return F.embedding(input_ids_T, self.weight)
+        return self.ops.gather_rows(self.weight, input_ids_T)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         yield WeightEntry(f"{prefix}.weight", tuple(self.weight.shape), self.weight.dtype, self._places)

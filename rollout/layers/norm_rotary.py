@@ -46,17 +46,24 @@ class RotaryTable:
     """
 
     def __init__(
-        self, head_dim: int, theta: float, num_positions: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        head_dim: int,
+        theta: float,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
+        self.ops = ops
         work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         exponents = torch.arange(0, head_dim, 2, dtype=work_dtype, device=device) / head_dim
         angles = torch.arange(num_positions, dtype=work_dtype, device=device)[:, None] * (1.0 / theta**exponents)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self._table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        self._table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).contiguous()
 
     def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
         """cos and sign-folded sin [T, 2, hd]."""
-        return self._table.index_select(0, positions_T)
+        return self.ops.gather_rows(self._table, positions_T)
 
 
 class QueryKeyNorm(WeightLayer):

@@ -3,16 +3,22 @@
 Also keeps, per slot, the weight epoch that wrote it, so that KV can never lie about its age.
 Does not know which slots are free.
 
+Epochs are noted and entered some steps later, in their order, at the latest when somebody reads: torch calls in a row
+cost a fraction of the same calls after a forward that emptied the caches.
+
 Shapes: S slots, T tokens of a step, H_kv key-value heads.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+_MOST_STEPS_NOTED = 32
 
 
 class KVPool:
-    """`k[layer]`, `v[layer]`: [S, H_kv, head_dim]; `epoch`: [S] int32 on the CPU."""
+    """`k[layer]`, `v[layer]`: [S, H_kv, head_dim]."""
 
     def __init__(
         self,
@@ -26,7 +32,8 @@ class KVPool:
         shape = (num_slots, num_kv_heads, head_dim)
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.epoch = torch.empty(num_slots, dtype=torch.int32)
+        self._epoch = torch.empty(num_slots, dtype=torch.int32)
+        self._noted: list[tuple[torch.Tensor, int]] = []
 
     def write(self, layer: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, H_kv, head_dim] in slots `out_cache_loc` [T]."""
@@ -34,8 +41,23 @@ class KVPool:
         self.v[layer].index_copy_(0, out_cache_loc, v)
 
     def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
-        """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
-        self.epoch.index_fill_(0, out_cache_loc.cpu(), weight_epoch)
+        """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`.
+
+        The tensor is kept for a while, and must not be changed.
+        """
+        self._noted.append((out_cache_loc, weight_epoch))
+        if len(self._noted) >= _MOST_STEPS_NOTED:
+            self._enter_noted()
+
+    def epochs(self, slots: np.ndarray) -> np.ndarray:
+        """The weight epochs int32 that wrote `slots`."""
+        self._enter_noted()
+        return self._epoch.numpy()[slots]
+
+    def _enter_noted(self) -> None:
+        for out_cache_loc, weight_epoch in self._noted:
+            self._epoch.index_fill_(0, out_cache_loc.cpu(), weight_epoch)
+        self._noted.clear()
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

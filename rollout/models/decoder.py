@@ -7,7 +7,8 @@ Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -21,7 +22,7 @@ from rollout.layers.layer import Layer
 from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
-from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.base import AttentionWeights, LayerOps, LayerRun, SparseWeights
 from rollout.models.weight_loading import WeightIndex
 
 # Hidden-layer index -> block called with (residual [T, D], hidden [T, D], the norm before it, context).
@@ -45,7 +46,6 @@ class DecoderLayer(Layer):
         self.self_attn = Attention(config, layer_id, self.input_layernorm, dtype, device, ops)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
-        self._sparse = mlp.local_weights(self.post_attention_layernorm) if isinstance(mlp, MoELayer) else None
 
     def __call__(
         self,
@@ -55,23 +55,55 @@ class DecoderLayer(Layer):
         context: ForwardContext,
     ) -> torch.Tensor:
         """The block's output, not yet added to the residual stream, which is changed in place."""
-        attention, mlp = self.self_attn, self.mlp
-        if self._sparse is not None and isinstance(mlp, MoELayer):
-            hidden_TD, logical_ids_TK = attention.ops.decoder_layer(
-                residual_TD,
-                hidden_TD,
-                attention.weights,
-                self._sparse,
-                mlp.placement.table(mlp.moe_layer),
-                angles,
-                context.attention,
-                attention.layer_id,
-                context.batch.out_cache_loc,
-            )
-            mlp.gate.show(logical_ids_TK, context.route_hooks)
-            return hidden_TD
-        hidden_TD = attention(residual_TD, hidden_TD, angles, context)
-        return mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
+        hidden_TD = self.self_attn(residual_TD, hidden_TD, angles, context)
+        return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
+
+    def local_weights(self) -> tuple[AttentionWeights, SparseWeights] | None:
+        """What the layer computes with, if it is sparse and no token leaves this rank."""
+        if not isinstance(self.mlp, MoELayer):
+            return None
+        sparse = self.mlp.local_weights(self.post_attention_layernorm)
+        return None if sparse is None else (self.self_attn.weights, sparse)
+
+
+class LocalRun:
+    """Consecutive sparse layers without communication, computed by one call.  Called like a `DecoderLayer`."""
+
+    def __init__(self, first_layer: int, layers: Sequence[DecoderLayer]) -> None:
+        weights = [layer.local_weights() for layer in layers]
+        self._run = LayerRun([w for w in weights if w], range(first_layer, first_layer + len(layers)))
+        assert len(self._run.layers) == len(layers), "layers of a run are local"
+        self._ops = layers[0].self_attn.ops
+        self._blocks = [layer.mlp for layer in layers if isinstance(layer.mlp, MoELayer)]
+
+    def __call__(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        angles: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        tables = [block.placement.table(block.moe_layer) for block in self._blocks]
+        slots_T = context.batch.out_cache_loc
+        hidden_TD, chosen = self._ops.decoder_layers(
+            residual_TD, hidden_TD, self._run, tables, angles, context.attention, slots_T
+        )
+        for block, logical_ids_TK in zip(self._blocks, chosen):
+            block.gate.show(logical_ids_TK, context.route_hooks)
+        return hidden_TD
+
+
+def _in_runs(layers: Sequence[DecoderLayer]) -> list[DecoderLayer | LocalRun]:
+    """Local layers side by side become runs; others stay what they are."""
+    numbered = enumerate(layers)
+    runs: list[DecoderLayer | LocalRun] = []
+    for is_local, group in groupby(numbered, key=lambda item: item[1].local_weights() is not None):
+        members = list(group)
+        if is_local:
+            runs.append(LocalRun(members[0][0], [layer for _, layer in members]))
+        else:
+            runs += [layer for _, layer in members]
+    return runs
 
 
 class Decoder(Layer):
@@ -89,19 +121,21 @@ class Decoder(Layer):
         if config.tie_word_embeddings:
             self.embed_tokens = TiedEmbedding(config.hidden_size, config.vocab_size, dtype, device, ops)
         else:
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device, ops)
         self.layers = [
             DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops)
             for layer_id in range(config.num_hidden_layers)
         ]
+        self._runs = _in_runs(self.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, ops)
-        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings, dtype, device)
+        rotary = (config.head_dim, config.rope_theta, config.max_position_embeddings)
+        self.rotary = RotaryTable(*rotary, dtype, device, ops)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         angles = self.rotary.angles(batch.positions)
         residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
-            hidden_TD = layer(residual_TD, hidden_TD, angles, context)
+        for run in self._runs:
+            hidden_TD = run(residual_TD, hidden_TD, angles, context)
         return self.norm(residual_TD, hidden_TD)
 
 

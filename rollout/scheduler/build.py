@@ -36,7 +36,7 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
+from rollout.scheduler.policy import Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
@@ -51,7 +51,6 @@ class Limits:
 
     context_length: int
     num_slots: int
-    step_tokens: int  # most tokens of one step
 
 
 def build_scheduler(
@@ -76,7 +75,7 @@ def build_scheduler(
     kv_pool = KVPool(
         limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
     )
-    recorder = _recorder(config, limits, device) if args.captures_routes else None
+    recorder = _recorder(config, limits.num_slots) if args.captures_routes else None
     backend = choose_attention_backend(dtype, device, config.head_dim, kernels.available)
     attention = create_attention_backend(backend, kv_pool)
     runner = ModelRunner(state, kv_pool, attention, recorder)
@@ -168,16 +167,14 @@ def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes
         context_length=context_length,
         max_running_requests=args.max_running_requests,
     )
-    chunk = args.chunked_prefill_size
-    prefill = chunk if chunk > 0 else max(MAX_PREFILL_TOKENS, context_length)
-    return Limits(context_length, num_slots, prefill + args.max_running_requests)
+    return Limits(context_length, num_slots)
 
 
-def _recorder(config: ModelConfig, limits: Limits, device: torch.device) -> RouteRecorder:
+def _recorder(config: ModelConfig, num_slots: int) -> RouteRecorder:
     layers, top_k, experts = len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts
     return RouteRecorder(
-        RoutedExpertsCapturer(limits.step_tokens, layers, top_k, experts, device),
-        RouteSlotStore(limits.num_slots, layers, top_k, experts),
+        RoutedExpertsCapturer(layers, top_k),
+        RouteSlotStore(num_slots, layers, top_k, experts),
     )
 
 

@@ -39,6 +39,8 @@ class DecodeBatch:
         """Append requests whose known tokens but the last have their KV."""
         joining = list(reqs)
         assert all(req.device_len == req.num_tokens - 1 for req in joining), "a request decodes once it is prefilled"
+        for req in joining:
+            req.is_decoding = True
         if joining:
             columns = torch.tensor([_column(req) for req in joining]).T
             self._set_members([*self.reqs, *joining], torch.cat([self._columns(), columns], dim=1))
@@ -57,10 +59,8 @@ class DecodeBatch:
 
         They become the next input as they are; the caller appends them to the records and does not change them.
         """
-        self._counters.add_(1)
+        self._counters_3B += 1
         self.inputs.input_ids = token_ids_B
-        for req in self.reqs:
-            req.device_len += 1
 
     def check(self) -> None:
         """Assert that the arrays say what the requests say.  For tests; valid between steps."""
@@ -71,20 +71,28 @@ class DecodeBatch:
         assert inputs.rows.tolist() == list(range(len(self.reqs)))
 
     def _keep(self, rows: list[int]) -> None:
-        if len(rows) < len(self.reqs):
-            kept = torch.tensor(rows, dtype=torch.int64)
-            self._set_members([self.reqs[row] for row in rows], self._columns().index_select(1, kept))
+        if len(rows) == len(self.reqs):
+            return
+        staying = [self.reqs[row] for row in rows]
+        for req in set(self.reqs).difference(staying):
+            device_len, req.is_decoding = req.device_len, False
+            req.device_len = device_len
+        self._set_members(staying, self._columns_of(rows))
+
+    def _columns_of(self, rows: list[int]) -> torch.Tensor:
+        return self._columns().index_select(1, torch.tensor(rows, dtype=torch.int64))
 
     def _columns(self) -> torch.Tensor:
         """[5, B]: a column as `_column` gives it for each request."""
         inputs = self.inputs
-        return torch.cat([torch.stack([inputs.input_ids.cpu(), inputs.pool_indices]), self._counters])
+        ids_and_rows = torch.stack([inputs.input_ids.cpu(), inputs.pool_indices])
+        return torch.cat([ids_and_rows, torch.from_numpy(self._counters_3B)])
 
     def _set_members(self, reqs: list[Req], columns: torch.Tensor) -> None:
         self.reqs = reqs
         self.generation += 1
         input_ids, pool_indices, positions, seq_lens, self.output_counts = columns.unbind()
-        self._counters = columns[2:]  # the last three: they grow by one in every step
+        self._counters_3B = columns[2:].numpy()  # the memory of the last three: they grow by one in every step
         self.inputs = DecodeInput(input_ids, pool_indices, positions, seq_lens, rows=torch.arange(len(reqs)))
 
 

@@ -34,14 +34,14 @@ class RecordReader:
 
     def __init__(self, cache: CacheManager, kv_pool: KVPool, state: ModelState, recorder: RouteRecorder | None) -> None:
         self._cache = cache
-        self._epoch_of_slot = kv_pool.epoch.numpy()  # the pool's own memory
+        self._kv_pool = kv_pool
         self._state = state
         self._recorder = recorder
 
     def save_rows(self, req: Req) -> None:
         """Before its slots are given up: keep what the record needs of them."""
         slots = self._slots(req)
-        epochs = self._epoch_of_slot[slots]
+        epochs = self._kv_pool.epochs(slots)
         if len(epochs):
             oldest = int(epochs.min())
             req.oldest_epoch = oldest if req.oldest_epoch is None else min(req.oldest_epoch, oldest)
@@ -73,7 +73,7 @@ class RecordReader:
 
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
         slots = self._slots(req)
-        epochs = self._epoch_of_slot[slots]
+        epochs = self._kv_pool.epochs(slots)
         oldest = [int(epochs.min())] if len(epochs) else []
         if req.oldest_epoch is not None:
             oldest.append(req.oldest_epoch)

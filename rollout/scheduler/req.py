@@ -70,12 +70,13 @@ class Req:
     """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
 
     __slots__ = (
+        "_device_len",
         "arrival",
         "cached_len",
         "cached_tokens",
-        "device_len",
         "end_ids",
         "finished",
+        "is_decoding",
         "namespace",
         "num_retractions",
         "num_sent",
@@ -109,13 +110,24 @@ class Req:
         self.prefix_node: RadixNode | None = None
         self.pool_index = -1
         self.cached_len = 0
-        self.device_len = 0
+        self._device_len = 0
+        self.is_decoding = False  # set by the decode batch: all known tokens but the last have their KV
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
         self.saved_rows: SavedRows | None = None
         self.oldest_epoch: int | None = None  # of KV given up in retractions
         self.num_retractions = 0
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
+
+    @property
+    def device_len(self) -> int:
+        """Tokens whose KV is there."""
+        return self.num_tokens - 1 if self.is_decoding else self._device_len
+
+    @device_len.setter
+    def device_len(self, value: int) -> None:
+        assert not self.is_decoding, "the decode batch counts the tokens of its requests"
+        self._device_len = value
 
     @property
     def rid(self) -> str:

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import torch
 
 from rollout.core.errors import BadRequest, LockstepError, Unavailable, status_of
 from rollout.core.forward_batch import ForwardBatch
@@ -42,7 +41,7 @@ _IDLE_WAIT_MS = 200
 
 
 class Scheduler:
-    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop."""
+    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop, run in inference mode."""
 
     def __init__(
         self,
@@ -105,7 +104,6 @@ class Scheduler:
             return False
         return self._step()
 
-    @torch.inference_mode()
     def _step(self) -> bool:
         stats = self.stats
         stats.start_step()
@@ -119,7 +117,8 @@ class Scheduler:
         logits_NV = self.runner.logits(hidden_TD[batch.logits_rows] if plan.extends else hidden_TD)
         stats.phase("forward")
         outgoing = self._results.process(plan, hidden_TD, logits_NV)
-        self._settle(plan, outgoing)
+        if plan.extends or outgoing:
+            self._settle(plan, outgoing)
         stats.phase("process")
         if outgoing:
             self._emit(outgoing)
@@ -247,11 +246,12 @@ class Scheduler:
     def retract_all(self) -> None:
         """Send everything that holds KV back to the waiting queue, oldest first."""
         queues = self.queues
-        for req in sorted(queues.holding_kv(), key=lambda req: -req.arrival):
-            self._retract(req)
-            queues.waiting.appendleft(req)
+        holding = sorted(queues.holding_kv(), key=lambda req: -req.arrival)
         queues.running.clear()
         queues.partial = None
+        for req in holding:
+            self._retract(req)
+            queues.waiting.appendleft(req)
 
     def _retract(self, req: Req) -> None:
         self.records.save_rows(req)

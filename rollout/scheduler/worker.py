@@ -15,6 +15,8 @@ import sys
 import time
 import traceback
 
+import torch
+
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import SchedulerFailed
 from rollout.core.server_args import ServerArgs
@@ -63,10 +65,11 @@ def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int) -> int:
     # Modules and the model stay to the end: no collection between two steps need look at them.
     gc.collect()
     gc.freeze()
-    while not scheduler.stopped:
-        if os.getppid() != parent_pid:
-            return 2
-        scheduler.tick()
+    with torch.inference_mode():
+        while not scheduler.stopped:
+            if os.getppid() != parent_pid:
+                return 2
+            scheduler.tick()
     return 0
 
 

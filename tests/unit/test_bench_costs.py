@@ -24,7 +24,7 @@ MOVES_WHAT_IT_IS_GIVEN = {
     for name in (
         *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
         *("isa", "empty_packed", "pack_rows", "unpack_rows"),
-        *("attention_block", "sparse_block", "decoder_layer"),
+        *("attention_block", "sparse_block", "decoder_layers"),
     )
 }
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from capture.routed_experts import RoutedExperts, missing_id
+from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 from capture.slot_store import RouteSlotStore
 from capture.storage import rows_to_numpy, storage_dtype, storage_missing
 
@@ -13,8 +13,11 @@ SLOTS, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 8
 
 def rows_of(seed, count, num_experts=EXPERTS):
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(count, LAYERS, num_experts, generator=generator).topk(TOP_K).indices
-    return ids.to(storage_dtype(num_experts))
+    return list(torch.rand(LAYERS, count, num_experts, generator=generator).topk(TOP_K).indices)
+
+
+def stored(ids_by_layer, num_experts=EXPERTS):
+    return torch.stack(ids_by_layer, dim=1).to(storage_dtype(num_experts))
 
 
 class SlotStoreMachine(RuleBasedStateMachine):
@@ -31,9 +34,9 @@ class SlotStoreMachine(RuleBasedStateMachine):
     def write(self, slots, seed):
         rows = rows_of(seed, len(slots))
         self.store.write(torch.tensor(slots, dtype=torch.int64), rows)
-        self.expected.update(zip(slots, rows))
+        self.expected.update(zip(slots, stored(rows)))
 
-    @invariant()
+    @rule()
     def reads_what_was_written(self):
         rows = self.store.read(torch.arange(SLOTS).flip(0)).flip(0)
         missing = torch.full((LAYERS, TOP_K), storage_missing(EXPERTS), dtype=rows.dtype)
@@ -47,9 +50,10 @@ def test_store_behaves_like_a_dictionary():
 class KeepsTheOldRow(RouteSlotStore):
     """Deliberately wrong: a slot that is used again keeps the row of whoever had it before."""
 
-    def write(self, slots, rows_TLK):
+    def write(self, slots, ids_by_layer):
         fresh = ~self._written[slots]
-        super().write(slots[fresh], rows_TLK[fresh])
+        super().write(slots[fresh], [ids[fresh] for ids in ids_by_layer])
+        self._enter_noted()
 
 
 def test_a_store_that_serves_rows_of_freed_slots_is_caught():
@@ -58,6 +62,40 @@ def test_a_store_that_serves_rows_of_freed_slots_is_caught():
 
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Wrong, settings=settings(max_examples=100, deadline=None, database=None))
+
+
+class EntersTheNewestFirst(RouteSlotStore):
+    """Deliberately wrong: of two rows of a slot that are noted, the older one stays."""
+
+    def _enter_noted(self):
+        self._noted.reverse()
+        super()._enter_noted()
+
+
+def test_a_store_that_mixes_up_the_order_of_writes_is_caught():
+    class Wrong(SlotStoreMachine):
+        store_type = EntersTheNewestFirst
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Wrong, settings=settings(max_examples=200, deadline=None, database=None))
+
+
+@pytest.mark.parametrize("num_experts", [16, 255, 256, 40_000, 65_535])
+def test_ids_of_any_width_come_back(num_experts):
+    store = RouteSlotStore(SLOTS, LAYERS, TOP_K, num_experts)
+    ids = rows_of(2, 5, num_experts)
+    store.write(torch.arange(5), ids)
+    array = rows_to_numpy(store.read(torch.arange(5)), num_experts)
+    assert array.dtype == id_dtype(num_experts)
+    assert torch.equal(torch.from_numpy(array.astype("int64")), torch.stack(ids, dim=1))
+
+
+def test_many_writes_are_entered_without_a_read():
+    store = RouteSlotStore(SLOTS, LAYERS, TOP_K, EXPERTS)
+    for seed in range(100):
+        store.write(torch.arange(SLOTS), rows_of(seed, SLOTS))
+    assert len(store._noted) < 100
+    assert torch.equal(store.read(torch.arange(SLOTS)), stored(rows_of(99, SLOTS)))
 
 
 @pytest.mark.parametrize("num_experts", [EXPERTS, 300])

@@ -140,7 +140,7 @@ def heads_to_pool(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_di
     turning = num_heads + num_kv_heads
     qkv = _randn(dtype, TOKENS, (turning + num_kv_heads) * head_dim)
     weight = 1 + _randn(dtype, turning, head_dim, seed=1, scale=0.1)
-    angles = RotaryTable(head_dim, 10000.0, TOKENS, dtype, "cpu").angles(torch.arange(TOKENS))
+    angles = RotaryTable(head_dim, 10000.0, TOKENS, dtype, "cpu", TorchOps()).angles(torch.arange(TOKENS))
     slots = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     heads = qkv.view(TOKENS, -1, head_dim)
     normed = _norm(heads[:, :turning], weight)

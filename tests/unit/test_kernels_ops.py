@@ -140,7 +140,7 @@ def test_heads_go_to_their_slots(native: NativeOps, dtype: torch.dtype, head_dim
     heads, kv_heads, num_slots = 6, 2, 40
     qkv = _randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     weight = _randn(heads + kv_heads, head_dim, seed=1, dtype=dtype)
-    rotary = RotaryTable(head_dim, 10000.0, 1000, dtype, "cpu").angles(37 * torch.arange(tokens))
+    rotary = RotaryTable(head_dim, 10000.0, 1000, dtype, "cpu", TorchOps()).angles(37 * torch.arange(tokens))
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(2))[:tokens]
     pools = [torch.full((num_slots, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(4)]
     query = native.heads_to_pool(qkv, weight, rotary, 1e-6, pools[0], pools[1], slots)
@@ -154,7 +154,7 @@ def test_heads_go_to_their_slots(native: NativeOps, dtype: torch.dtype, head_dim
 
 
 def test_slots_outside_the_pool_are_refused(native: NativeOps) -> None:
-    rotary = RotaryTable(4, 10000.0, 9, torch.float32, "cpu").angles(torch.arange(1))
+    rotary = RotaryTable(4, 10000.0, 9, torch.float32, "cpu", TorchOps()).angles(torch.arange(1))
     pools = torch.zeros(3, 1, 4), torch.zeros(3, 1, 4)
     for slot in (-1, 3):
         with pytest.raises(RuntimeError, match="outside the pool"):
@@ -254,7 +254,7 @@ def test_rows_do_not_depend_on_one_another(native: NativeOps, dtype: torch.dtype
     ids, weights = torch.randint(0, 5, (tokens, 3)), torch.rand(tokens, 3).to(dtype)
     w13, w2 = _randn(5, 2 * inner, size, seed=3, dtype=dtype), _randn(5, size, inner, seed=4, dtype=dtype)
     packed, stored = matrix(native, weight), expert_weights(native, w13, w2)
-    rotary = RotaryTable(24, 10000.0, 99, dtype, "cpu").angles(torch.arange(tokens))
+    rotary = RotaryTable(24, 10000.0, 99, dtype, "cpu", TorchOps()).angles(torch.arange(tokens))
     head_weight, qkv = _randn(3, 24, seed=5, dtype=dtype), _randn(tokens, 96, seed=6, dtype=dtype)
 
     def heads(rows: torch.Tensor) -> torch.Tensor:
@@ -327,6 +327,7 @@ def test_traced_shapes_and_effects_are_those_of_the_operators(native: NativeOps)
         (operators.pack_rows, (packed, _randn(2, 16), 3, 1, 0)),
         (operators.unpack_rows, (packed, 16, 1, 4, 1, 0)),
         (operators.packed_embedding, (packed, torch.tensor([3, 0, 6]), 16)),
+        (operators.gather_rows, (_randn(7, 2, 3), torch.tensor([3, 0, 6]))),
         (operators.fused_experts, (hidden, ids, torch.rand(5, 3), *stored)),
         (operators.fused_experts, (hidden, ids, None, *stored)),
         (

@@ -39,7 +39,7 @@ def test_rotation_equals_rotate_half(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(9, 3, 16, generator=generator).to(dtype)
     positions = torch.tensor([0, 1, 2, 5, 17, 100, 511, 4096, 30000])
-    cos, signed_sin = RotaryTable(16, 10000.0, 30001, dtype, "cpu").angles(positions).unsqueeze(2).unbind(1)
+    cos, signed_sin = RotaryTable(16, 10000.0, 30001, dtype, "cpu", TorchOps()).angles(positions).unsqueeze(2).unbind(1)
     half = signed_sin.shape[-1] // 2
     sin = torch.cat((-signed_sin[..., :half], signed_sin[..., half:]), dim=-1)
     expected, _ = apply_rotary_pos_emb(
@@ -49,7 +49,7 @@ def test_rotation_equals_rotate_half(dtype: torch.dtype) -> None:
 
 
 def test_float64_angles_are_float64() -> None:
-    angles = RotaryTable(4, 10000.0, 12346, torch.float64, "cpu").angles(torch.tensor([12345]))
+    angles = RotaryTable(4, 10000.0, 12346, torch.float64, "cpu", TorchOps()).angles(torch.tensor([12345]))
     expected = torch.tensor([12345.0, 123.45], dtype=torch.float64).cos()
     torch.testing.assert_close(angles[0, 0, :2], expected, atol=1e-10, rtol=0)
 
@@ -63,7 +63,7 @@ def test_queries_and_keys_have_norms_of_their_own() -> None:
         for place in entries[name].places():
             place.write(value)
     heads = torch.randn(5, 6, 8, dtype=torch.float64)
-    rotary = RotaryTable(8, 10000.0, 1, torch.float64, "cpu").angles(torch.zeros(5, dtype=torch.int64))
+    rotary = RotaryTable(8, 10000.0, 1, torch.float64, "cpu", TorchOps()).angles(torch.zeros(5, dtype=torch.int64))
     unit = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = torch.cat((unit[:, :4] * q_norm, unit[:, 4:] * k_norm), dim=1)
     out = norm_and_rotate(heads, layer.weight, rotary, 1e-6)

@@ -10,7 +10,9 @@ H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -50,6 +52,23 @@ class SparseWeights:
     inner: int
 
 
+@dataclass(frozen=True)
+class LayerRun:
+    """Sparse decoder layers `layer_ids` (step 1) of one shape: what each computes with."""
+
+    layers: Sequence[tuple[AttentionWeights, SparseWeights]]
+    layer_ids: range
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """Eight a layer, in the order in which they are used."""
+        return [
+            tensor
+            for a, s in self.layers
+            for tensor in (a.norm, a.qkv, a.qk_norm, a.out, s.norm, s.router, s.w13, s.w2)
+        ]
+
+
 class LayerOps(ABC):
     """Stateless.  All floating-point arguments of a call have one dtype, which is that of the result.
 
@@ -85,6 +104,10 @@ class LayerOps(ABC):
         """Where one projection of one expert lives: content [I, D], or [D, I] for the down projection."""
 
     # --- arithmetic -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def gather_rows(self, table: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of a plain table [N, ...] by number [T, ...].  Raises `IndexError`."""
 
     @abstractmethod
     def matrix_rows(self, weight: torch.Tensor, ids_T: torch.Tensor, in_features: int) -> torch.Tensor:
@@ -146,31 +169,34 @@ class LayerOps(ABC):
         query = self.heads_to_pool(qkv, w.qk_norm, angles, w.eps, kv.k[layer_id], kv.v[layer_id], slots_T)
         return self.linear(attention.attend(layer_id, query), w.out, w.hidden_size)
 
-    def decoder_layer(
+    def decoder_layers(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
-        attention_weights: AttentionWeights,
-        sparse_weights: SparseWeights,
-        logical_to_physical_E: torch.Tensor | None,
+        run: LayerRun,
+        tables: Sequence[torch.Tensor | None],
         angles: torch.Tensor,
         attention: AttentionBackend,
-        layer_id: int,
         slots_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attention_block`, `norm_route` and `experts` [T, D], and the logical ids chosen [T, K].
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Layer by layer `attention_block`, `norm_route` and `experts`: what the last one adds to the residual [T, D],
+        and the logical ids chosen in each [T, K].
 
-        `logical_to_physical_E`: where experts do not lie in their own order.
+        `tables`: by layer, the physical id of each logical expert [E] where experts do not lie in their own order.
         """
-        w, table_E = sparse_weights, logical_to_physical_E
-        hidden_TD = self.attention_block(
-            residual_TD, hidden_TD, attention_weights, angles, attention, layer_id, slots_T
-        )
-        normed_TD, weights_TK, logical_ids_TK = self.norm_route(
-            residual_TD, hidden_TD, w.norm, w.eps, w.router, w.num_logical_experts, w.top_k, w.normalise
-        )
-        physical_ids_TK = logical_ids_TK if table_E is None else table_E[logical_ids_TK]
-        return self.experts(normed_TD, physical_ids_TK, weights_TK, w.w13, w.w2, w.inner), logical_ids_TK
+        chosen = []
+        for (attention_weights, w), layer_id, table_E in zip(run.layers, run.layer_ids, tables, strict=True):
+            hidden_TD = self.attention_block(
+                residual_TD, hidden_TD, attention_weights, angles, attention, layer_id, slots_T
+            )
+            normed_TD, weights_TK, logical_ids_TK = self.norm_route(
+                residual_TD, hidden_TD, w.norm, w.eps, w.router, w.num_logical_experts, w.top_k, w.normalise
+            )
+            physical_ids_TK = logical_ids_TK if table_E is None else table_E[logical_ids_TK]
+            hidden_TD = self.experts(normed_TD, physical_ids_TK, weights_TK, w.w13, w.w2, w.inner)
+            chosen.append(logical_ids_TK)
+        assert hidden_TD is not None, "a run has layers"
+        return hidden_TD, chosen
 
     @abstractmethod
     def heads_to_pool(

@@ -9,10 +9,12 @@ Shapes: as in `base`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rollout.attention.base import AttentionBackend
-from rollout.layers.ops.base import AttentionWeights, ExpertPart, LayerOps, SparseWeights
+from rollout.layers.ops.base import AttentionWeights, ExpertPart, LayerOps, LayerRun
 from rollout.layers.ops.place import PackedPlace, Place
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -28,11 +30,12 @@ class NativeOps(LayerOps):
         operators = torch.ops.lockstep
         self._empty_packed = operators.empty_packed.default
         self._packed_embedding = operators.packed_embedding.default
+        self._gather_rows = operators.gather_rows.default
         self._linear = operators.linear.default
         self._add_rms_norm = operators.add_rms_norm.default
         self._norm_linear = operators.norm_linear.default
         self._norm_route = operators.norm_route.default
-        self._decoder_layer = operators.decoder_layer.default
+        self._decoder_layers = operators.decoder_layers.default
         self._attention_block = operators.attention_block.default
         self._qk_norm_rope_store = operators.qk_norm_rope_store.default
         self._silu_and_mul = operators.silu_and_mul.default
@@ -58,6 +61,9 @@ class NativeOps(LayerOps):
         if part == "down_proj":
             return PackedPlace(w2[physical_id], range(hidden), inner)
         return PackedPlace(w13[physical_id], range(inner), hidden, step=2, offset=int(part == "up_proj"))
+
+    def gather_rows(self, table: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._gather_rows(table, ids_T)
 
     def matrix_rows(self, weight: torch.Tensor, ids_T: torch.Tensor, in_features: int) -> torch.Tensor:
         return self._packed_embedding(weight, ids_T, in_features)
@@ -121,32 +127,26 @@ class NativeOps(LayerOps):
             w.hidden_size,
         )
 
-    def decoder_layer(
+    def decoder_layers(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
-        attention_weights: AttentionWeights,
-        sparse_weights: SparseWeights,
-        logical_to_physical_E: torch.Tensor | None,
+        run: LayerRun,
+        tables: Sequence[torch.Tensor | None],
         angles: torch.Tensor,
         attention: AttentionBackend,
-        layer_id: int,
         slots_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        a, s, kv, operands = attention_weights, sparse_weights, attention.kv, attention.operands
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kv, operands, ids = attention.kv, attention.operands, run.layer_ids
         if operands is None:
-            return super().decoder_layer(
-                residual_TD, hidden_TD, a, s, logical_to_physical_E, angles, attention, layer_id, slots_T
-            )
-        return self._decoder_layer(
-            residual_TD,
-            hidden_TD,
-            *(a.norm, a.eps, a.qkv, a.qkv_size, a.qk_norm),
-            *(angles, kv.k[layer_id], kv.v[layer_id], slots_T),
+            return super().decoder_layers(residual_TD, hidden_TD, run, tables, angles, attention, slots_T)
+        a, s = run.layers[0]
+        return self._decoder_layers(
+            *(residual_TD, hidden_TD, run.tensors, tables, angles),
+            *(kv.k[ids.start : ids.stop], kv.v[ids.start : ids.stop], slots_T),
             *operands,
-            *(a.head_dim**-0.5, a.out, a.hidden_size),
-            *(s.norm, s.eps, s.router, s.num_logical_experts, s.top_k, s.normalise),
-            *(logical_to_physical_E, s.w13, s.w2, s.inner),
+            *(a.eps, a.head_dim**-0.5, a.qkv_size, a.hidden_size),
+            *(s.num_logical_experts, s.top_k, s.normalise, s.inner),
         )
 
     def heads_to_pool(

@@ -42,6 +42,9 @@ class TorchOps(LayerOps):
             return ViewPlace(w2[physical_id])
         return ViewPlace(w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:])
 
+    def gather_rows(self, table: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        return table.index_select(0, ids_T)
+
     def matrix_rows(self, weight: torch.Tensor, ids_T: torch.Tensor, in_features: int) -> torch.Tensor:
         return F.embedding(ids_T, weight)
 
