@@ -208,6 +208,15 @@ class RolloutClient:
         )
         return self._run(call)
 
+    def update_weights_from_ipc(
+        self, zmq_handles: Mapping[str, str], weight_version: str | None = None, flush_cache: bool = False
+    ) -> dict[str, Any]:
+        """Make the server receive a checkpoint from a parameter server beside it; answers at the end of that.
+
+        `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
+        """
+        return self._run(wire.update_weights_from_ipc(zmq_handles, weight_version, flush_cache))
+
     def end_weight_update(self, phase: wire.EndPhase | None = None) -> dict[str, Any]:
         """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
 

@@ -242,6 +242,15 @@ def update_weights_from_distributed(
     return _weight_verb("/update_weights_from_distributed", body)
 
 
+def update_weights_from_ipc(
+    zmq_handles: Mapping[str, str], weight_version: str | None, flush_cache: bool
+) -> Call[dict[str, Any]]:
+    body: dict[str, Any] = {"zmq_handles": dict(zmq_handles), "flush_cache": flush_cache}
+    if weight_version is not None:
+        body["weight_version"] = weight_version
+    return _weight_verb("/update_weights_from_ipc", body)
+
+
 def end_weight_update(phase: EndPhase | None) -> Call[dict[str, Any]]:
     return _weight_verb("/end_weight_update", {} if phase is None else {"phase": phase})
 

@@ -64,6 +64,10 @@ class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
     load_format: Literal["flattened_bucket"] | None = None
 
 
+class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
+    zmq_handles: dict[str, str]  # address of the sender's socket, by device
+
+
 class UpdateWeightVersionReqInput(ControlReqInput):
     new_version: str
     abort_all_requests: bool = True
@@ -85,6 +89,7 @@ WeightVerb = (
     | EndWeightUpdateReqInput
     | AbortWeightUpdateReqInput
     | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightsFromIPCReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
     | WeightsCheckerReqInput

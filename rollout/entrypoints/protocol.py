@@ -155,6 +155,14 @@ class UpdateWeightsFromDistributedRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
+class UpdateWeightsFromIPCRequest(Body):
+    zmq_handles: dict[str, str]
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    selector: Literal["all", "target"] = "all"
+
+
 class UpdateWeightVersionRequest(Body):
     new_version: str = Field(min_length=1)
     abort_all_requests: bool = True

@@ -21,6 +21,7 @@ from rollout.core.weight_io_struct import (
     InitWeightsUpdateGroupReqInput,
     ManifestEntry,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
@@ -45,6 +46,7 @@ EndBody = Annotated[protocol.EndWeightUpdateRequest, Depends(json_body(protocol.
 BucketBody = Annotated[
     protocol.UpdateWeightsFromDistributedRequest, Depends(json_body(protocol.UpdateWeightsFromDistributedRequest))
 ]
+IpcBody = Annotated[protocol.UpdateWeightsFromIPCRequest, Depends(json_body(protocol.UpdateWeightsFromIPCRequest))]
 VersionBody = Annotated[protocol.UpdateWeightVersionRequest, Depends(json_body(protocol.UpdateWeightVersionRequest))]
 GetWeightsBody = Annotated[protocol.GetWeightsByNameRequest, Depends(json_body(protocol.GetWeightsByNameRequest))]
 CheckerBody = Annotated[protocol.WeightsCheckerRequest, Depends(json_body(protocol.WeightsCheckerRequest))]
@@ -68,6 +70,7 @@ class WeightRoutes:
         add_route(router, "/end_weight_update", self.end, protocol.EndWeightUpdateRequest)
         add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
         add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
+        add_route(router, "/update_weights_from_ipc", self.from_ipc, protocol.UpdateWeightsFromIPCRequest)
         add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
         add_route(router, "/get_weights_by_name", self.get_weights, protocol.GetWeightsByNameRequest)
         router.add_api_route("/get_weights_by_name", self.get_weights_by_query, methods=["GET"])
@@ -102,6 +105,14 @@ class WeightRoutes:
         started = time.monotonic()
         answer = await self._manager.control(UpdateWeightsFromDistributedReqInput, self._weight_timeout_s, **fields)
         self._metrics.on_weight_load("distributed", time.monotonic() - started)
+        return reply(answer)
+
+    async def from_ipc(self, body: IpcBody) -> Response:
+        """Receive tensors from a parameter server on this machine, as a worker of checkpoint-engine does."""
+        fields = body.model_dump(exclude={"selector"})
+        started = time.monotonic()
+        answer = await self._manager.control(UpdateWeightsFromIPCReqInput, self._weight_timeout_s, **fields)
+        self._metrics.on_weight_load("ipc", time.monotonic() - started)
         return reply(answer)
 
     async def end(self, body: EndBody) -> Response:

@@ -7,7 +7,7 @@ of them: names, shapes, coverage, versions and commits are the transaction's bus
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -33,4 +33,15 @@ class BucketSource(Protocol):
 
         A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
         kinds, `TransportError`.  Every wait has a deadline.
+        """
+
+
+@runtime_checkable
+class RefusableSource(BucketSource, Protocol):
+    """A source whose sender can be told during the call that the call has failed."""
+
+    def refuse(self, reason: str) -> None:
+        """Tell the sender.  Called at most once, after any failure of the call, also of `announce` and `receive`.
+
+        Raises nothing; every wait has a deadline.
         """

@@ -1,0 +1,567 @@
+"""The engine's side of checkpoint-engine's conversation, against a stand-in for the sender over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
+from tests.parameter_server_stand_in import Form, ParameterServerStandIn
+from weight_sync import ipc_peer
+from weight_sync.errors import (
+    ContentError,
+    CoverageError,
+    DtypeMismatchError,
+    ShapeMismatchError,
+    TransactionStateError,
+    TransportError,
+    UnknownTensorError,
+    WeightRequestError,
+)
+from weight_sync.ipc_messages import IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
+from weight_sync.ipc_peer import IpcPeer
+from weight_sync.receivers.ipc import IpcSource, choose_endpoint
+from weight_sync.shared_segment import SharedSegment
+from weight_sync.stored_tensors import SegmentStorage
+from weight_sync.updater import WeightUpdater
+
+CPU = torch.device("cpu")
+REMOTE_ERRORS = "failed to update weights due to remote errors"
+
+
+class Sending:
+    """`send(server)` on a thread of its own; `error` is what it raised."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        self._send = send
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Sending:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30.0)
+        assert not self._thread.is_alive(), "the sender hangs"
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:
+            self.error = error
+
+
+@pytest.fixture
+def weights() -> FakeWeights:
+    return FakeWeights()
+
+
+@pytest.fixture
+def updater(weights: FakeWeights) -> WeightUpdater:
+    return new_updater(weights)
+
+
+@pytest.fixture(params=["pickle", "json"])
+def server(request: pytest.FixtureRequest) -> Iterator[ParameterServerStandIn]:
+    before = own_shared_files()
+    with ParameterServerStandIn(512, request.param) as stand_in:
+        yield stand_in
+    assert own_shared_files() == before, "the engine holds on to what the sender shares"
+
+
+def new_updater(weights: FakeWeights, timeout_s: float = 10.0) -> WeightUpdater:
+    return WeightUpdater(weights, device="cpu", timeout_s=timeout_s, vote=lambda mine: mine)
+
+
+def own_shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
+
+
+def expect_equal(weights: FakeWeights, tensors: dict[str, torch.Tensor]) -> None:
+    other = FakeWeights()
+    for name, tensor in tensors.items():
+        other.write(name, tensor)
+    other.recompute_derived()
+    assert weights.snapshot() == other.snapshot()
+
+
+def refresh(
+    updater: WeightUpdater, server: ParameterServerStandIn, named: list[tuple[str, torch.Tensor]]
+) -> tuple[Exception | None, BaseException | None]:
+    """One conversation into an open transaction; what the engine raised, and what the sender."""
+    raised: Exception | None = None
+    with Sending(lambda: server.update(named)) as sending:
+        try:
+            updater.receive(updater.ipc_source(server.handles))
+        except Exception as error:
+            raised = error
+    return raised, sending.error
+
+
+# --- right conversations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_fused", [False, True])
+def test_a_checkpoint_comes_through_a_buffer_smaller_than_it(
+    updater: WeightUpdater, weights: FakeWeights, server: ParameterServerStandIn, as_fused: bool
+) -> None:
+    sent = version(1)
+    updater.begin("v1")
+    raised, failed = refresh(updater, server, list((fused(sent) if as_fused else sent).items()))
+    assert (raised, failed) == (None, None)
+    num_buckets = len(server.answers) - 3
+    assert num_buckets >= 2 and set(server.answers) == {""}
+    updater.verify()
+    assert updater.commit().weight_version == "v1"
+    expect_equal(weights, sent)
+
+
+def test_a_partial_update_keeps_the_rest(
+    updater: WeightUpdater, weights: FakeWeights, server: ParameterServerStandIn
+) -> None:
+    updater.begin(coverage="partial")
+    assert refresh(updater, server, [(NORM, version(1)[NORM])]) == (None, None)
+    updater.verify()
+    updater.commit()
+    expect_equal(weights, {**version(0), NORM: version(1)[NORM]})
+
+
+def test_two_conversations_make_up_one_version(updater: WeightUpdater, weights: FakeWeights) -> None:
+    sent = version(2)
+    updater.begin()
+    for part in (list(sent.items())[:4], list(sent.items())[4:]):
+        with ParameterServerStandIn() as server:
+            assert refresh(updater, server, part) == (None, None)
+    updater.verify()
+    updater.commit()
+    expect_equal(weights, sent)
+
+
+def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weights: FakeWeights) -> None:
+    """The wrong variant: whoever is answered overwrites the buffer, so content must be out of it by then."""
+
+    class TooEarly(IpcSource):
+        def _buckets(self, peer: IpcPeer) -> Iterator[Any]:
+            buffer = read_handle(peer.receive(), CPU)
+            assert isinstance(buffer, IpcBuffer)
+            peer.answer()
+            late: list[Any] = []
+            while (tensors := read_bucket(peer.receive(), buffer)) is not None:
+                assert isinstance(tensors, list)
+                late += tensors
+                peer.answer()
+            self._num_ends = 1
+            for tensor in late:
+                yield [(tensor.meta.name, tensor.read())]
+
+    sent = version(1)
+    updater.begin()
+    with ParameterServerStandIn(form="json") as server, Sending(lambda: server.update(list(sent.items()))):
+        updater.receive(TooEarly(server.handles, device="cpu", timeout_s=10.0))
+    updater.verify()
+    updater.commit()
+    with pytest.raises(AssertionError):
+        expect_equal(weights, sent)
+
+
+# --- content and messages that are refused ------------------------------------------------------------------------
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    norm = {"name": NORM, "dtype": torch.float32, "shape": torch.Size([4]), "offset": 0}
+    return {**norm, **changed}
+
+
+WRONG = [
+    ([entry(offset=2048 - 12)], WeightRequestError, "in a buffer of 2048 bytes|reaches byte"),
+    ([entry(offset=4096)], WeightRequestError, "offset 4096 in a buffer"),
+    ([entry(offset=-4)], WeightRequestError, "offset -4 in a buffer"),
+    ([entry(offset=2)], WeightRequestError, "cannot be read from offset 2"),
+    ([entry(offset=None)], WeightRequestError, "offset None"),
+    ([entry(offset=True)], WeightRequestError, "offset True"),
+    ([entry(shape=[1 << 40])], WeightRequestError, "reaches byte"),
+    ([entry(shape=[1 << 60, 1 << 60])], WeightRequestError, "out of range"),
+    ([entry(shape=[-4])], WeightRequestError, "out of range"),
+    ([entry(shape=[1] * 9)], WeightRequestError, "sizes"),
+    ([entry(shape="4")], WeightRequestError, "no dtype or no shape"),
+    ([entry(dtype="float31")], WeightRequestError, "unknown dtype"),
+    ([entry(dtype=None)], WeightRequestError, "no dtype or no shape"),
+    ([entry(name="")], WeightRequestError, "name"),
+    ([entry(name=None)], WeightRequestError, "name"),
+    ([entry(), entry(name=EMBED, dtype=torch.bfloat16, shape=[6, 4], offset=12)], WeightRequestError, "overlap"),
+    ([{"name": NORM}], WeightRequestError, "lacks dtype, shape, offset"),
+    ([NORM], WeightRequestError, "lacks name"),
+    ({"name": NORM}, WeightRequestError, "neither a bucket"),
+    ([entry(name="model.norm.bias")], UnknownTensorError, "model.norm.bias"),
+    ([entry(shape=[2])], ShapeMismatchError, NORM),
+    ([entry(dtype=torch.float16)], DtypeMismatchError, NORM),
+    ([entry(), entry(offset=256)], CoverageError, "came twice"),
+]
+
+
+@pytest.mark.parametrize(("message", "kind", "reason"), WRONG)
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_a_wrong_bucket_is_refused_and_the_sender_told(
+    updater: WeightUpdater, weights: FakeWeights, form: Form, message: Any, kind: type[Exception], reason: str
+) -> None:
+    before = weights.snapshot()
+    updater.begin()
+    sent = list(version(1).items())
+    with ParameterServerStandIn(form=form) as server:
+        server.rewrite = lambda index, right: message if index == 1 else right
+        raised, _ = refresh(updater, server, [(n, t) for n, t in sent if n != NORM])
+        with pytest.raises(kind, match=reason):
+            raise raised or AssertionError("not refused")
+        assert str(raised) in server.answers
+    assert updater.status()["failed"] == str(raised)
+    with pytest.raises(TransactionStateError):
+        updater.verify()
+    assert weights.snapshot() == before
+
+
+def test_the_sender_gives_up_when_told(updater: WeightUpdater) -> None:
+    """The sender learns of a refused bucket from the answer to it, before it sends the next."""
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        sent = {"model.norm.bias": version(1)[NORM], **version(1)}
+        raised, failed = refresh(updater, server, list(sent.items()))
+        assert isinstance(raised, UnknownTensorError)
+        assert isinstance(failed, RuntimeError) and str(failed).startswith(REMOTE_ERRORS)
+        assert server.answers == ["", str(raised)]
+
+
+def test_a_call_that_has_no_place_is_refused_at_its_first_message(updater: WeightUpdater) -> None:
+    with ParameterServerStandIn() as server:
+        raised, failed = refresh(updater, server, list(version(1).items()))
+    assert isinstance(raised, TransactionStateError) and isinstance(failed, RuntimeError)
+    assert server.answers == [str(raised)]
+
+
+def test_a_sender_that_does_not_listen_is_told_to_the_end(updater: WeightUpdater) -> None:
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        server.check = lambda answer: None  # type: ignore[method-assign]
+        raised, failed = refresh(updater, server, [("x", version(1)[NORM]), *version(1).items()])
+    assert isinstance(raised, UnknownTensorError) and failed is None
+    assert len(server.answers) >= 6 and set(server.answers[1:]) == {str(raised)}
+
+
+def test_more_than_the_model_is_refused(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightUpdater, "_max_call_bytes", lambda self: 100)
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        raised, failed = refresh(updater, server, list(version(1).items()))
+    assert isinstance(raised, WeightRequestError) and "at most" in str(raised)
+    assert isinstance(failed, RuntimeError)
+
+
+def test_going_on_after_the_end_is_refused(updater: WeightUpdater) -> None:
+    updater.begin()
+
+    def send(server: ParameterServerStandIn) -> None:
+        for message in (server.handle(), server.encode(None), server.encode([entry()]), server.encode(None)):
+            server.send(message)
+            server.receive()
+
+    with (
+        ParameterServerStandIn() as server,
+        Sending(lambda: send(server)) as sending,
+        pytest.raises(WeightRequestError, match="goes on after the end"),
+    ):
+        updater.receive(updater.ipc_source(server.handles))
+    assert sending.error is None and server.answers == ["", "", *["the sender goes on after the end"] * 2]
+
+
+# --- handles ------------------------------------------------------------------------------------------------------
+
+
+def cuda_handle() -> bytes:
+    arguments = (torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.UntypedStorage, torch.uint8, 3)
+    memory = (b"\x01" * 64, 64, 0, False, b"counter", 0, b"event", True)
+    return pickle.dumps((rebuild_cuda_tensor, (*arguments, *memory)), -1)
+
+
+HANDLES = [
+    (cuda_handle(), "no CUDA device"),
+    (pickle.dumps(reduce_tensor(torch.zeros(4))[:1], -1), "not a handle"),
+    (pickle.dumps((os.system, ("touch /tmp/lockstep-ipc-was-here",)), -1), "not admitted"),
+    (pickle.dumps((torch.Size, ((1, 2),)), -1), "not the handle of a flat uint8 buffer"),
+    (pickle.dumps((torch.Size, (1, 2, 3)), -1), "malformed handle"),
+    (pickle.dumps(torch.zeros(8, dtype=torch.uint8), -1), "came inside the message"),
+    (pickle.dumps([1], -1), "not the handle"),
+    (pickle.dumps(None, -1), "not the handle"),
+    (b"", "neither a pickle nor JSON"),
+    (b"[" * 100_000, "neither a pickle nor JSON"),
+    (b"9" * 10_000, "neither a pickle nor JSON"),
+    (b'{"shm_name": "no-such-segment", "nbytes": 8}', "cannot open"),
+    (b'{"shm_name": "../etc/passwd", "nbytes": 8}', "not a name of shared memory"),
+    (b'{"shm_name": "x", "nbytes": -1}', "a handle is"),
+    (b'{"shm_name": 5, "nbytes": 8}', "a handle is"),
+]
+
+
+@pytest.mark.parametrize(("handle", "reason"), HANDLES)
+def test_a_wrong_handle_is_refused_and_the_sender_told(updater: WeightUpdater, handle: bytes, reason: str) -> None:
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        server.handle = lambda: handle  # type: ignore[method-assign]
+        raised, failed = refresh(updater, server, list(version(1).items()))
+    assert isinstance(raised, WeightRequestError) and reason in str(raised)
+    assert isinstance(failed, RuntimeError) and server.answers == [str(raised)]
+    assert not Path("/tmp/lockstep-ipc-was-here").exists()
+
+
+def test_a_buffer_that_shrinks_is_an_error_and_no_signal(updater: WeightUpdater) -> None:
+    updater.begin()
+    with ParameterServerStandIn(form="json") as server:
+        name = json.loads(server.handle())["shm_name"]
+
+        def shrink(index: int, message: Any) -> Any:
+            if index == 1:
+                os.truncate(f"/dev/shm/{name}", 16)
+            return message
+
+        server.rewrite = shrink
+        raised, failed = refresh(updater, server, list(version(1).items()))
+        os.truncate(f"/dev/shm/{name}", 2 * server.bucket_bytes)
+    assert isinstance(raised, ContentError) and failed is not None
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError, TimeoutError])
+def test_exceptions_are_read_as_text(kind: type[Exception]) -> None:
+    assert read_end(memoryview(pickle.dumps(kind("Some workers"), -1))) == SenderFailure(
+        f"{kind.__name__}: Some workers"
+    )
+
+
+@pytest.mark.parametrize("names", [("cpu", "cpu-0"), ("gpu-1234",)])
+def test_the_address_is_that_of_this_device(names: tuple[str, ...]) -> None:
+    handles = {names[-1].upper(): "ipc://@mine", "GPU-other": "ipc://@other"}
+    assert choose_endpoint(handles, names) == "ipc://@mine"
+    with pytest.raises(WeightRequestError, match=r"0 addresses.*GPU-other"):
+        choose_endpoint({"GPU-other": "ipc://@other"}, names)
+    with pytest.raises(WeightRequestError, match=r"0 addresses.*none"):
+        choose_endpoint({}, names)
+    with pytest.raises(WeightRequestError, match="2 addresses"):
+        choose_endpoint({names[0]: "ipc://@a", names[0].upper(): "ipc://@b"}, names)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "ipc://", "/tmp/x", "ipc:///a b", f"ipc://{'a' * 101}"])
+def test_only_unix_sockets_are_dialled(updater: WeightUpdater, endpoint: str) -> None:
+    updater.begin()
+    with pytest.raises(WeightRequestError, match="not the address of a Unix socket"):
+        updater.receive(updater.ipc_source({"cpu": endpoint}))
+
+
+# --- senders that fail ----------------------------------------------------------------------------------------------
+
+
+def give_up_at(server: ParameterServerStandIn, bucket: int) -> None:
+    """The sender says an exception in place of a bucket, and nothing more; its socket stays open."""
+
+    def rewrite(index: int, message: Any) -> Any:
+        if index == bucket:
+            server.send(server.encode(RuntimeError("another worker failed")))
+            raise SystemExit
+        return message
+
+    server.rewrite = rewrite
+
+
+def test_an_exception_of_the_sender_ends_the_transaction(updater: WeightUpdater) -> None:
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        give_up_at(server, 1)
+        with Sending(lambda: server.update(list(version(1).items()))):
+            started = time.monotonic()
+            with pytest.raises(TransportError, match="RuntimeError: another worker failed"):
+                updater.receive(updater.ipc_source(server.handles))
+            assert time.monotonic() - started < 5.0
+    assert updater.status()["state"] == "failed"
+
+
+@pytest.mark.parametrize("num_buckets", [0, 1])
+def test_a_sender_that_is_gone_is_noticed_at_once(updater: WeightUpdater, num_buckets: int) -> None:
+    updater.begin()
+    with ParameterServerStandIn() as server:
+
+        def die(index: int, message: Any) -> Any:
+            if index == num_buckets:
+                server.socket.close(linger=0)
+                raise SystemExit
+            return message
+
+        server.rewrite = die
+        with Sending(lambda: server.update(list(version(1).items()))) as sending:
+            started = time.monotonic()
+            with pytest.raises(TransportError, match="gone"):
+                updater.receive(updater.ipc_source(server.handles))
+            assert time.monotonic() - started < 5.0
+    assert isinstance(sending.error, SystemExit)
+
+
+def test_a_silent_sender_runs_into_the_deadline(weights: FakeWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.receivers.ipc.GRACE_S", 0.3)
+    updater = new_updater(weights, timeout_s=0.5)
+    updater.begin()
+    with ParameterServerStandIn() as server, Sending(lambda: server.send(server.handle())):
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="has said nothing until the deadline"):
+            updater.receive(updater.ipc_source(server.handles))
+        assert time.monotonic() - started < 3.0
+
+
+def test_nobody_at_the_address(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_peer, "CONNECT_S", 0.3)
+    updater.begin()
+    with pytest.raises(TransportError, match="nobody answers at ipc://@lockstep-nobody"):
+        updater.receive(updater.ipc_source({"cpu": "ipc://@lockstep-nobody"}))
+
+
+def test_a_message_over_the_cap_is_not_taken(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.receivers.ipc.MAX_MESSAGE_BYTES", 4096)
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        server.handle = lambda: b" " * 5000  # type: ignore[method-assign]
+        server.socket.setsockopt(zmq.RCVTIMEO, 500)
+        with (
+            Sending(lambda: server.update([])) as sending,
+            pytest.raises(TransportError, match="more than a message may hold"),
+        ):
+            updater.receive(updater.ipc_source(server.handles))
+        assert isinstance(sending.error, zmq.Again)
+
+
+def test_a_message_in_parts_is_refused(updater: WeightUpdater) -> None:
+    updater.begin()
+    with ParameterServerStandIn() as server:
+        server.handle = lambda: server.socket.send(b"[]", zmq.SNDMORE) or b""  # type: ignore[method-assign]
+        raised, failed = refresh(updater, server, [(NORM, version(1)[NORM])])
+    assert isinstance(raised, WeightRequestError) and "2 parts" in str(raised)
+    assert isinstance(failed, RuntimeError) and server.answers == [str(raised)]
+
+
+@pytest.mark.parametrize("give_up_after", [0, 1, 3])
+def test_after_any_failure_the_next_refresh_succeeds(
+    updater: WeightUpdater, weights: FakeWeights, give_up_after: int
+) -> None:
+    before = weights.snapshot()
+    updater.begin()
+    with ParameterServerStandIn(bucket_bytes=256) as server:
+        give_up_at(server, give_up_after)
+        with Sending(lambda: server.update(list(version(1).items()))), pytest.raises(TransportError):
+            updater.receive(updater.ipc_source(server.handles))
+    updater.abort()
+    assert weights.snapshot() == before
+    updater.begin("v2")
+    with ParameterServerStandIn() as server:
+        assert refresh(updater, server, list(version(2).items())) == (None, None)
+    updater.verify()
+    updater.commit()
+    expect_equal(weights, version(2))
+
+
+# --- readers under mutation ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IpcBuffer]:
+    path = Path(f"/dev/shm/lockstep-ipc-test-{os.getpid()}")
+    path.write_bytes(bytes(2048))
+    yield IpcBuffer(SegmentStorage(SharedSegment(path.name, 2048)), 0, 2048)
+    path.unlink()
+
+
+def read_all(data: bytes, buffer: IpcBuffer) -> None:
+    """Nothing but the refusals may come out, and tensors that are accepted must be readable."""
+    for read in (lambda: read_handle(memoryview(data), CPU), lambda: read_bucket(memoryview(data), buffer)):
+        try:
+            value = read()
+        except WeightRequestError:
+            continue
+        for tensor in value if isinstance(value, list) else ():
+            assert tensor.read().numel() == tensor.meta.numel
+    read_end(memoryview(data))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda data: b"\x80\x05" + data)))
+def test_any_bytes_are_read_or_refused(buffer: IpcBuffer, data: bytes) -> None:
+    read_all(data, buffer)
+
+
+VALID = [
+    cuda_handle(),
+    pickle.dumps([entry(), entry(name=EMBED, dtype=torch.bfloat16, shape=torch.Size([6, 4]), offset=256)], -1),
+    pickle.dumps(RuntimeError("Some workers failed to update weights"), -1),
+    json.dumps([{"name": NORM, "dtype": "float32", "shape": [4], "offset": 0}]).encode(),
+    b'{"shm_name": "x", "nbytes": 8}',
+]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@given(data=st.data())
+def test_mutated_messages_are_read_or_refused(buffer: IpcBuffer, data: st.DataObject) -> None:
+    message = bytearray(data.draw(st.sampled_from(VALID)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(message) - 1))
+        kind = data.draw(st.sampled_from(["flip", "drop", "insert", "cut"]))
+        if kind == "flip":
+            message[at] = data.draw(st.integers(0, 255))
+        elif kind == "drop" and len(message) > 1:
+            del message[at]
+        elif kind == "insert":
+            message[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+        else:
+            del message[max(at, 1) :]
+    read_all(bytes(message), buffer)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    entries=st.lists(
+        st.fixed_dictionaries(
+            {
+                "name": st.text(max_size=4),
+                "dtype": st.sampled_from(["uint8", "bfloat16", "float32", "float64", "nope", "torch.int8"]),
+                "shape": st.lists(st.integers(-2, 2**62) | st.integers(0, 64), max_size=3),
+                "offset": st.integers(-8, 4096) | st.integers(),
+            }
+        ),
+        max_size=3,
+    )
+)
+def test_whatever_a_bucket_says_no_byte_outside_the_buffer_is_read(buffer: IpcBuffer, entries: list[Any]) -> None:
+    try:
+        tensors = read_bucket(memoryview(json.dumps(entries).encode()), buffer)
+    except WeightRequestError:
+        return
+    assert isinstance(tensors, list)
+    for tensor, said in zip(tensors, entries, strict=True):
+        assert said["offset"] >= 0 and said["offset"] + tensor.meta.nbytes <= 2048
+        assert said["offset"] % tensor.meta.dtype.itemsize == 0
+        assert tensor.read().nbytes == tensor.meta.nbytes
+
+
+def test_expert_names_travel(updater: WeightUpdater) -> None:
+    """A bucket boundary inside one expert is nothing special: assembly belongs to the transaction."""
+    updater.begin(coverage="partial")
+    sent = version(1)
+    named = [(expert_name(1, p), sent[expert_name(1, p)]) for p in ("gate_proj", "up_proj", "down_proj")]
+    with ParameterServerStandIn(bucket_bytes=256) as server:
+        assert refresh(updater, server, named) == (None, None)
+    assert len(server.answers) == 1 + 3 + 2

@@ -1,0 +1,220 @@
+"""What checkpoint-engine's parameter server says to a worker, read without unpickling it.
+
+    parameter server (REQ, binds)            worker (REP, connects)
+    handle of a uint8 buffer          -->    b""
+    [{name, dtype, shape, offset}]    -->    b"" once the content is copied out of the buffer; any number of buckets
+    None                              -->    b"" once the buffer is let go
+    None                              -->    b""
+    an exception, instead of any of these: it gives up and expects no answer
+
+A worker that cannot go on answers with text instead, and the server then sends the exception.
+
+Messages are pickles.  The same may be said in JSON, told apart by its first byte: {"shm_name", "nbytes"} for the
+handle, dtypes by name, null, {"error": text}.
+
+Protocol of the PyPI package checkpoint-engine, 0.4.  Knows messages.  Does not know sockets.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_sync.cuda_ipc import CudaStorage, require_cuda
+from weight_sync.errors import WeightRequestError
+from weight_sync.payload_reader import Function
+from weight_sync.shared_segment import SharedSegment
+from weight_sync.stored_tensors import (
+    SegmentStorage,
+    Storage,
+    StoredTensor,
+    TensorPlace,
+    contiguous_place,
+    name_tensor,
+)
+from weight_sync.torch_payload import TorchPayload
+from weight_sync.wire import parse_dtype
+
+MAX_MESSAGE_BYTES = 64 << 20  # as many as a request body may have
+
+_PICKLE = 0x80
+_CUDA_ARGUMENTS = 15
+_CUDA_DEVICE = 6  # of them: the sender's number of the device, not ours
+_MAX_TEXT = 1000
+_EXCEPTIONS = (
+    "Exception",
+    "RuntimeError",
+    "ValueError",
+    "TypeError",
+    "AssertionError",
+    "AttributeError",
+    "KeyError",
+    "IndexError",
+    "NotImplementedError",
+    "MemoryError",
+    "OSError",
+    "FileNotFoundError",
+    "ConnectionError",
+    "TimeoutError",
+)
+
+
+@dataclass(frozen=True)
+class SenderFailure:
+    """The exception with which the server gives up."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class IpcBuffer:
+    """`nbytes` bytes from byte `start` of a storage, rewritten by the sender for every bucket.
+
+    `segments`: torch shared files that count on being released by whoever read the handle.
+    """
+
+    storage: Storage
+    start: int
+    nbytes: int
+    segments: Sequence[SharedSegment] = ()
+
+
+class _Payload(TorchPayload):
+    """Torch's names, and those of exceptions: an exception is read as a `SenderFailure`."""
+
+    def _functions(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        failures: dict[tuple[str, str], Callable[..., Any]] = {
+            ("builtins", name): functools.partial(_failure, name) for name in _EXCEPTIONS
+        }
+        return super()._functions() | failures
+
+
+def read_handle(data: memoryview, device: torch.device) -> IpcBuffer | SenderFailure:
+    """The first message.  `device`: where the worker computes; a CUDA handle is opened there.
+
+    Raises `WeightRequestError`, also for a buffer that is too short, gone, or on a device that cannot be reached.
+    """
+    value, segments = _decode(data)
+    if isinstance(value, SenderFailure):
+        return value
+    if isinstance(value, dict) and set(value) == {"shm_name", "nbytes"}:
+        return _native_buffer(value["shm_name"], value["nbytes"])
+    place = _rebuild(value, device)
+    if not isinstance(place, TensorPlace) or place.dtype != torch.uint8 or not place.is_flat:
+        raise WeightRequestError("the first message is not the handle of a flat uint8 buffer")
+    if isinstance(place.storage, SegmentStorage):
+        place.storage.segment.check()
+    elif isinstance(place.storage, CudaStorage):
+        require_cuda()
+    else:
+        raise WeightRequestError(
+            "the buffer came inside the message, so no later bucket could reach the engine; share it: "
+            "torch.multiprocessing.set_sharing_strategy('file_system') and ForkingPickler, or {shm_name, nbytes}"
+        )
+    return IpcBuffer(place.storage, place.span[0], place.numel, segments)
+
+
+def read_bucket(data: memoryview, buffer: IpcBuffer) -> list[StoredTensor] | SenderFailure | None:
+    """A later message: tensors of the buffer, or None for the end.
+
+    Raises `WeightRequestError`: not a bucket, an entry without one of its four fields, a dtype that is not known, bytes
+    outside the buffer, an offset that the dtype cannot be read from, two tensors that overlap.
+    """
+    value, _ = _decode(data)
+    if value is None or isinstance(value, SenderFailure):
+        return value
+    if not isinstance(value, list):
+        raise WeightRequestError("a message is neither a bucket, nor the end, nor an exception")
+    tensors: list[StoredTensor] = []
+    taken: list[tuple[int, int, str]] = []
+    for entry in value:
+        tensor, offset = _place(entry, buffer)
+        tensors.append(tensor)
+        if tensor.meta.nbytes:
+            taken.append((offset, offset + tensor.meta.nbytes, tensor.meta.name))
+    taken.sort()
+    for (_, end, name), (offset, _, other) in itertools.pairwise(taken):
+        if offset < end:
+            raise WeightRequestError(f"{name} and {other} overlap in the buffer")
+    return tensors
+
+
+def read_end(data: memoryview) -> SenderFailure | bool:
+    """Whether the message is the end; anything that is neither that nor an exception counts as one that is not."""
+    try:
+        value, _ = _decode(data)
+    except WeightRequestError:
+        return False
+    return value if isinstance(value, SenderFailure) else value is None
+
+
+def _decode(data: memoryview) -> tuple[Any, list[SharedSegment]]:
+    """The message's value, and the torch shared files that it counts on."""
+    if len(data) and data[0] == _PICKLE:
+        payload = _Payload()
+        return payload.read(data), payload.segments
+    try:
+        value = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise WeightRequestError(f"a message is neither a pickle nor JSON: {str(error)[:200]}") from None
+    if isinstance(value, dict) and set(value) == {"error"}:
+        return SenderFailure(str(value["error"])[:_MAX_TEXT]), []
+    return value, []
+
+
+def _rebuild(value: Any, device: torch.device) -> Any:
+    """A handle is what `torch.multiprocessing` reduces a tensor to, not yet called: (function, arguments)."""
+    if not isinstance(value, tuple):
+        return value
+    if len(value) != 2 or not isinstance(value[0], Function) or not isinstance(value[1], tuple):
+        raise WeightRequestError("the first message is not a handle: (function, arguments) was expected")
+    function, arguments = value
+    if len(arguments) == _CUDA_ARGUMENTS and device.type == "cuda":
+        ours = torch.cuda.current_device() if device.index is None else device.index
+        arguments = (*arguments[:_CUDA_DEVICE], ours, *arguments[_CUDA_DEVICE + 1 :])
+    try:
+        return function.call(*arguments)
+    except (TypeError, ValueError) as error:
+        raise WeightRequestError(f"malformed handle: {str(error)[:200]}") from None
+
+
+def _native_buffer(name: Any, nbytes: Any) -> IpcBuffer:
+    if not isinstance(name, str) or type(nbytes) is not int or not 0 <= nbytes < 2**48:
+        raise WeightRequestError("a handle is {'shm_name': text, 'nbytes': a whole number}")
+    segment = SharedSegment(name, nbytes)
+    segment.check()
+    return IpcBuffer(SegmentStorage(segment), 0, nbytes)
+
+
+def _place(entry: Any, buffer: IpcBuffer) -> tuple[StoredTensor, int]:
+    """One tensor of a bucket, and its offset in the buffer."""
+    fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+    absent = [key for key in ("name", "dtype", "shape", "offset") if key not in fields]
+    if absent:
+        raise WeightRequestError(f"a tensor of a bucket lacks {', '.join(absent)}")
+    name, dtype, shape, offset = (fields[key] for key in ("name", "dtype", "shape", "offset"))
+    if isinstance(dtype, str):
+        dtype = parse_dtype(dtype)
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, (tuple, list)):
+        raise WeightRequestError(f"{str(name)[:200]}: a tensor of a bucket has no dtype or no shape")
+    if type(offset) is not int or not 0 <= offset <= buffer.nbytes:
+        raise WeightRequestError(f"{str(name)[:200]}: offset {str(offset)[:40]} in a buffer of {buffer.nbytes} bytes")
+    if offset % dtype.itemsize:
+        raise WeightRequestError(f"{str(name)[:200]}: {dtype} cannot be read from offset {offset}")
+    tensor = name_tensor(name, contiguous_place(buffer.storage, dtype, shape, buffer.start + offset))
+    if offset + tensor.meta.nbytes > buffer.nbytes:
+        raise WeightRequestError(
+            f"{tensor.meta.name}: bytes {offset} to {offset + tensor.meta.nbytes} in a buffer of {buffer.nbytes}"
+        )
+    return tensor, offset
+
+
+def _failure(kind: str, *arguments: Any) -> SenderFailure:
+    text = next((argument for argument in arguments if isinstance(argument, str)), "")
+    return SenderFailure(f"{kind}: {text}"[:_MAX_TEXT])

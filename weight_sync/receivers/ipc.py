@@ -1,0 +1,160 @@
+"""Receives tensors as a worker of checkpoint-engine does: one conversation about a shared buffer that is filled anew.
+
+The sender is told of a failure while it sends: its next message is answered with the reason, and so is every further
+one until it gives up, says the end, or is gone.  Otherwise it would wait for ever, as its socket has no deadline.
+
+What is copied out of the buffer is the transaction's: the sender may fill the buffer again as soon as it is answered.
+
+Verified with buffers in CPU shared memory.  Handles of CUDA memory are opened by `cuda_ipc`.
+
+Knows the order of the conversation.  What is said is `ipc_messages`', sockets are `ipc_peer`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
+from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
+from weight_sync.ipc_peer import IpcPeer, check_endpoint
+from weight_sync.shared_segment import release_torch_shared_file
+from weight_sync.stored_tensors import check_total, read_each
+from weight_sync.tensor_meta import TensorMeta
+
+TOLD_S = 60.0
+"""How long a sender that has been told of a failure may take for its next message."""
+GRACE_S = 10.0
+"""Time past the call's deadline in which a sender can still be told."""
+
+_CPU_NAMES = ("cpu", "cpu-0")  # ours: the package names no CPU
+
+Message = TypeVar("Message")
+
+
+class IpcSource:
+    """One call's conversation.  `zmq_handles`: address of the sender's socket by device; `device`: the engine's own.
+
+    `timeout_s` is the deadline of the whole conversation.
+    """
+
+    must_drain = False
+
+    def __init__(self, zmq_handles: Mapping[str, str], *, device: torch.device | str, timeout_s: float) -> None:
+        self._zmq_handles = zmq_handles
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._deadline = 0.0
+        self._endpoint: str | None = None
+        self._peer: IpcPeer | None = None
+        self._max_bytes = 0
+        self._num_ends = 0
+        self._over = False
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Nothing: names come with the buckets.  Raises `WeightRequestError`: no address for this device."""
+        endpoint = choose_endpoint(self._zmq_handles, device_names(self._device))
+        check_endpoint(endpoint)
+        self._endpoint, self._max_bytes = endpoint, max_bytes
+        self._deadline = time.monotonic() + self._timeout_s
+        return ()
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """One tensor at a time; a bucket is answered when its last tensor has been taken.
+
+        Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender is
+        gone, silent, or gives up).  `refuse` must follow, also where the caller gives up.
+        """
+        assert self._endpoint is not None
+        self._over = True  # should nobody be there
+        self._peer = IpcPeer(self._endpoint, self._deadline, MAX_MESSAGE_BYTES)
+        self._over = False
+        yield from self._buckets(self._peer)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+        self._peer.answer()
+        if not self._going_on(read_end(self._peer.receive())):
+            raise WeightRequestError("the sender goes on after the end")
+        self._peer.answer()
+        self._hang_up()
+
+    def refuse(self, reason: str) -> None:
+        """Answer whatever the sender says with the reason until it stops; returns when it knows or cannot be told."""
+        try:
+            if self._endpoint is not None and not self._over:
+                with contextlib.suppress(WeightSyncError):
+                    self._tell(reason or "the engine refused the weight update")
+        finally:
+            self._hang_up()
+
+    def _buckets(self, peer: IpcPeer) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """Up to the first end, which is not answered here; the buffer is held no longer than that."""
+        buffer = self._going_on(read_handle(peer.receive(), self._device))
+        left = self._max_bytes
+        try:
+            peer.answer()
+            while (tensors := self._going_on(read_bucket(peer.receive(), buffer))) is not None:
+                check_total(tensors, left)
+                left -= sum(tensor.meta.nbytes for tensor in tensors)
+                yield from read_each(tensors)
+                peer.answer()
+            self._num_ends = 1
+        finally:
+            for segment in buffer.segments:
+                release_torch_shared_file(segment)
+
+    def _going_on(self, message: Message | SenderFailure) -> Message:
+        """The message, unless the sender gives up with it: nothing more is said then."""
+        if isinstance(message, SenderFailure):
+            self._over = True
+            raise TransportError(f"the sender gave up: {message.text}")
+        return message
+
+    def _tell(self, reason: str) -> None:
+        if self._peer is None:
+            self._peer = IpcPeer(self._endpoint or "", self._deadline, MAX_MESSAGE_BYTES)
+        peer = self._peer
+        while True:
+            if peer.owes_answer:
+                peer.answer(reason)
+            if self._num_ends == 2:
+                return
+            peer.deadline = self._patience()
+            try:
+                message = read_end(peer.receive())
+            except WeightRequestError:
+                continue
+            if isinstance(message, SenderFailure):
+                return
+            self._num_ends += message
+
+    def _patience(self) -> float:
+        return min(time.monotonic() + TOLD_S, self._deadline + GRACE_S)
+
+    def _hang_up(self) -> None:
+        self._over = True
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+
+def device_names(device: torch.device) -> tuple[str, ...]:
+    """By which names a sender may mean this device, in lower case; the first is what the package calls it."""
+    if device.type != "cuda":
+        return _CPU_NAMES
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}".lower(),)
+
+
+def choose_endpoint(zmq_handles: Mapping[str, str], names: Sequence[str]) -> str:
+    """The one address for a device.  Raises `WeightRequestError` for none or several."""
+    endpoints = {endpoint for name, endpoint in zmq_handles.items() if name.lower() in names}
+    if len(endpoints) != 1:
+        given = ", ".join(sorted(zmq_handles)[:8])[:400] or "none"
+        raise WeightRequestError(
+            f"zmq_handles has {len(endpoints)} addresses for this engine's device, {' or '.join(names)}; given: {given}"
+        )
+    return endpoints.pop()
