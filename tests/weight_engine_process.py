@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +48,10 @@ class Engine:
         self._process.kill()
         self._process.wait(10)
 
+    def freeze(self) -> None:
+        """It neither answers nor goes away."""
+        self._process.send_signal(signal.SIGSTOP)
+
     def close(self) -> None:
         self._process.stdin.close()  # type: ignore[union-attr]
         self._process.wait(10)
@@ -67,8 +72,8 @@ class Engine:
     def update_weights_from_distributed(self, **arguments: Any) -> dict[str, Any]:
         return {"success": self.call("receive_distributed", **arguments)}
 
-    def end_weight_update(self) -> dict[str, Any]:
-        return {"success": self.call("end")}
+    def end_weight_update(self, phase: str | None = None) -> dict[str, Any]:
+        return self.call("end", phase=phase)
 
     def abort_weight_update(self) -> dict[str, Any]:
         return {"success": self.call("abort")}
@@ -103,8 +108,12 @@ class _Server:
             manifest = arguments.pop("manifest", None)
             return self.updater.begin(manifest=None if manifest is None else parse_manifest(manifest), **arguments)
         if verb == "end":
-            self.updater.verify()
-            return self.updater.commit().weight_version
+            if arguments["phase"] != "commit":
+                self.updater.verify()
+            if arguments["phase"] == "verify":
+                return {}
+            result = self.updater.commit()
+            return {"weight_version": result.weight_version, "stall_seconds": result.seconds}
         if verb == "content":
             return [block.hex() for block in self.weights.snapshot()]
         if verb == "receive_distributed":

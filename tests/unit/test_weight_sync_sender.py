@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
-from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, bits, fused, version
+from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits, fused, version
 from weight_sync.errors import TransactionStateError, WeightRequestError
-from weight_sync.sender import WeightSender, named_tensors_of, split_fused_experts
+from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.plan import plan_tensors
 
 
 class TiedModel(torch.nn.Module):
@@ -89,3 +93,55 @@ def test_refresh_refuses_before_anything_is_asked() -> None:
     with pytest.raises(WeightRequestError, match="given twice"):
         sender.refresh([("a", torch.zeros(1)), ("a", torch.zeros(1))])
     sender.close()
+
+
+def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
+    sources = fused(version(1))
+    plan = plan_tensors(sources, torch.float16)
+    expected = version(1)
+    assert {name: part.meta.shape for name, part in plan.parts.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    assert {meta.dtype for meta in plan.metas} == {torch.float16} and not plan.is_sharded
+    for name, part in plan.parts.items():
+        assert torch.equal(plan.sources[part.source][part.index].to(expected[name].dtype), expected[name])
+        assert plan.sources[part.source].data_ptr() == sources[part.source].data_ptr()
+    unsplit = plan_tensors(sources, split_experts=False)
+    assert unsplit.parts.keys() == sources.keys()
+    assert {name for name, part in unsplit.parts.items() if part.is_fused} == {GATE_UP, DOWN}
+    assert Gatherer(unsplit, None).fingerprints().keys() == {EMBED, NORM}
+
+
+def test_a_plan_refuses_two_tensors_of_one_name() -> None:
+    tensors = fused(version(1))
+    with pytest.raises(WeightRequestError, match="given twice"):
+        plan_tensors([*tensors.items(), (f"{DOWN.removesuffix('down_proj')}1.down_proj.weight", torch.zeros(4, 2))])
+
+
+def test_names_of_a_compiled_model_are_the_model_s() -> None:
+    named = named_tensors_of({"_orig_mod.model.norm.weight": torch.ones(2)})
+    assert [name for name, _ in named] == ["model.norm.weight"]
+
+
+def test_an_engine_error_names_engines_and_what_they_said() -> None:
+    error = EngineError({"b": ValueError("no"), "c": OSError("gone")}, ["a"])
+    assert str(error) == "engine b: ValueError: no; engine c: OSError: gone; committed all the same: a"
+    assert error.status_code == 502
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_only() -> None:
+    silent, terminal = io.StringIO(), Terminal()
+    for stream in (silent, terminal):
+        bar = ProgressBar("refresh", stream)
+        for done in range(1001):
+            bar(done, 1000)
+    assert silent.getvalue() == ""
+    drawn = terminal.getvalue()
+    assert drawn.endswith("\n") and "100%" in drawn and drawn.count("\r") < 20
+    ProgressBar("empty", terminal)(0, 0)
+    assert "empty" in terminal.getvalue()

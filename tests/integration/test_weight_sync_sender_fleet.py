@@ -1,0 +1,370 @@
+"""One sender, two real engine processes: together, or with one that refuses, dies or hangs, under both policies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import version
+from tests.weight_engine_process import Engine
+from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
+from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.process_group import free_port
+from weight_sync.sender import EngineError, WeightSender
+from weight_sync.sender.gather import Gatherer
+
+POLICIES = ("abort_all", "leave_out")
+OLD = 0  # the seed that engines start with
+
+
+class Meddling:
+    """Passes control calls on; `before(verb, arguments)` may change them, raise, or act."""
+
+    def __init__(self, engine: Engine, before: Callable[[str, dict[str, Any]], None]) -> None:
+        self._engine, self._before = engine, before
+        self.calls: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            phase = arguments.get("phase")
+            self.calls.append(f"{verb}:{phase}" if phase else verb)
+            self._before(self.calls[-1], arguments)
+            return getattr(self._engine, verb)(**arguments)
+
+        return call
+
+
+@contextmanager
+def two_engines(timeout_s: float = TIMEOUT_S) -> Iterator[dict[str, Engine]]:
+    engines = {"a": Engine(timeout_s), "b": Engine(timeout_s)}
+    try:
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_engines() -> Iterator[dict[str, Engine]]:
+    with two_engines() as engines:
+        yield engines
+
+
+@pytest.fixture
+def engines(shared_engines: dict[str, Engine]) -> Iterator[dict[str, Engine]]:
+    yield shared_engines
+    for engine in shared_engines.values():
+        if engine.call("status")["open"]:
+            engine.call("abort")
+
+
+def sender_for(controls: dict[str, Any], timeout_s: float = TIMEOUT_S, **options: Any) -> WeightSender:
+    sender = WeightSender(controls, timeout_s=timeout_s, **options)
+    sender.connect(group_name=next(names))
+    return sender
+
+
+def contents(engines: dict[str, Engine]) -> dict[str, Any]:
+    return {name: engine.call("content") for name, engine in engines.items()}
+
+
+def refused_at(verb: str, nth: int = 1) -> Callable[[str, dict[str, Any]], None]:
+    left = nth
+
+    def before(called: str, arguments: dict[str, Any]) -> None:
+        nonlocal left
+        if called == verb:
+            left -= 1
+            if left == 0:
+                raise ConnectionError("meddled with")
+
+    return before
+
+
+def test_two_engines_and_two_phases(engines: dict[str, Engine]) -> None:
+    controls = {name: Meddling(engine, lambda verb, arguments: None) for name, engine in engines.items()}
+    sender = sender_for(controls)
+    seed = next(seeds)
+    report = sender.refresh(version(seed), f"v{seed}", bucket_bytes=40)
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    for name, engine in report.engines.items():
+        assert engine.committed and engine.error is None and engine.num_bytes == report.num_bytes
+        assert engine.stall_seconds is not None and 0 < engine.stall_seconds < engine.seconds <= report.seconds
+        assert engines[name].call("content_digest") == report.digest
+        assert controls[name].calls[-2:] == ["end_weight_update:verify", "end_weight_update:commit"]
+    assert report.left_out == []
+    sender.close()
+
+
+def test_no_engine_commits_before_all_have_verified(engines: dict[str, Engine]) -> None:
+    """One engine verifies late: the other still has the old weights then."""
+    seen: list[Any] = []
+    before = contents(engines)["a"]
+
+    def look(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "end_weight_update:verify":
+            time.sleep(0.3)
+            seen.append(engines["a"].call("content"))
+            seen.append(engines["a"].call("status")["state"])
+
+    sender = sender_for({"a": engines["a"], "b": Meddling(engines["b"], look)})
+    sender.refresh(version(next(seeds)))
+    assert seen == [before, "verified"]
+    sender.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("verb", ["begin_weight_update", "update_weights_from_distributed", "end_weight_update:verify"])
+def test_one_engine_fails_before_the_commit(engines: dict[str, Engine], policy: Any, verb: str) -> None:
+    before = contents(engines)
+    nth = 3 if verb == "update_weights_from_distributed" else 1
+    controls = {"a": Meddling(engines["a"], lambda v, a: None), "b": Meddling(engines["b"], refused_at(verb, nth))}
+    sender = sender_for(controls, on_engine_failure=policy)
+    seed = next(seeds)
+    start = time.monotonic()
+    if policy == "abort_all":
+        with pytest.raises(EngineError, match="engine b: ConnectionError: meddled with") as caught:
+            sender.refresh(version(seed), bucket_bytes=40)
+        assert caught.value.failures.keys() == {"b"} and caught.value.committed == []
+        assert contents(engines) == before
+        assert not any(call.startswith("end_weight_update:commit") for call in controls["a"].calls)
+    else:
+        report = sender.refresh(version(seed), bucket_bytes=40)
+        assert report.left_out == ["b"] and "meddled with" in str(report.engines["b"].error)
+        assert contents(engines) == {"a": content_of(seed), "b": before["b"]}
+    assert time.monotonic() - start < 8
+    assert not any(engine.call("status")["open"] for engine in engines.values())
+    if "b" not in sender.connected:
+        sender.connect(group_name=next(names))
+    seed = next(seeds)
+    sender.refresh(version(seed), bucket_bytes=40)
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    sender.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_engine_fails_to_commit(engines: dict[str, Engine], policy: Any) -> None:
+    """Too late to take it back elsewhere: it is said who has the new version."""
+    before = contents(engines)
+    controls = {"a": engines["a"], "b": Meddling(engines["b"], refused_at("end_weight_update:commit"))}
+    sender = sender_for(controls, on_engine_failure=policy)
+    seed = next(seeds)
+    if policy == "abort_all":
+        with pytest.raises(EngineError, match=r"engine b: .* committed all the same: a") as caught:
+            sender.refresh(version(seed))
+        assert caught.value.committed == ["a"]
+    else:
+        assert sender.refresh(version(seed)).left_out == ["b"]
+    assert contents(engines) == {"a": content_of(seed), "b": before["b"]}
+    assert not engines["b"].call("status")["open"]
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("at", "fault", "policy"),
+    [
+        ("bucket", "kill", "abort_all"),
+        ("bucket", "kill", "leave_out"),
+        ("bucket", "freeze", "abort_all"),
+        ("verify", "kill", "abort_all"),
+        ("verify", "kill", "leave_out"),
+        ("verify", "freeze", "leave_out"),
+    ],
+)
+def test_one_engine_is_killed_or_hangs(at: str, fault: str, policy: Any) -> None:
+    timeout_s = 2.0
+    with two_engines() as engines:
+
+        def strike(verb: str, arguments: dict[str, Any]) -> None:
+            if at == "verify" and verb == "end_weight_update:verify":
+                getattr(engines["b"], fault)()
+
+        controls = {"a": engines["a"], "b": Meddling(engines["b"], strike)}
+        sender = sender_for(controls, on_engine_failure=policy)
+        sender = with_deadline(sender, timeout_s)
+
+        def progress(done: int, total: int) -> None:
+            if at == "bucket" and done < 100:
+                getattr(engines["b"], fault)()
+
+        start = time.monotonic()
+        if policy == "abort_all":
+            with pytest.raises(EngineError, match="engine b: "):
+                sender.refresh(version(9), bucket_bytes=40, progress=progress)
+            assert engines["a"].call("content") == content_of(OLD)
+        else:
+            report = sender.refresh(version(9), bucket_bytes=40, progress=progress)
+            assert report.left_out == ["b"] and report.engines["a"].committed
+            assert engines["a"].call("content") == content_of(9)
+        assert time.monotonic() - start < timeout_s + 15
+        assert not engines["a"].call("status")["open"]
+        if policy == "leave_out":  # and the next one goes to who is left
+            assert sender.refresh(version(10)).engines["a"].committed
+            assert engines["a"].call("content") == content_of(10)
+
+
+def with_deadline(sender: WeightSender, timeout_s: float) -> WeightSender:
+    """From here on: a rendezvous may be slow for reasons of its own."""
+    for link in sender._links.values():
+        link.timeout_s = timeout_s
+    return sender
+
+
+def test_all_engines_fail(engines: dict[str, Engine]) -> None:
+    controls = {name: Meddling(engine, refused_at("end_weight_update:verify")) for name, engine in engines.items()}
+    sender = sender_for(controls, on_engine_failure="leave_out")
+    before = contents(engines)
+    with pytest.raises(EngineError, match=r"engine a: .*engine b: "):
+        sender.refresh(version(next(seeds)))
+    assert contents(engines) == before and not any(engine.call("status")["open"] for engine in engines.values())
+    sender.close()
+
+
+def test_another_trainers_update_is_not_aborted(engines: dict[str, Engine]) -> None:
+    engines["b"].call("begin", weight_version="other", coverage="full")
+    sender = sender_for(dict(engines))
+    with pytest.raises(EngineError, match=r"engine b: .*open already"):
+        sender.refresh(version(next(seeds)))
+    assert engines["b"].call("status")["weight_version"] == "other"
+    assert not engines["a"].call("status")["open"]
+    sender.close()
+
+
+def test_a_begin_that_is_late_leaves_nothing_open(engines: dict[str, Engine]) -> None:
+    go = threading.Event()
+
+    def dawdle(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "begin_weight_update":
+            assert go.wait(20)
+
+    late = Meddling(engines["b"], dawdle)
+    sender = with_deadline(sender_for({"a": engines["a"], "b": late}), 0.5)
+    with pytest.raises(EngineError, match=r"engine b: TransportError: no answer to begin_weight_update within 0\.5 s"):
+        sender.refresh(version(next(seeds)))
+    assert not engines["a"].call("status")["open"]
+    go.set()
+    deadline = time.monotonic() + 10
+    while "abort_weight_update" not in late.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    while engines["b"].call("status")["open"]:
+        assert time.monotonic() < deadline
+    with_deadline(sender, TIMEOUT_S).close()
+
+
+def test_connect_names_who_did_not_join(engines: dict[str, Engine]) -> None:
+    def wrong_rank(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "init_weights_update_group" and len(controls["b"].calls) == 1:
+            arguments["rank_offset"] = 0
+
+    controls: dict[str, Any] = {"a": engines["a"], "b": Meddling(engines["b"], wrong_rank)}
+    sender = WeightSender(controls, timeout_s=TIMEOUT_S)
+    with pytest.raises(EngineError, match=r"engine b: .*rank 0") as caught:
+        sender.connect(group_name=next(names))
+    assert caught.value.failures.keys() == {"b"} and sender.connected == ["a"]
+    with pytest.raises(EngineError, match=r"engine b: .*not connected"):
+        sender.refresh(version(next(seeds)))
+    sender.connect(group_name=next(names))
+    seed = next(seeds)
+    sender.refresh(version(seed))
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    with pytest.raises(TransactionStateError, match="connected already"):
+        sender.connect()
+    sender.close()
+    assert sender.connected == []
+
+
+def test_an_update_block_sends_what_it_is_given(engines: dict[str, Engine]) -> None:
+    sender = sender_for(dict(engines))
+    seed = next(seeds)
+    tensors = list(version(seed).items())
+    with sender.update(f"v{seed}") as update:
+        for name, tensor in tensors:
+            sent = tensor.clone()
+            update.send([(name, sent)])
+            sent.zero_()  # a copy went
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    assert update.buckets_sent == len(tensors) and all(engine.committed for engine in update.engines.values())
+    with pytest.raises(TransactionStateError, match="over"):
+        update.send(tensors)
+    sender.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_update_block_that_fails_aborts_and_never_ends(
+    engines: dict[str, Engine], error: type[BaseException]
+) -> None:
+    before = contents(engines)
+    controls = {name: Meddling(engine, lambda v, a: None) for name, engine in engines.items()}
+    sender = sender_for(controls)
+    with pytest.raises(error), sender.update("never") as update:
+        update.send(list(version(99).items())[:5])
+        raise error
+    for name, control in controls.items():
+        assert control.calls[-1] == "abort_weight_update" or error is KeyboardInterrupt
+        assert "abort_weight_update" in control.calls
+        assert not any(call.startswith("end_weight_update") for call in control.calls)
+        assert not engines[name].call("status")["open"]
+    assert contents(engines) == before
+    if error is ValueError:
+        sender.refresh(version(next(seeds)))  # the groups are as good as before
+    sender.close()
+
+
+def test_the_next_bucket_is_gathered_while_this_one_is_sent(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow engines and slow packing take the time of one of them, not of both."""
+    pause_s = 0.15
+    gather = Gatherer.gather
+
+    def slow_gather(self: Gatherer, *arguments: Any) -> None:
+        time.sleep(pause_s)
+        gather(self, *arguments)
+
+    def slow_engine(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "update_weights_from_distributed":
+            time.sleep(pause_s)
+
+    monkeypatch.setattr(Gatherer, "gather", slow_gather)
+    sender = sender_for({name: Meddling(engine, slow_engine) for name, engine in engines.items()})
+    seed = next(seeds)
+    start = time.monotonic()
+    report = sender.refresh(version(seed), bucket_bytes=50)
+    seconds = time.monotonic() - start
+    assert report.num_buckets >= 5
+    one, both = report.num_buckets * pause_s, 2 * report.num_buckets * pause_s
+    assert one < seconds < (one + both) / 2 + 0.2
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    sender.close()
+
+
+def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def note(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "init_weights_update_group":
+            asked.append((arguments["master_port"], arguments["group_name"]))
+
+    port = free_port()
+    sender = WeightSender({name: Meddling(engine, note) for name, engine in engines.items()}, timeout_s=TIMEOUT_S)
+    sender.connect(master_port=port, group_name="fleet")
+    assert asked == [(port, "fleet-a"), (port + 1, "fleet-b")]
+    sender.close()
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(WeightRequestError, match="on_engine_failure"):
+        WeightSender({}, on_engine_failure="ignore")  # type: ignore[arg-type]
+    sender = WeightSender({})
+    sender.connect()
+    with pytest.raises(TransactionStateError, match="not connected"):
+        sender.refresh({"w": torch.zeros(1)})
+    with pytest.raises(TransactionStateError, match="no engines"):
+        sender.update("1")

@@ -1,0 +1,371 @@
+"""A trainer of two processes, each a rank of a gloo group, that sends what is sharded over both.
+
+    python -m tests.sharded_trainer SCENARIO[,SCENARIO...] RANK PORT [WORD...]
+
+A scenario is a function of this file; it asserts for itself and prints nothing.  `run_ranks` is the other end: it
+starts the ranks, gives them a deadline, and fails with what they said.  Rank 0 starts the engine processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from transformers import AutoModelForCausalLM
+
+from rollout.client import RolloutClient
+from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, fused, version
+from tests.weight_engine_process import Engine
+from tests.weight_group_helpers import content_of
+from weight_sync.bucket import plan_buckets, unpack
+from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.fingerprint import fingerprint
+from weight_sync.process_group import free_port
+from weight_sync.sender import EngineError, WeightSender, named_tensors_of
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.plan import plan_tensors
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.tensor_meta import DTYPES
+
+NUM_RANKS = 2
+TIMEOUT_S = 20.0
+
+
+def run_ranks(scenarios: str, *words: str, within_s: float = 120.0, exits: tuple[int, ...] = (0, 0)) -> None:
+    """Run scenarios on both ranks, one after the other; `exits` are the exit statuses to expect."""
+    port = str(free_port())
+    command = [sys.executable, "-m", "tests.sharded_trainer", scenarios]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), port, *words],
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    deadline = time.monotonic() + within_s
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=max(deadline - time.monotonic(), 1.0))[0])
+    finally:
+        for process in processes:
+            process.kill()
+    assert tuple(process.returncode for process in processes) == exits, "\n---\n".join(said)
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(tensors[GATE_UP].clone())
+        self.down_proj = torch.nn.Parameter(tensors[DOWN].clone())
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, **children: torch.nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, torch.nn.Parameter(child.clone()) if isinstance(child, torch.Tensor) else child)
+
+
+def fsdp_model(seed: int, mesh: DeviceMesh, shard_dim: int = 0) -> torch.nn.Module:
+    """The test model under the names of `logical_weights_fake`, sharded module by module: three experts, two ranks."""
+    tensors = fused(version(seed))
+    layer = Holder(mlp=Holder(experts=Experts(tensors)))
+    model = Holder(
+        model=Holder(
+            embed_tokens=Holder(weight=tensors[EMBED]),
+            norm=Holder(weight=tensors[NORM]),
+            layers=torch.nn.ModuleList([layer]),
+        )
+    )
+    placement = lambda parameter: Shard(shard_dim % parameter.dim())  # noqa: E731
+    for module in (layer, model.get_submodule("model.norm"), model.get_submodule("model.embed_tokens")):
+        fully_shard(module, mesh=mesh, shard_placement_fn=placement)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def sharded(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
+    """As `distribute_tensor`, without collectives: gloo knows not every dtype."""
+    local = whole
+    for placement, at, parts in zip(placements, mesh.get_coordinate() or (), mesh.mesh.shape):
+        if isinstance(placement, Shard):
+            chunks = local.chunk(parts, placement.dim)
+            local = chunks[at] if at < len(chunks) else local.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+@contextmanager
+def sender_of(engines: dict[str, Any], **options: Any) -> Iterator[WeightSender]:
+    sender = WeightSender(engines, timeout_s=TIMEOUT_S, **options)
+    if engines:
+        sender.connect()
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+@contextmanager
+def engines_of(rank: int, count: int) -> Iterator[dict[str, Engine]]:
+    engines = {f"engine{i}": Engine(TIMEOUT_S) for i in range(count)} if rank == 0 else {}
+    try:
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+# --- scenarios ---------------------------------------------------------------------------------------------------
+
+
+def random_gathers(rank: int) -> None:
+    """Any mix of dtypes, shapes, meshes and placements comes to the sender as it is, and so do its fingerprints."""
+    meshes = [init_device_mesh("cpu", shape) for shape in ((2,), (1, 2), (2, 1))]
+    dtypes = [dtype for name, dtype in DTYPES.items() if "float8" not in name and dtype is not torch.bool]
+    for seed in range(25):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        whole: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for i in range(rng.randint(1, 6)):
+            shape = tuple(rng.randint(0, 5) for _ in range(rng.randint(0, 3)))
+            name = f"w{i}"
+            if rng.random() < 0.3:
+                shape, name = (rng.randint(1, 5), 2 * rng.randint(1, 3), 3), f"layers.{i}.experts.gate_up_proj"
+            whole[name] = (torch.randn(shape) * 50).to(rng.choice(dtypes))
+            mesh = rng.choice(meshes)
+            choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+            placements = [rng.choice(choices) for _ in range(mesh.ndim)]
+            is_plain = rng.random() < 0.15
+            tensors[name] = whole[name] if is_plain else sharded(whole[name], mesh, placements)
+        tensors["sharded"] = sharded(torch.arange(5), meshes[0], [Shard(0)])
+        whole["sharded"] = torch.arange(5)
+        cast = rng.choice([None, torch.bfloat16])
+        plan, expected = plan_tensors(list(tensors.items()), cast), plan_tensors(list(whole.items()), cast)
+        assert [*plan.parts] == [*expected.parts]
+        gatherer = Gatherer(plan, TrainerRanks(None, "cpu", TIMEOUT_S))
+        found = gatherer.fingerprints()
+        reference = Gatherer(expected, None)
+        values = reference.fingerprints()
+        assert found.items() <= values.items()
+        assert rank or found == values, seed
+        for bucket in plan_buckets(plan.metas, rng.choice([1, 100, 10**6])):
+            size = sum(meta.nbytes for meta in bucket)
+            flat, there = torch.full((size,), 7, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+            gatherer.gather(bucket, flat if rank == 0 else None)
+            reference.gather(bucket, there)
+            assert rank or torch.equal(flat, there), (seed, [name for name, _ in unpack(flat, bucket)])
+
+
+def refusals(rank: int) -> None:
+    """What cannot be sent is refused on both ranks, and nobody waits for the other."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = sharded(torch.randn(4, 4), mesh, [Shard(0)])
+    start = time.monotonic()
+    with sender_of({}) as sender:
+        for source, text in [
+            ([("a", rows), ("a", rows)], "given twice"),
+            ([("a", rows.to_local()), ("b", DTensor.from_local(torch.ones(2), mesh))], None),
+        ]:
+            try:
+                sender.refresh(source)
+            except (WeightRequestError, TransportError) as error:
+                assert text is None or text in str(error)
+            except Exception as error:
+                assert rank == 0 and "not connected" in str(error), repr(error)
+            else:
+                raise AssertionError("nothing was refused")
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    try:
+        Gatherer(plan_tensors([("p", partial)]), TrainerRanks(None, "cpu", TIMEOUT_S))
+    except WeightRequestError as error:
+        assert "p: placement Partial" in str(error), str(error)
+    else:
+        raise AssertionError("a partial tensor was taken")
+    assert time.monotonic() - start < 10
+
+
+def fsdp_refresh(rank: int) -> None:
+    """Two engines get what two ranks hold, whatever the sharding; both ranks and the engines name the same digest."""
+    mesh = init_device_mesh("cpu", (2,))
+    replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with engines_of(rank, 2) as engines, sender_of(engines) as sender:
+        cases = [(mesh, 0, 1 << 20), (mesh, 0, 20), (mesh, 1, 60), (replicated, 0, 60)]
+        for seed, (device_mesh, shard_dim, bucket_bytes) in enumerate(cases, start=1):
+            model = fsdp_model(seed, device_mesh, shard_dim)
+            report = sender.refresh(model, f"v{seed}", bucket_bytes=bucket_bytes)
+            assert {e.call("content_digest") for e in engines.values()} <= {report.digest}
+            assert all(engine.call("content") == content_of(seed) for engine in engines.values())
+            assert report.num_bytes == sum(tensor.nbytes for tensor in version(seed).values())
+            digests = torch.zeros(2, 64, dtype=torch.uint8)
+            digests[rank] = torch.tensor(list((report.digest or "?" * 64).encode()), dtype=torch.uint8)
+            dist.all_reduce(digests)
+            assert shard_dim == 1 or torch.equal(digests[0], digests[1])
+            assert report.engines.keys() == engines.keys()
+
+
+class Refusing:
+    """An engine whose n-th bucket is refused."""
+
+    def __init__(self, engine: Engine, bucket: int) -> None:
+        self._engine, self._left = engine, bucket
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            if verb == "update_weights_from_distributed":
+                self._left -= 1
+                if self._left == 0:
+                    arguments["dtypes"] = ["int4"] * len(arguments["dtypes"])
+            return getattr(self._engine, verb)(**arguments)
+
+        return call
+
+
+def engine_refuses(rank: int) -> None:
+    """A bucket that one engine refuses ends the refresh on both ranks and both engines, and the next one works."""
+    mesh = init_device_mesh("cpu", (2,))
+    with engines_of(rank, 2) as engines:
+        controls = dict(engines)
+        if rank == 0:
+            controls["engine1"] = Refusing(engines["engine1"], bucket=3)
+        with sender_of(controls) as sender:
+            start = time.monotonic()
+            try:
+                sender.refresh(fsdp_model(99, mesh), "v99", bucket_bytes=20)
+            except EngineError as error:
+                assert rank == 0 and error.failures.keys() == {"engine1"} and "int4" in str(error)
+            except TransportError as error:
+                assert rank == 1 and "another trainer rank failed" in str(error)
+            else:
+                raise AssertionError("the refresh went through")
+            assert time.monotonic() - start < 10
+            for engine in engines.values():
+                assert engine.call("content") == content_of(0) and not engine.call("status")["open"]
+            if rank == 0:
+                sender.connect()  # with the engine that was lost
+            sender.refresh(fsdp_model(1, mesh), "v1", bucket_bytes=20)
+            assert all(engine.call("content") == content_of(1) for engine in engines.values())
+
+
+def other_rank_fails(rank: int) -> None:
+    """Rank 1 cannot pack its shard of the third bucket: rank 0 is told, aborts, and both can go on."""
+    mesh = init_device_mesh("cpu", (2,))
+    content = Gatherer._content
+    count = 0
+
+    def fail(self: Gatherer, piece: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 8:  # five for fingerprints, then the shard of the third bucket
+            raise MemoryError("no room")
+        return content(self, piece)
+
+    with engines_of(rank, 1) as engines, sender_of(engines) as sender:
+        if rank == 1:
+            Gatherer._content = fail  # type: ignore[method-assign]
+        start = time.monotonic()
+        try:
+            sender.refresh(fsdp_model(99, mesh), "v99", bucket_bytes=20)
+        except MemoryError:
+            assert rank == 1 and count == 8
+        except TransportError as error:
+            assert rank == 0 and "another trainer rank failed" in str(error)
+        else:
+            raise AssertionError("the refresh went through")
+        Gatherer._content = content  # type: ignore[method-assign]
+        assert time.monotonic() - start < 10
+        for engine in engines.values():
+            assert engine.call("content") == content_of(0) and not engine.call("status")["open"]
+        sender.refresh(fsdp_model(1, mesh), "v1")
+        assert all(engine.call("content") == content_of(1) for engine in engines.values())
+
+
+def other_rank_dies(rank: int) -> None:
+    """Rank 1 is gone in the middle: rank 0 says so within its deadline, and the engine serves what it had."""
+    mesh = init_device_mesh("cpu", (2,))
+    with engines_of(rank, 1) as engines, sender_of(engines) as sender:
+        gather = Gatherer.gather
+
+        def die(self: Gatherer, metas: Any, flat: Any) -> None:
+            if rank == 1:
+                os._exit(7)
+            gather(self, metas, flat)
+
+        Gatherer.gather = die  # type: ignore[method-assign]
+        start = time.monotonic()
+        try:
+            sender.refresh(fsdp_model(99, mesh), "v99", bucket_bytes=20)
+        except TransportError as error:
+            assert "trainer ranks" in str(error)
+        else:
+            raise AssertionError("the refresh went through")
+        assert time.monotonic() - start < TIMEOUT_S + 5
+        for engine in engines.values():
+            assert engine.call("content") == content_of(0) and not engine.call("status")["open"]
+    os._exit(0)  # the default group cannot be left in an orderly way any more
+
+
+def serve(rank: int, checkpoint: str, *urls: str) -> None:
+    """A transformers model, sharded with FSDP2 after an optimiser step, to real servers; digests agree everywhere."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean().backward()
+    optimizer.step()
+    whole = {name: tensor.full_tensor() for name, tensor in named_tensors_of(model)}
+    values = Gatherer(plan_tensors(whole, torch.bfloat16), None).fingerprints()
+    clients = {f"server{i}": RolloutClient(url) for i, url in enumerate(urls)} if rank == 0 else {}
+    with sender_of(clients) as sender:
+        report = sender.refresh(model, "step-1", dtype=torch.bfloat16, bucket_bytes=64 << 10)
+    assert report.num_buckets > 3
+    assert report.fingerprints == {name: f"{value:016x}" for name, value in values.items()}
+    assert fingerprint(next(iter(whole.values())).to(torch.bfloat16)) == next(iter(values.values()))
+    for name, client in clients.items():
+        answer = client.weights_checker()
+        assert answer["ranks"][0]["checksums"] == report.fingerprints, name
+        assert answer["per_engine_checksum"] == report.digest
+        assert client.weight_version() == "step-1"
+        engine = report.engines[name]
+        assert engine.committed and engine.stall_seconds is not None and 0 < engine.stall_seconds < engine.seconds
+        assert engine.num_bytes == report.num_bytes
+        client.close()
+
+
+SCENARIOS = (random_gathers, refusals, fsdp_refresh, engine_refuses, other_rank_fails, other_rank_dies, serve)
+
+
+def main(scenarios: str, rank: str, port: str, *words: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(port), NUM_RANKS, rank == "0")
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=NUM_RANKS)
+    for scenario in scenarios.split(","):
+        {function.__name__: function for function in SCENARIOS}[scenario](int(rank), *words)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

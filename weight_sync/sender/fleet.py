@@ -1,0 +1,161 @@
+"""`Fleet`: a transaction on many engines at once.
+
+    begin on all -> buckets to all -> verify on all -> commit on all
+
+An engine fails by refusing, by breaking its connection or by letting a deadline pass.  Then, by choice, the whole
+refresh is aborted (`abort_all`), or that engine is left out and the others go on (`leave_out`).  No engine commits
+before all that take part have verified.  An engine on its own verifies and commits in one call.
+
+Knows links, calls and deadlines.  Does not know tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Literal
+
+from weight_sync.errors import TransactionStateError, TransportError
+from weight_sync.sender.control import refusal, says_nothing_is_open
+from weight_sync.sender.errors import EngineError
+from weight_sync.sender.link import Bucket, EngineLink, Sending
+from weight_sync.sender.report import EngineReport
+
+OnEngineFailure = Literal["abort_all", "leave_out"]
+
+_POLL_S = 0.002
+_ABORT_S = 10.0
+"""At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
+
+
+class Fleet:
+    """One refresh over `links`, once.  `abort` is the way out of every failure, of one in here and of any other."""
+
+    def __init__(self, links: Mapping[str, EngineLink], on_engine_failure: OnEngineFailure) -> None:
+        self._links = links
+        self._policy = on_engine_failure
+        self._active = list(links)
+        self._open: set[str] = set()  # engines that hold a transaction of ours
+        self._sending: dict[str, Sending] = {}
+        self._failures: dict[str, BaseException] = {}
+        self._start = time.perf_counter()
+        self.reports = {name: EngineReport() for name in links}
+
+    def begin(self, **fields: Any) -> None:
+        """Open a transaction on all engines.  Raises `EngineError`."""
+        failed: dict[str, BaseException] = {
+            name: TransactionStateError("not connected; connect first")
+            for name, link in self._links.items()
+            if not link.is_connected
+        }
+        self._settle(failed)  # before anything is asked of the others
+        calls = {name: self._links[name].call("begin_weight_update", **fields) for name in self._active}
+        try:
+            failed = self._failed("begin_weight_update", calls)
+            self._open.update(calls.keys() - failed.keys())
+        finally:
+            for name in calls.keys() - self._open:
+                self._abort_if_begun(name, calls[name])
+        self._settle(failed)
+
+    def start(self, bucket: Bucket, weight_version: str | None) -> None:
+        """Send a bucket to all engines, without waiting for it."""
+        assert not self._sending, "one bucket at a time: finish the one before"
+        for name in self._active:
+            self._sending[name] = self._links[name].start(bucket, weight_version)
+
+    def finish(self) -> None:
+        """Wait for the bucket on its way, if there is one.  Raises `EngineError`."""
+        self._settle(self._drain())
+
+    def end(self) -> None:
+        """Verify on all engines, then commit on all.  Raises `EngineError`."""
+        phase: dict[str, Any] = {}
+        if len(self._active) > 1:
+            self._settle(self._ask({"phase": "verify"})[1])
+            phase = {"phase": "commit"}
+        replies, failed = self._ask(phase)
+        for name, reply in replies.items():
+            self._open.discard(name)
+            self.reports[name].committed = True
+            self.reports[name].stall_seconds = reply.get("stall_seconds")
+            self.reports[name].seconds = time.perf_counter() - self._start
+        self._settle(failed)
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Drop the transaction wherever it is open; what cannot be dropped is noted on `cause`.
+
+        An interrupt does not wait for the bucket on its way, whose groups are left then.
+        """
+        if cause is not None and not isinstance(cause, Exception):
+            for one in self._sending.values():
+                one.hurry(0.0)
+        self._drain()
+        calls = {name: self._links[name].call("abort_weight_update") for name in self._open}
+        for name, error in self._failed("abort_weight_update", calls, _ABORT_S).items():
+            if cause is not None and not says_nothing_is_open(error):
+                cause.add_note(f"engine {name}: aborting the weight update failed as well: {_described(error)}")
+        self._open.clear()
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> dict[str, BaseException]:
+        """Wait for the bucket on its way; who failed, and with what."""
+        sending = self._sending
+        pending = list(sending.values())
+        while pending := [one for one in pending if not one.poll()]:
+            time.sleep(_POLL_S)
+        self._sending = {}
+        failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
+        for name in sending.keys() - failed.keys():
+            self.reports[name].num_bytes += sending[name].bucket.num_bytes
+        return failed
+
+    def _ask(self, phase: dict[str, Any]) -> tuple[dict[str, Mapping[str, Any]], dict[str, BaseException]]:
+        """`end_weight_update` on all active engines: replies and failures."""
+        calls = {name: self._links[name].call("end_weight_update", **phase) for name in self._active}
+        failed = self._failed("end_weight_update", calls)
+        return {name: call.result() or {} for name, call in calls.items() if name not in failed}, failed
+
+    def _failed(
+        self, verb: str, calls: Mapping[str, Future[Any]], within_s: float = float("inf")
+    ) -> dict[str, BaseException]:
+        """Wait for calls until the deadline; who failed, and with what."""
+        if not calls:
+            return {}
+        timeout_s = min(within_s, *(self._links[name].timeout_s for name in calls))
+        wait(calls.values(), timeout=timeout_s)
+        failed: dict[str, BaseException] = {}
+        for name, call in calls.items():
+            error = refusal(call) if call.done() else TransportError(f"no answer to {verb} within {timeout_s:g} s")
+            if error is not None:
+                failed[name] = error
+        return failed
+
+    def _settle(self, failed: Mapping[str, BaseException]) -> None:
+        """Raise, or go on without the engines that failed."""
+        if not failed:
+            return
+        self._failures.update(failed)
+        for name, error in failed.items():
+            self._active.remove(name)
+            self.reports[name].error = _described(error)
+            self.reports[name].seconds = time.perf_counter() - self._start
+        committed = [name for name, report in self.reports.items() if report.committed]
+        if self._policy == "abort_all" or not self._active:
+            first = next(iter(failed.values()))
+            raise EngineError(self._failures, committed) from first
+
+    def _abort_if_begun(self, name: str, call: Future[Any]) -> None:
+        """Our own transaction, should one be open after all: never one of another trainer, which begin refused for."""
+
+        def abort(begun: Future[Any]) -> None:
+            if begun.exception() is None:
+                self._links[name].call("abort_weight_update")
+
+        call.add_done_callback(abort)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

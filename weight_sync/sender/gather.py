@@ -1,0 +1,197 @@
+"""`Gatherer`: a bucket's bytes on the sending rank, and the fingerprints of everything that is sent.
+
+    whole tensors      cast and packed where they are
+    sharded tensors    each rank casts and packs what it holds of the bucket; one collective brings it to the sender,
+                       which puts every box in its place
+
+So only the sending rank ever holds more than its own shards, and that is a bucket, never a tensor list or a model.
+Fingerprints add up over shards, so each rank computes those of its own and no tensor moves for them, but for the few
+that are sharded in such a way that a shard is not one run of the flat tensor.
+
+Knows plans, boxes and trainer ranks.  Does not know engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weight_sync.bucket import plan_buckets, unpack
+from weight_sync.fingerprint import fingerprint
+from weight_sync.sender.plan import Part, TensorPlan
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.shards import Box, Holding, box_of_part, flat_offset, holdings, index_in, intersection, size_of
+from weight_sync.tensor_meta import TensorMeta
+
+_ALIGNMENT = 16  # at least any item size, so that a rank's bytes can be read as their dtypes
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one rank brings of one part: a box of the part's source."""
+
+    part: Part
+    holding: Holding
+    index: tuple[slice, ...]  # in the part, without dropping dimensions
+    size: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return TensorMeta("", self.part.meta.dtype, self.size).nbytes
+
+
+class Gatherer:
+    """`ranks`: None where no tensor is sharded.  All ranks call the same methods with the same arguments.
+
+    Raises `WeightRequestError` for shards that cannot be sent.
+    """
+
+    def __init__(self, plan: TensorPlan, ranks: TrainerRanks | None) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._holdings: dict[str, list[Holding]] = {}
+        self._pieces_of: dict[str, list[_Piece]] = {}  # by part, of all ranks
+        if ranks is not None:
+            self._holdings = {name: holdings(name, it, ranks.rank_of) for name, it in plan.sources.items()}
+
+    def gather(self, metas: Sequence[TensorMeta], flat: torch.Tensor | None) -> None:
+        """Fill a bucket: `flat` is uint8 [total bytes], on any device; None on ranks other than the sending one.
+
+        Raises `TransportError` if another rank failed or is late, and what packing raises here.
+        """
+        if self._ranks is None:
+            assert flat is not None, "without other ranks this one sends"
+            self._pack_whole(metas, flat)
+            return
+        ranks = self._ranks
+        pieces = [piece for meta in metas for piece in self._pieces(meta.name)]
+        mine = ranks.jointly(lambda: self._pack_mine(metas, pieces, flat))
+        sizes = [_padded(_of_rank(pieces, rank)) if rank else 0 for rank in range(ranks.world_size)]
+        received = ranks.to_sender(mine, sizes)
+        if received is None:
+            return
+        assert flat is not None, "the sending rank has room for the bucket"
+        views = dict(unpack(flat, metas))
+        for rank in range(1, ranks.world_size):
+            own = _of_rank(pieces, rank)
+            for piece, content in zip(own, _split(received[rank], own), strict=True):
+                _view_of(views, piece).copy_(content)
+
+    def fingerprints(self) -> dict[str, int]:
+        """By the names that are sent, of the content as it is sent; without fused tensors, which the engine splits.
+
+        Complete on every rank, but for tensors whose shards are not runs: those are on the sending rank only.
+        """
+        parts = [part for part in self._plan.parts.values() if not part.is_fused]
+        if self._ranks is None:
+            return {part.meta.name: fingerprint(self._whole(part)) for part in parts}
+        ranks = self._ranks
+        by_runs = [part for part in parts if self._is_in_runs(part)]
+        sums = ranks.jointly(lambda: [self._own_share(part, ranks.rank) for part in by_runs])
+        found = dict(zip((part.meta.name for part in by_runs), ranks.sum_over_ranks(sums), strict=True))
+        rest = [part.meta for part in parts if part.meta.name not in found]
+        for bucket in plan_buckets(rest, max((meta.nbytes for meta in rest), default=1) or 1):
+            flat = None
+            if ranks.is_sender:
+                flat = torch.empty(sum(meta.nbytes for meta in bucket), dtype=torch.uint8)
+            self.gather(bucket, flat)
+            if flat is not None:
+                found |= {name: fingerprint(tensor) for name, tensor in unpack(flat, bucket)}
+        return found
+
+    # --- packing ------------------------------------------------------------------------------------------------
+
+    def _whole(self, part: Part) -> torch.Tensor:
+        return self._plan.sources[part.source][part.index].to(part.meta.dtype)
+
+    def _pack_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> None:
+        for name, view in unpack(flat, metas):
+            part = self._plan.parts[name]
+            view.copy_(self._plan.sources[part.source][part.index])
+
+    def _pack_mine(
+        self, metas: Sequence[TensorMeta], pieces: Sequence[_Piece], flat: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What this rank has to send, uint8; the sending rank puts its own pieces into `flat` and sends nothing."""
+        assert self._ranks is not None, "only sharded tensors come in pieces"
+        own = _of_rank(pieces, self._ranks.rank)
+        if flat is not None:
+            views = dict(unpack(flat, metas))
+            for piece in own:
+                _view_of(views, piece).copy_(self._content(piece))
+            return torch.empty(0, dtype=torch.uint8, device=flat.device)
+        packed = torch.empty(_padded(own), dtype=torch.uint8, device=self._ranks.device)
+        for piece, target in zip(own, _split(packed, own), strict=True):
+            target.copy_(self._content(piece))
+        return packed
+
+    def _pieces(self, name: str) -> list[_Piece]:
+        """What all ranks hold of a part; at most one piece a rank."""
+        if name not in self._pieces_of:
+            part = self._plan.parts[name]
+            whole = self._whole_box(part)
+            met = [(held.rank, intersection(whole, held.box)) for held in self._holdings[part.source]]
+            self._pieces_of[name] = [
+                _Piece(part, Holding(rank, box), index_in(box, whole), size_of(box))
+                for rank, box in met
+                if box is not None
+            ]
+        return self._pieces_of[name]
+
+    def _whole_box(self, part: Part) -> Box:
+        return box_of_part(part, tuple(self._plan.sources[part.source].shape))
+
+    def _content(self, piece: _Piece) -> torch.Tensor:
+        """A view into what lives here, in the source's dtype."""
+        name, box = piece.part.source, piece.holding.box
+        source = self._plan.sources[name]
+        if not isinstance(source, DTensor):
+            return source[index_in(box, tuple((0, size) for size in source.shape))]
+        (here,) = [held.box for held in self._holdings[name] if held.rank == piece.holding.rank]
+        return source.to_local()[index_in(box, here)]
+
+    # --- fingerprints -------------------------------------------------------------------------------------------
+
+    def _is_in_runs(self, part: Part) -> bool:
+        """Whether each rank's piece is one run of the flat tensor."""
+        whole = self._whole_box(part)
+        return all(flat_offset(piece.holding.box, whole) is not None for piece in self._pieces(part.meta.name))
+
+    def _own_share(self, part: Part, rank: int) -> int:
+        whole = self._whole_box(part)
+        shares = 0
+        for piece in _of_rank(self._pieces(part.meta.name), rank):
+            offset = flat_offset(piece.holding.box, whole)
+            assert offset is not None, "only asked for pieces that are runs"
+            shares += fingerprint(self._content(piece).to(part.meta.dtype), offset)
+        return shares
+
+
+def _of_rank(pieces: Sequence[_Piece], rank: int) -> list[_Piece]:
+    return [piece for piece in pieces if piece.holding.rank == rank]
+
+
+def _padded(pieces: Sequence[_Piece]) -> int:
+    total = sum(piece.nbytes for piece in pieces)
+    return -(-total // _ALIGNMENT) * _ALIGNMENT
+
+
+def _split(packed: torch.Tensor, pieces: Sequence[_Piece]) -> Iterator[torch.Tensor]:
+    """The pieces inside a rank's bytes.  Larger item sizes come first in every bucket, so each is aligned."""
+    offset = 0
+    for piece in pieces:
+        yield packed[offset : offset + piece.nbytes].view(piece.part.meta.dtype).view(piece.size)
+        offset += piece.nbytes
+
+
+def _view_of(views: dict[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
+    """Where the piece belongs in the bucket, with the dimensions of its source."""
+    part = piece.part
+    view = views[part.meta.name]
+    for dim, picked in enumerate(part.index):
+        if isinstance(picked, int):
+            view = view.unsqueeze(dim)
+    return view[piece.index]

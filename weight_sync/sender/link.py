@@ -1,0 +1,217 @@
+"""One engine as the sender sees it: the group that both are in, control calls in threads, a bucket on its way.
+
+Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks nobody else's.
+Knows one engine.  Does not know what its failure means for others, nor what a transaction is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weight_sync.errors import TransactionStateError, TransportError
+from weight_sync.process_group import GroupHandle, free_port, init_process_group, resolve_backend
+from weight_sync.receivers.distributed import FLATTENED_BUCKET
+from weight_sync.sender.control import EngineControl, in_thread, refusal
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+
+GRACE_S = 2.0
+"""Over a deadline, for an answer that says more than that it passed."""
+_SETTLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one call sends: `content` uint8 [bytes] is broadcast as it is, `load_format` tells how to read it.
+
+    An encoding other than a flattened bucket is another maker of these.
+    """
+
+    metas: Sequence[TensorMeta]
+    content: torch.Tensor
+    load_format: str = FLATTENED_BUCKET
+
+    @property
+    def num_bytes(self) -> int:
+        return self.content.numel()
+
+
+class EngineLink:
+    """`timeout_s`: deadline of the rendezvous, of each bucket and of each call."""
+
+    def __init__(self, name: str, control: EngineControl, timeout_s: float) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._control = control
+        self._group: GroupHandle | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def connect(
+        self,
+        *,
+        master_address: str,
+        master_port: int | None,
+        engine_world_size: int,
+        group_name: str,
+        backend: str | None,
+        device: torch.device | str,
+    ) -> None:
+        """Join a group with the engine: this process is rank 0, the engine's ranks follow.
+
+        Raises what the engine refused, else `TransportError` or `WeightRequestError`.
+        """
+        port = free_port() if master_port is None else master_port
+        resolved = resolve_backend(backend, device)
+        world_size = 1 + engine_world_size
+        call = self.call(
+            "init_weights_update_group",
+            master_address=master_address,
+            master_port=port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name=group_name,
+            backend=resolved,
+        )
+        joining = in_thread(
+            init_process_group, master_address, port, 0, world_size, group_name, resolved, self.timeout_s
+        )
+        wait([call, joining], timeout=self.timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
+        refused = refusal(call)
+        if refused is not None or not joining.done():
+            joining.add_done_callback(_leave_late)  # it ends at its own deadline
+            raise refused or TransportError(f"the engine did not join within {self.timeout_s:g} s")
+        group = joining.result()
+        if not call.done():
+            group.destroy()
+            raise TransportError(f"the engine joined, but did not answer within {self.timeout_s:g} s")
+        self._group = group
+
+    def call(self, verb: str, **fields: Any) -> Future[Any]:
+        """A control call on its way."""
+        return in_thread(getattr(self._control, verb), **fields)
+
+    def start(self, bucket: Bucket, weight_version: str | None) -> Sending:
+        """Send a bucket without waiting.  `bucket.content` must not change until it is done."""
+        if self._group is None:
+            raise TransactionStateError(f"engine {self.name} is not connected; connect first")
+        call = self.call(
+            "update_weights_from_distributed",
+            names=[meta.name for meta in bucket.metas],
+            dtypes=[dtype_name(meta.dtype) for meta in bucket.metas],
+            shapes=[list(meta.shape) for meta in bucket.metas],
+            group_name=self._group.name,
+            load_format=bucket.load_format,
+            weight_version=weight_version,
+        )
+        return Sending(self, self._group, call, bucket)
+
+    def leave(self) -> None:
+        """Leave the group and have the engine leave it.  Raises what the engine refused; the group is left anyway."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        try:
+            call = self.call("destroy_weights_update_group", group_name=group.name)
+            wait([call], timeout=self.timeout_s)
+            if not call.done():
+                raise TransportError(f"the engine did not leave the group within {self.timeout_s:g} s")
+            call.result()
+        finally:
+            group.destroy()
+
+    def leave_failed(self) -> None:
+        """Both sides leave a group that broke: a broadcast still pending here ends when the engine closes its end."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.broken = True
+        # The engine may have left already, hang, or be gone.  If it hangs, leaving waits for the broadcast's deadline.
+        wait([self.call("destroy_weights_update_group", group_name=group.name)], timeout=GRACE_S)
+        wait([in_thread(group.destroy)], timeout=GRACE_S)
+
+
+class Sending:
+    """One bucket on its way to one engine: the broadcast and the engine's answer.  `poll` until it is done."""
+
+    def __init__(self, link: EngineLink, group: GroupHandle, call: Future[Any], bucket: Bucket) -> None:
+        self.link = link
+        self.bucket = bucket
+        self._group = group
+        self._call = call
+        self._work: dist.Work | None = None
+        self._deadline = time.monotonic() + link.timeout_s
+        self._give_up = self._deadline
+        self._broke: TransportError | None = None
+        self._reason_deadline = 0.0
+        self._is_sent = False
+        self._failure: BaseException | None = None
+        try:
+            self._work = group.start_broadcast(bucket.content, link.timeout_s)
+        except TransportError as error:
+            self._break(error)
+
+    def poll(self) -> bool:
+        """Whether it is over.  Waits only to leave a group that broke, and not for long."""
+        if self._failure is not None:
+            return True
+        now = time.monotonic()
+        if self._broke is not None:
+            # The engine's own reason is the better one, if it has one.
+            if self._call.done() or now > self._reason_deadline:
+                self._fail(refusal(self._call) or self._broke, self._broke)
+        elif self._is_sent:
+            if self._call.done():
+                self._failure = refusal(self._call)
+                return True
+            if now > self._deadline + GRACE_S:
+                within = f"within {self.link.timeout_s:g} s"
+                self._fail(TransportError(f"the engine took a bucket, but did not answer {within}"))
+        elif self._work is not None and self._work.is_completed():
+            self._finish_broadcast(self._work)
+        elif now > self._give_up:
+            self._break(TransportError(f"the engine did not take a bucket within {self.link.timeout_s:g} s"))
+        elif self._give_up == self._deadline and refusal(self._call) is not None:
+            self._give_up = min(now + _SETTLE_S, self._deadline)  # refused after it was received: soon done then
+        return self._failure is not None
+
+    def hurry(self, within_s: float) -> None:
+        """Move the deadline up."""
+        self._deadline = min(self._deadline, time.monotonic() + within_s)
+        self._give_up = min(self._give_up, self._deadline)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong, once it is over; None: the engine has the bucket."""
+        return self._failure
+
+    def _finish_broadcast(self, work: dist.Work) -> None:
+        try:
+            self._group.finish(work, self._deadline)
+            self._is_sent = True
+        except TransportError as error:
+            self._break(error)
+
+    def _break(self, error: TransportError) -> None:
+        self._broke = error
+        self._reason_deadline = time.monotonic() + GRACE_S
+
+    def _fail(self, error: BaseException, cause: TransportError | None = None) -> None:
+        """The group is of no use any more."""
+        if cause is not None and cause is not error:
+            error.__cause__ = cause
+        self._failure = error
+        self.link.leave_failed()
+
+
+def _leave_late(joining: Future[GroupHandle]) -> None:
+    if joining.exception() is None:
+        joining.result().destroy()

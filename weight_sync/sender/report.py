@@ -1,0 +1,69 @@
+"""What a refresh reports, while it runs and when it is over."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TextIO
+
+_WIDTH = 30
+_REDRAW_S = 0.1
+
+
+@dataclass
+class EngineReport:
+    """One engine's share of a refresh."""
+
+    num_bytes: int = 0  # that it took
+    seconds: float = 0.0  # from begin until it answered for the last time
+    stall_seconds: float | None = None  # that its steps stood still for the commit, as it says itself
+    committed: bool = False
+    error: str | None = None  # why it was left out
+
+
+@dataclass(frozen=True)
+class RefreshReport:
+    """What was sent.  Compare `fingerprints` and `digest` with the engine's to prove what it loaded.
+
+    On trainer ranks other than the sending one `engines` is empty.
+    """
+
+    weight_version: str | None
+    num_bytes: int  # of one copy of the content
+    seconds: float
+    num_buckets: int
+    fingerprints: dict[str, str]  # 16 hex digits by name; empty without a manifest
+    digest: str | None
+    engines: dict[str, EngineReport] = field(default_factory=dict)  # by engine name
+
+    @property
+    def left_out(self) -> list[str]:
+        """Engines that do not have this version."""
+        return [name for name, engine in self.engines.items() if not engine.committed]
+
+
+class ProgressBar:
+    """A progress callback that draws a bar on a terminal, and nothing where the stream is not one."""
+
+    def __init__(self, label: str = "refresh", stream: TextIO | None = None) -> None:
+        self._label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._start = time.monotonic()
+        self._drawn = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are sent."""
+        if not self._stream.isatty():
+            return
+        now = time.monotonic()
+        if done < total and now - self._drawn < _REDRAW_S:
+            return
+        self._drawn = now
+        share = done / total if total else 1.0
+        filled = round(share * _WIDTH)
+        rate = done / max(now - self._start, 1e-9) / 1e6
+        bar = "█" * filled + "·" * (_WIDTH - filled)
+        end = "\n" if done >= total else ""
+        self._stream.write(f"\r{self._label} {bar} {share:4.0%} {done / 1e6:,.1f} MB {rate:,.0f} MB/s{end}")
+        self._stream.flush()

@@ -1,0 +1,264 @@
+"""`WeightSender`: refreshes engines from a trainer's model, state dict or sharded model.
+
+Needs torch only.  Engines are reached through `EngineControl`, which an HTTP client satisfies.  Knows tensors by their
+checkpoint names.  Does not know HTTP or training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from weight_sync.bucket import plan_buckets
+from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.process_group import resolve_backend
+from weight_sync.sender.control import EngineControl
+from weight_sync.sender.errors import EngineError
+from weight_sync.sender.fleet import Fleet, OnEngineFailure
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.plan import TensorPlan, TensorSource, plan_tensors
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.report import RefreshReport
+from weight_sync.sender.update import Progress, WeightUpdate
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+
+
+class WeightSender:
+    """`engines`: one engine's control, or many by name.  Not thread-safe.
+
+    With a model that is sharded over trainer ranks every rank has a `WeightSender` and calls `refresh` with the same
+    arguments; rank 0 of `trainer_group` (None: the default group) sends, and the others give no engines.
+
+    `timeout_s`: deadline of a rendezvous, of a bucket, of a call, and of what trainer ranks do together.  A refresh
+    that an engine holds up fails within it, plus at most 15 s in which engines are asked why and told to abort.
+    `on_engine_failure`: one engine that fails ends the refresh on all (`abort_all`), or is left out and reported, while
+    the others take the new version (`leave_out`).
+    """
+
+    def __init__(
+        self,
+        engines: EngineControl | Mapping[str, EngineControl],
+        *,
+        timeout_s: float = 300.0,
+        on_engine_failure: OnEngineFailure = "abort_all",
+        trainer_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if on_engine_failure not in ("abort_all", "leave_out"):
+            raise WeightRequestError(f"on_engine_failure is abort_all or leave_out, got {on_engine_failure!r}")
+        controls = engines if isinstance(engines, Mapping) else {"engine": engines}
+        self._links = {name: EngineLink(name, control, timeout_s) for name, control in controls.items()}
+        self._timeout_s = timeout_s
+        self._policy = on_engine_failure
+        self._trainer_group = trainer_group
+        self._device = torch.device("cpu")
+        self._areas: list[torch.Tensor] = []
+
+    @property
+    def connected(self) -> list[str]:
+        """Names of the engines that share a group with this process."""
+        return [name for name, link in self._links.items() if link.is_connected]
+
+    def connect(
+        self,
+        *,
+        master_address: str = "127.0.0.1",
+        master_port: int | None = None,
+        engine_world_size: int = 1,
+        group_name: str = "weight_update_group",
+        backend: str | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Join a group with each engine that is not connected: this process is rank 0, the engine's ranks follow.
+
+        Call it again for engines that were lost.  `master_address`: where engines reach this process.  `master_port`:
+        of the first engine, the following ones take the ports after it; None: free ones.  `group_name`: of the only
+        engine; of several, each adds `-` and its own name.  `device`: where the tensors to send live; decides the
+        backend where None is given.
+
+        Raises `EngineError`, which names the engines that did not join; the others are connected.
+        """
+        missing = [link for link in self._links.values() if not link.is_connected]
+        if self._links and not missing:
+            raise TransactionStateError("connected already; close first")
+        failed: dict[str, BaseException] = {}
+        for position, link in enumerate(self._links.values()):
+            if link not in missing:
+                continue
+            try:
+                link.connect(
+                    master_address=master_address,
+                    master_port=None if master_port is None else master_port + position,
+                    engine_world_size=engine_world_size,
+                    group_name=group_name if len(self._links) == 1 else f"{group_name}-{link.name}",
+                    backend=backend,
+                    device=device,
+                )
+            except Exception as error:
+                failed[link.name] = error
+        self._device = torch.device("cpu" if resolve_backend(backend, device) == "gloo" else device)
+        if failed:
+            raise EngineError(failed) from next(iter(failed.values()))
+
+    def refresh(
+        self,
+        source: TensorSource,
+        weight_version: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        coverage: str = "full",
+        bucket_bytes: int = 256 << 20,
+        progress: Progress | None = None,
+        with_manifest: bool = True,
+        split_experts: bool = True,
+        begin_options: Mapping[str, Any] | None = None,
+    ) -> RefreshReport:
+        """Send one weight version as one transaction; returns when the engines have committed it.
+
+        `source`: a model, a state dict, or (name, tensor) pairs, on any device, whole or sharded (DTensor); it must not
+        change meanwhile.  `dtype`: the engine's, to which floating-point tensors are cast on the way.
+        `progress(bytes done, bytes in all)` is called after each bucket.  `with_manifest`: state names, dtypes, shapes
+        and fingerprints first, so that a wrong refresh is refused before anything is sent and a flipped bit is noticed.
+        `split_experts`: see `split_fused_experts`; without it fused tensors go as they are, with no fingerprint.
+        `begin_options`: further fields of `begin_weight_update`.
+
+        The next bucket is gathered and packed while this one is broadcast.  Memory on the sending rank: two buckets,
+        and a third where tensors are sharded; a bucket is `bucket_bytes`, or the largest tensor if that is larger.
+
+        Raises `EngineError` with what each failed engine said; `WeightRequestError`; `TransportError` when trainer
+        ranks lost one another.  Unless `EngineError.committed` says otherwise no engine has the new version then, and
+        all that could be told have dropped it; the error carries notes on those that could not.
+        """
+        start = time.perf_counter()
+        plan = plan_tensors(source, dtype, split_experts)
+        buckets = plan_buckets(plan.metas, bucket_bytes)
+        ranks = self._trainer_ranks(plan)
+        if ranks is None:
+            gatherer = self._gatherer(plan, None)
+        else:
+            gatherer = ranks.jointly(lambda: self._gatherer(plan, ranks))
+        fingerprints = gatherer.fingerprints() if with_manifest else {}
+        engines = {}
+        if ranks is None or ranks.is_sender:
+            manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
+            fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
+            update = self._new_update(fields | dict(begin_options or {}), sum(m.nbytes for m in plan.metas), progress)
+            self._lead(update, gatherer, buckets, ranks)
+            engines = update.engines
+        else:
+            for bucket in buckets:
+                gatherer.gather(bucket, None)
+            ranks.jointly(_nothing)  # what the engines said in the end
+        complete = with_manifest and fingerprints.keys() == plan.parts.keys()
+        return RefreshReport(
+            weight_version,
+            sum(meta.nbytes for meta in plan.metas),
+            time.perf_counter() - start,
+            len(buckets),
+            {name: fingerprint_hex(value) for name, value in fingerprints.items()},
+            digest((meta, fingerprints[meta.name]) for meta in plan.metas) if complete else None,
+            engines,
+        )
+
+    def update(
+        self,
+        weight_version: str | None = None,
+        *,
+        coverage: str = "full",
+        manifest: Iterable[Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+        begin_options: Mapping[str, Any] | None = None,
+    ) -> WeightUpdate:
+        """A transaction whose buckets the caller makes: `with sender.update("7") as update: update.send(tensors)`.
+
+        `manifest`: entries of `name`, `dtype`, `shape` and optionally `fingerprint`.  Leaving the block normally
+        verifies and commits; an exception aborts.  Raises as `refresh`.
+        """
+        entries = None if manifest is None else [dict(entry) for entry in manifest]
+        fields = {"weight_version": weight_version, "coverage": coverage, "manifest": entries}
+        return self._new_update(fields | dict(begin_options or {}), None, progress)
+
+    def close(self) -> None:
+        """Leave all groups and have the engines leave them.
+
+        Raises `EngineError` with what they refused; the groups are left anyway.
+        """
+        failed: dict[str, BaseException] = {}
+        for link in self._links.values():
+            try:
+                link.leave()
+            except Exception as error:
+                failed[link.name] = error
+        self._areas.clear()
+        if failed:
+            raise EngineError(failed) from next(iter(failed.values()))
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    def _trainer_ranks(self, plan: TensorPlan) -> TrainerRanks | None:
+        sharded = [tensor for tensor in plan.sources.values() if isinstance(tensor, DTensor)]
+        if not sharded:
+            return None
+        return TrainerRanks(self._trainer_group, sharded[0].to_local().device, self._timeout_s)
+
+    def _gatherer(self, plan: TensorPlan, ranks: TrainerRanks | None) -> Gatherer:
+        """After the checks that need nobody else."""
+        sends = ranks is None or ranks.is_sender
+        if sends and not self.connected:
+            raise TransactionStateError("not connected; connect first")
+        if not sends and self._links:
+            raise WeightRequestError("only rank 0 of the trainer group sends; give no engines on the other ranks")
+        return Gatherer(plan, ranks)
+
+    def _new_update(self, fields: dict[str, Any], num_bytes: int | None, progress: Progress | None) -> WeightUpdate:
+        if not self._links:
+            raise TransactionStateError("there are no engines to update")
+        return WeightUpdate(Fleet(self._links, self._policy), self._device, fields, num_bytes, progress)
+
+    def _lead(
+        self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], ranks: TrainerRanks | None
+    ) -> None:
+        try:
+            with update:
+                for position, bucket in enumerate(buckets):
+                    flat = self._area(position, sum(meta.nbytes for meta in bucket))
+                    gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
+                    update.send_bucket(Bucket(bucket, flat))
+        except BaseException:
+            self._areas.clear()  # a broadcast that was given up may still read them
+            if ranks is not None:
+                ranks.tell(False)
+            raise
+        if any(engine.error is not None for engine in update.engines.values()):
+            self._areas.clear()
+        if ranks is not None:
+            ranks.tell(True)
+
+    def _area(self, position: int, num_bytes: int) -> torch.Tensor:
+        """Room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""
+        turn = position % 2
+        while len(self._areas) <= turn:
+            self._areas.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if self._areas[turn].numel() < num_bytes or self._areas[turn].device != self._device:
+            self._areas[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._areas[turn][:num_bytes]
+
+
+def _manifest_entry(meta: TensorMeta, fingerprints: Mapping[str, int]) -> dict[str, Any]:
+    value = fingerprints.get(meta.name)
+    return {
+        "name": meta.name,
+        "dtype": dtype_name(meta.dtype),
+        "shape": list(meta.shape),
+        "fingerprint": None if value is None else fingerprint_hex(value),
+    }
+
+
+def _nothing() -> None:
+    """What a rank has to do that waits for the others."""
