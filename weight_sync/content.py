@@ -21,22 +21,18 @@ class ContentBook:
         self._known: dict[str, int] = {}
 
     @property
-    def fingerprints(self) -> Mapping[str, int] | None:
-        """F of every logical tensor by canonical name; None while one of them is not known."""
-        return dict(self._known) if self._known.keys() == self._metas.keys() else None
-
-    @property
     def digest(self) -> str | None:
         """`fingerprint.digest` of the whole content; None while a tensor's fingerprint is not known."""
-        if self._known.keys() != self._metas.keys():
+        return self.digest_after({})
+
+    def digest_after(self, fingerprints: Mapping[str, int]) -> str | None:
+        """`digest` as it will be once these are noted."""
+        content = self._known | dict(fingerprints)
+        if content.keys() != self._metas.keys():
             return None
-        return digest((self._metas[name], value) for name, value in self._known.items())
+        return digest((self._metas[name], value) for name, value in content.items())
 
     def note(self, fingerprints: Mapping[str, int]) -> None:
         """These tensors, by canonical name, now have this content."""
         assert fingerprints.keys() <= self._metas.keys(), sorted(fingerprints.keys() - self._metas.keys())
         self._known.update(fingerprints)
-
-    def forget(self) -> None:
-        """Nothing is known of the content any more."""
-        self._known.clear()
