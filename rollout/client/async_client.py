@@ -218,6 +218,34 @@ class AsyncRolloutClient:
         """
         return await self._run(wire.update_weights_from_ipc(zmq_handles, weight_version, flush_cache))
 
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[bytes | str] | None = None,
+        *,
+        load_format: str | None = None,
+        format: str | None = None,
+        shm_name: str | None = None,
+        shm_bytes: int | None = None,
+        shm_unlink: bool = False,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+    ) -> dict[str, Any]:
+        """Send tensors in the body, one payload a rank (bytes, or their base64), or name shared memory that holds them.
+
+        `format` "safetensors": a payload, or the shared memory, is a safetensors file; None: SGLang's pickles.
+        """
+        call = wire.update_weights_from_tensor(
+            serialized_named_tensors,
+            load_format,
+            format,
+            shm_name,
+            shm_bytes,
+            shm_unlink,
+            weight_version,
+            flush_cache,
+        )
+        return await self._run(call)
+
     async def end_weight_update(self, phase: wire.EndPhase | None = None) -> dict[str, Any]:
         """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
 

@@ -6,6 +6,7 @@ Does not know sockets.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,6 +250,34 @@ def update_weights_from_ipc(
     if weight_version is not None:
         body["weight_version"] = weight_version
     return _weight_verb("/update_weights_from_ipc", body)
+
+
+def update_weights_from_tensor(
+    serialized_named_tensors: Sequence[bytes | str] | None,
+    load_format: str | None,
+    format: str | None,
+    shm_name: str | None,
+    shm_bytes: int | None,
+    shm_unlink: bool,
+    weight_version: str | None,
+    flush_cache: bool,
+) -> Call[dict[str, Any]]:
+    body: dict[str, Any] = {"flush_cache": flush_cache}
+    if serialized_named_tensors is not None:
+        body["serialized_named_tensors"] = [
+            item if isinstance(item, str) else base64.b64encode(item).decode() for item in serialized_named_tensors
+        ]
+    if shm_unlink:
+        body["shm_unlink"] = True
+    optional = {
+        "load_format": load_format,
+        "format": format,
+        "shm_name": shm_name,
+        "shm_bytes": shm_bytes,
+        "weight_version": weight_version,
+    }
+    body |= {name: value for name, value in optional.items() if value is not None}
+    return _weight_verb("/update_weights_from_tensor", body)
 
 
 def end_weight_update(phase: EndPhase | None) -> Call[dict[str, Any]]:

@@ -59,6 +59,7 @@ class ServerArgs:
     )
 
     weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
+    max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     drain_timeout: float = _arg(10.0, "seconds that running requests get to finish on SIGTERM")
     enable_metrics: bool = _arg(True, "serve /metrics")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
@@ -96,6 +97,7 @@ class ServerArgs:
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
+        _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
         _require(bool(self.weight_version), "--weight-version must not be empty")

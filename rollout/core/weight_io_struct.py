@@ -68,6 +68,17 @@ class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
     zmq_handles: dict[str, str]  # address of the sender's socket, by device
 
 
+class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput, kw_only=True):
+    """The file is in `payload` or in shared memory; `format` None: pickled as SGLang's clients do."""
+
+    payload: bytearray | None = None
+    load_format: str | None = None
+    format: Literal["safetensors"] | None = None
+    shm_name: str | None = None
+    shm_bytes: int | None = None
+    shm_unlink: bool = False
+
+
 class UpdateWeightVersionReqInput(ControlReqInput):
     new_version: str
     abort_all_requests: bool = True
@@ -90,6 +101,7 @@ WeightVerb = (
     | AbortWeightUpdateReqInput
     | UpdateWeightsFromDistributedReqInput
     | UpdateWeightsFromIPCReqInput
+    | UpdateWeightsFromTensorReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
     | WeightsCheckerReqInput

@@ -61,7 +61,7 @@ def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
     """
 
     async def read(request: Request) -> Model:
-        data = await _read_limited(request)
+        data = await read_limited(request)
         if len(data) > THREAD_BODY_BYTES:
             return await asyncio.to_thread(parse_body, model, data)
         return parse_body(model, data)
@@ -128,15 +128,16 @@ def describe_query(error: RequestValidationError) -> str:
     return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
 
 
-async def _read_limited(request: Request) -> bytes:
+async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body.  Raises `TooLarge` over `limit` bytes, before as much is held."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise TooLarge(f"the body has {declared} bytes; the limit is {MAX_BODY_BYTES}")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
     chunks = bytearray()
     async for chunk in request.stream():
         chunks += chunk
-        if len(chunks) > MAX_BODY_BYTES:
-            raise TooLarge(f"the body is over the limit of {MAX_BODY_BYTES} bytes")
+        if len(chunks) > limit:
+            raise TooLarge(f"the body is over the limit of {limit} bytes")
     return bytes(chunks)
 
 

@@ -163,6 +163,19 @@ class UpdateWeightsFromIPCRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
+class UpdateWeightsFromTensorRequest(Body):
+    serialized_named_tensors: list[str] | None = None
+    load_format: str | None = None
+    format: Literal["safetensors"] | None = None
+    shm_name: str | None = None
+    shm_bytes: int | None = Field(default=None, ge=8, lt=2**48)
+    shm_unlink: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    selector: Literal["all", "target"] = "all"
+
+
 class UpdateWeightVersionRequest(Body):
     new_version: str = Field(min_length=1)
     abort_all_requests: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from rollout.core.message import ControlReqInput
@@ -22,6 +22,7 @@ from rollout.core.weight_io_struct import (
     ManifestEntry,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
@@ -29,6 +30,7 @@ from rollout.entrypoints import protocol
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
 from rollout.entrypoints.http_io import json_body, json_response
 from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.tensor_body import read_tensor_body
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 WEIGHT_MARGIN_S = 30.0
@@ -71,6 +73,7 @@ class WeightRoutes:
         add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
         add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
         add_route(router, "/update_weights_from_ipc", self.from_ipc, protocol.UpdateWeightsFromIPCRequest)
+        add_route(router, "/update_weights_from_tensor", self.from_tensor, protocol.UpdateWeightsFromTensorRequest)
         add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
         add_route(router, "/get_weights_by_name", self.get_weights, protocol.GetWeightsByNameRequest)
         router.add_api_route("/get_weights_by_name", self.get_weights_by_query, methods=["GET"])
@@ -113,6 +116,14 @@ class WeightRoutes:
         started = time.monotonic()
         answer = await self._manager.control(UpdateWeightsFromIPCReqInput, self._weight_timeout_s, **fields)
         self._metrics.on_weight_load("ipc", time.monotonic() - started)
+        return reply(answer)
+
+    async def from_tensor(self, request: Request) -> Response:
+        """Receive tensors that are in the body, or in shared memory of this machine."""
+        fields = await read_tensor_body(request, self._manager.server_args.max_payload_bytes)
+        started = time.monotonic()
+        answer = await self._manager.control(UpdateWeightsFromTensorReqInput, self._weight_timeout_s, **fields)
+        self._metrics.on_weight_load("tensor", time.monotonic() - started)
         return reply(answer)
 
     async def end(self, body: EndBody) -> Response:

@@ -11,9 +11,13 @@ from typing import Any
 from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqInput,
 )
 from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.safetensors_bytes import SafetensorsSource
+from weight_sync.receivers.tensor import TensorSource
+from weight_sync.shared_segment import SharedSegment
 from weight_sync.updater import WeightUpdater
 
 SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
@@ -27,8 +31,16 @@ def _ipc(verb: UpdateWeightsFromIPCReqInput, updater: WeightUpdater) -> BucketSo
     return updater.ipc_source(verb.zmq_handles)
 
 
+def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> BucketSource:
+    if verb.shm_name is not None:
+        return SafetensorsSource(SharedSegment(verb.shm_name, verb.shm_bytes or 0), unlink=verb.shm_unlink)
+    payload = bytearray() if verb.payload is None else verb.payload
+    return SafetensorsSource(payload) if verb.format == "safetensors" else TensorSource(payload, verb.load_format)
+
+
 SOURCES: dict[type[UpdateWeightsReqInput], SourceFactory] = {
     UpdateWeightsFromDistributedReqInput: _distributed,
+    UpdateWeightsFromTensorReqInput: _tensor,
     UpdateWeightsFromIPCReqInput: _ipc,
 }
 """A factory runs on the I/O thread and does no more than construct: reading and checking is the source's."""

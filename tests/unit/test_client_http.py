@@ -99,6 +99,35 @@ VERBS = [
         ...,
     ),
     (
+        lambda c: c.update_weights_from_tensor([b"abc", "YWJj"], load_format="flattened_bucket"),
+        OK,
+        "POST",
+        "/update_weights_from_tensor",
+        {
+            "serialized_named_tensors": ["YWJj", "YWJj"],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        },
+        ...,
+    ),
+    (
+        lambda c: c.update_weights_from_tensor(
+            format="safetensors", shm_name="psm", shm_bytes=9, shm_unlink=True, weight_version="v", flush_cache=True
+        ),
+        OK,
+        "POST",
+        "/update_weights_from_tensor",
+        {
+            "format": "safetensors",
+            "shm_name": "psm",
+            "shm_bytes": 9,
+            "shm_unlink": True,
+            "weight_version": "v",
+            "flush_cache": True,
+        },
+        ...,
+    ),
+    (
         lambda c: c.update_weights_from_distributed(("w",), ("bfloat16",), ((2, 3),), "g"),
         OK,
         "POST",

@@ -79,6 +79,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         protocol.InitWeightsUpdateGroupRequest,
         protocol.BeginWeightUpdateRequest,
         protocol.UpdateWeightsFromDistributedRequest,
+        protocol.UpdateWeightsFromTensorRequest,
         protocol.UpdateWeightVersionRequest,
         protocol.GetWeightsByNameRequest,
         protocol.WeightsCheckerRequest,

@@ -104,20 +104,15 @@ def parse_safetensors(storage: Storage) -> list[StoredTensor]:
     begin = _LENGTH.size + length
     entries = _read_header(storage.read(_LENGTH.size, begin).numpy().tobytes())
     placed = sorted((_extent(name, entry), name, entry) for name, entry in entries if name != "__metadata__")
-    tensors = []
     position = 0
-    for (start, stop), name, entry in placed:
+    for (start, stop), name, _ in placed:
         if start != position:
-            raise WeightRequestError(f"safetensors: {name[:200]!r} begins at byte {start}, expected {position}")
-        tensor = _tensor(storage, begin, name, entry)
-        if tensor.meta.nbytes != stop - start:
-            raise WeightRequestError(f"safetensors: {name!r} has {tensor.meta.nbytes} bytes, its place {stop - start}")
-        tensors.append(tensor)
+            raise WeightRequestError(f"safetensors: {name[:200]!r} does not begin where the tensor before it ends")
         position = stop
     if begin + position != storage.nbytes:
-        accounted = begin + position
+        accounted = str(begin + position)[:40]
         raise WeightRequestError(f"safetensors: {storage.nbytes} bytes came, the header accounts for {accounted}")
-    return tensors
+    return [_tensor(storage, begin, name, entry) for _, name, entry in placed]
 
 
 def _read_header(text: bytes) -> list[tuple[str, Any]]:
@@ -143,7 +138,7 @@ def _extent(name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
         raise WeightRequestError(f"safetensors: {name[:200]!r} has no data_offsets")
     if not 0 <= offsets[0] <= offsets[1]:
-        raise WeightRequestError(f"safetensors: {name[:200]!r} lies at {offsets[0]} to {offsets[1]}")
+        raise WeightRequestError(f"safetensors: {name[:200]!r} lies nowhere: its offsets are out of order")
     return offsets[0], offsets[1]
 
 
@@ -153,8 +148,11 @@ def _tensor(storage: Storage, begin: int, name: str, entry: dict[str, Any]) -> S
         raise WeightRequestError(f"safetensors: {name[:200]!r} has dtype {str(dtype)[:64]!r}; known: {list(_DTYPES)}")
     if not isinstance(shape, list):
         raise WeightRequestError(f"safetensors: {name[:200]!r} has no shape")
-    start = begin + entry["data_offsets"][0]
-    return name_tensor(name, contiguous_place(storage, _DTYPES[dtype], shape, start))
+    start, stop = entry["data_offsets"]
+    tensor = name_tensor(name, contiguous_place(storage, _DTYPES[dtype], shape, begin + start))
+    if tensor.meta.nbytes != stop - start:
+        raise WeightRequestError(f"safetensors: {name!r} has {tensor.meta.nbytes} bytes, its place {stop - start}")
+    return tensor
 
 
 def _unlink(content: bytearray | SharedSegment) -> None:

@@ -1,0 +1,58 @@
+"""The body of POST /update_weights_from_tensor: its limits, base64, and which rank's payload is taken.
+
+Knows the body.  What is inside a payload is `weight_sync`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from typing import Any
+
+from fastapi import Request
+
+from rollout.core.errors import BadRequest, TooLarge
+from rollout.entrypoints import protocol
+from rollout.entrypoints.http_io import parse_body, read_limited
+
+_BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
+
+
+async def read_tensor_body(request: Request, max_payload_bytes: int, ranks: int = 1) -> dict[str, Any]:
+    """Fields of `UpdateWeightsFromTensorReqInput`, the payload without its base64.
+
+    Raises `BadRequest`, and `TooLarge` for a payload over `max_payload_bytes` or a body over what they need.
+    """
+    limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
+    data = await read_limited(request, limit)
+    return await asyncio.to_thread(_fields, data, max_payload_bytes, ranks)
+
+
+def _fields(data: bytes, max_payload_bytes: int, ranks: int) -> dict[str, Any]:
+    body = parse_body(protocol.UpdateWeightsFromTensorRequest, data)
+    if body.format == "safetensors" and body.load_format is not None:
+        raise BadRequest("load_format goes with payloads of SGLang's clients, not with format 'safetensors'")
+    fields = body.model_dump(exclude={"serialized_named_tensors", "selector"})
+    if body.shm_name is not None:
+        if body.format != "safetensors" or body.shm_bytes is None or body.serialized_named_tensors is not None:
+            raise BadRequest("shm_name goes with format 'safetensors' and shm_bytes, without serialized_named_tensors")
+        return fields
+    if body.shm_bytes is not None or body.shm_unlink:
+        raise BadRequest("shm_bytes and shm_unlink go with shm_name")
+    return fields | {"payload": _payload(body.serialized_named_tensors, max_payload_bytes, ranks)}
+
+
+def _payload(texts: list[str] | None, max_payload_bytes: int, ranks: int) -> bytes:
+    """The payload of rank 0."""
+    if texts is None:
+        raise BadRequest("serialized_named_tensors is missing, and so is shm_name")
+    if len(texts) != ranks:
+        raise BadRequest(f"serialized_named_tensors has {len(texts)} payloads; this engine has {ranks} ranks")
+    text = texts[0]
+    num_bytes = len(text) // 4 * 3 - text.endswith("=") - text.endswith("==")
+    if num_bytes > max_payload_bytes:
+        raise TooLarge(f"the payload has {num_bytes} bytes; --max-payload-bytes is {max_payload_bytes}")
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise BadRequest(f"serialized_named_tensors[0] is not base64: {error}") from None
