@@ -69,7 +69,7 @@ class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
 
 
 class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput, kw_only=True):
-    """The file is in `payload` or in shared memory; `format` None: pickled as SGLang's clients do."""
+    """The tensors are in `payload` or in shared memory; `format` None: pickled as SGLang's clients do."""
 
     payload: bytearray | None = None
     load_format: str | None = None
