@@ -1,0 +1,108 @@
+"""A checkpoint folder in Hugging Face format: which files, which tensors, and whether they are whole.
+
+Knows safetensors with and without an index.  Does not know models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_sync.errors import ContentError, WeightRequestError
+from weight_sync.safetensors_file import (
+    SafetensorsFile,
+    open_regular,
+    read_header,
+    read_small,
+    read_tensor,
+    unique_keys,
+)
+from weight_sync.tensor_meta import TensorMeta
+
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder whose headers were read: every tensor in one file only."""
+
+    path: Path
+    files: tuple[SafetensorsFile, ...]
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        return [meta for file in self.files for meta in file.metas]
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, in host memory, one at a time.  Raises `ContentError`, `TransportError`."""
+        for header in self.files:
+            with open_regular(header.path) as file:
+                for tensor in header.tensors:
+                    yield tensor.meta.name, read_tensor(file, header.path, tensor)
+
+
+def open_checkpoint_folder(path: Path) -> CheckpointFolder:
+    """Read the index and all headers.
+
+    Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged, for a
+    tensor that is in two files, or that is not where the index puts it, `TransportError`.
+    """
+    if not path.is_dir():
+        raise WeightRequestError(f"{path} is not a folder")
+    weight_map = None
+    if (path / INDEX_FILE).exists():
+        weight_map = read_index(path)[1]
+        if not weight_map:
+            raise ContentError(f"{path / INDEX_FILE} names no tensor")
+        names = sorted(set(weight_map.values()))
+    else:
+        names = sorted(item.name for item in path.glob("*.safetensors"))
+        if not names:
+            raise WeightRequestError(f"{path} has no *.safetensors file")
+    files = tuple(read_header(path / name) for name in names)
+    homes = homes_of(files)
+    for name, file_name in (weight_map or {}).items():
+        if homes.get(name) is None or homes[name].path.name != file_name:
+            raise ContentError(f"{path / file_name} has no tensor {name}, which {INDEX_FILE} puts there")
+    return CheckpointFolder(path, files)
+
+
+def homes_of(files: tuple[SafetensorsFile, ...]) -> dict[str, SafetensorsFile]:
+    """The file of every tensor.  Raises `ContentError` for a tensor that is in two."""
+    homes: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for meta in file.metas:
+            if meta.name in homes:
+                raise ContentError(f"{meta.name} is both in {homes[meta.name].path} and in {file.path}")
+            homes[meta.name] = file
+    return homes
+
+
+def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """`metadata` and `weight_map` of the folder's index.
+
+    Raises `WeightRequestError` when it is missing, `ContentError` when it is damaged or names a file outside.
+    """
+    try:
+        index = json.loads(read_small(path / INDEX_FILE, MAX_INDEX_BYTES), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ContentError(f"{path / INDEX_FILE} is not JSON: {str(error)[:200]}") from None
+    metadata = index.get("metadata", {}) if isinstance(index, dict) else None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+        raise ContentError(f"{path / INDEX_FILE} lacks its weight_map")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not is_plain_name(file_name):
+            raise ContentError(f"{path / INDEX_FILE} must map {name[:200]!r} to the name of a file in the same folder")
+    return metadata, weight_map
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it names a file of a folder and no way out of it."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -1,0 +1,73 @@
+"""`Changes`: where a tensor changed and by how many units in the last place; exact for every dtype.
+
+An element is taken as a word, an integer of the dtype's own width.  A step is the difference of two words, which wraps
+around; a step of one is what most elements of a bfloat16 model make in one optimiser step, to the next number away from
+zero (+1) or towards it (-1).  Steps are differences, so the steps of the way back are the same ones negated.
+
+Knows tensors and integers.  Does not know how changes are written down.
+
+N changed elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
+from weight_sync.fingerprint import fingerprint_update
+from weight_sync.tensor_meta import dtype_name
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """`positions_N`: flat indices, int64, ascending.  `steps_N`: differences of words, int64, none of them zero."""
+
+    positions_N: np.ndarray
+    steps_N: np.ndarray
+
+    @property
+    def inverse(self) -> Changes:
+        """The way back.  The lowest step is its own inverse: it wraps around."""
+        return Changes(self.positions_N, -self.steps_N)
+
+
+def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
+    """What leads from `old` to `new`, of one dtype and shape, on one device; row-major flat indices.
+
+    Raises `DtypeMismatchError`, `ShapeMismatchError`.
+    """
+    if old.dtype != new.dtype:
+        raise DtypeMismatchError(f"a delta from {dtype_name(old.dtype)} to {dtype_name(new.dtype)}")
+    if old.shape != new.shape:
+        raise ShapeMismatchError(f"a delta from shape {list(old.shape)} to {list(new.shape)}")
+    before, after = _words(old), _words(new)
+    positions = torch.nonzero(before != after).view(-1)
+    steps = (after[positions] - before[positions]).to(torch.int64)
+    return Changes(positions.cpu().numpy(), steps.cpu().numpy())
+
+
+def apply_changes(base: torch.Tensor, changes: Changes, base_fingerprint: int) -> tuple[torch.Tensor, int]:
+    """A new tensor on the device of `base`, and its fingerprint, updated from that of `base`.
+
+    Raises `ContentError` for a position outside of the tensor or a step beyond its dtype's width.
+    """
+    words = _words(base).clone()
+    if changes.positions_N.size and int(changes.positions_N[-1]) >= words.numel():
+        raise ContentError(f"position {int(changes.positions_N[-1])} of a tensor of {words.numel()} elements")
+    positions = torch.from_numpy(changes.positions_N).to(words.device)
+    steps = torch.from_numpy(changes.steps_N).to(words.device)
+    before = words[positions]
+    after = before + steps.to(words.dtype)
+    words[positions] = after
+    value = fingerprint_update(base_fingerprint, positions, before, after)
+    return words.view(base.dtype).view(base.shape), value
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as signed integers [numel]; a copy where the tensor is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(_SIGNED[tensor.dtype.itemsize])

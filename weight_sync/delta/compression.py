@@ -1,0 +1,55 @@
+"""zstd with caps: nothing is allocated before it is known to be allowed.
+
+Knows bytes.  Does not know what they mean.
+"""
+
+from __future__ import annotations
+
+import zstandard
+
+from weight_sync.errors import ContentError
+
+_MAX_WINDOW_BYTES = 128 << 20
+_CHUNK_BYTES = 1 << 20
+
+
+def compress(data: bytes | memoryview, level: int = 1) -> bytes:
+    """One zstd frame that states its content's size and carries a checksum of it."""
+    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
+
+
+def decompress(data: bytes | memoryview, limit: int, what: str) -> bytes:
+    """The content of one zstd frame.  Raises `ContentError` for anything else, or more than `limit` bytes of content.
+
+    `what`: what it is, for the message.
+    """
+    try:
+        stated = zstandard.get_frame_parameters(data).content_size
+        if stated != zstandard.CONTENTSIZE_UNKNOWN:
+            if stated > limit:
+                raise ContentError(f"{what}: {stated} bytes when unpacked, at most {limit} can be right")
+            content = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(data)
+        else:
+            content = _decompress_unstated(data, limit, what)
+    except zstandard.ZstdError as error:
+        raise ContentError(f"{what}: not a whole zstd frame ({error})") from None
+    return content
+
+
+def decompress_exactly(data: bytes | memoryview, nbytes: int, what: str) -> bytes:
+    """As `decompress`, for content of exactly `nbytes`."""
+    content = decompress(data, nbytes, what)
+    if len(content) != nbytes:
+        raise ContentError(f"{what}: {len(content)} bytes when unpacked, expected {nbytes}")
+    return content
+
+
+def _decompress_unstated(data: bytes | memoryview, limit: int, what: str) -> bytes:
+    content = bytearray()
+    unpacker = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+    with unpacker.stream_reader(data) as reader:
+        while chunk := reader.read(_CHUNK_BYTES):
+            content += chunk
+            if len(content) > limit:
+                raise ContentError(f"{what}: more than {limit} bytes when unpacked")
+    return bytes(content)

@@ -1,0 +1,67 @@
+"""Files that are whole or not there: written beside, flushed to the disk, renamed.
+
+Knows files and folders.  Does not know what is in them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weight_sync.errors import TransactionStateError
+
+_POLL_S = 0.02
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file and flush it to the disk; what was there is gone.  Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "wb", buffering=0) as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(descriptor)
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """The file has the old or the new content at any time, and the new one after this.  Raises `OSError`."""
+    aside = path.with_name(path.name + ".tmp")
+    write_new(aside, [content])
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush renames and removals in a folder to the disk.  Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
+    """Hold the lock file `path`, which is made where it is missing, against other processes and threads.
+
+    Raises `TransactionStateError` when another holds it for `timeout_s` seconds, `OSError`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TransactionStateError(f"{path} is held by another for more than {timeout_s:g} s") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)

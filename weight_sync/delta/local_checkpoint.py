@@ -1,0 +1,270 @@
+"""`pull`: brings a local checkpoint folder to a published version, crash-safe at every point.
+
+    lock -> finish what a crash left -> plan: nearest start, chain of deltas -> write the new files into next/, verified
+         -> state: "applying" -> rename them into place -> state: applied
+
+Before "applying" is written, whatever goes wrong leaves the old version as it was; afterwards everything that is needed
+lies flushed on the disk, and the next call (or this one) goes forward from there, without the source.  The disk must
+hold the files that change twice.
+
+Knows folders and versions.  Does not know models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weight_sync.checkpoint_folder import homes_of, open_checkpoint_folder
+from weight_sync.delta.checksums import tensor_bytes
+from weight_sync.delta.durable import locked, sync_folder, write_new
+from weight_sync.delta.local_state import (
+    LOCK_FILE,
+    NEXT_FOLDER,
+    SYNC_FOLDER,
+    LocalState,
+    LocalVersion,
+    read_state,
+    write_state,
+)
+from weight_sync.delta.version_dir import MAX_VERSION, TensorPatch, VersionFolder, chain_of, read_patches, read_version
+from weight_sync.errors import ContentError, LocalCheckpointError, TransactionStateError, WeightRequestError
+from weight_sync.safetensors_file import SafetensorsFile, open_regular, read_at, read_tensor
+from weight_sync.tensor_meta import TensorMeta
+
+_CHUNK_BYTES = 16 << 20
+Check = Callable[[Sequence[TensorMeta]], None]
+
+
+@dataclass(frozen=True)
+class PullResult:
+    """`start`: what the new version was made from; None: a full checkpoint.  `num_patched`: tensors that changed."""
+
+    version: int
+    previous: int | None
+    start: int | None
+    num_deltas: int
+    num_patched: int
+    written_bytes: int
+
+
+def pull(
+    local: Path,
+    base: Path,
+    source: Path,
+    target: int,
+    *,
+    timeout_s: float,
+    check: Check | None = None,
+) -> PullResult:
+    """Bring `local` to version `target` of `source`; version 0 is the checkpoint folder `base`.
+
+    `check`: raises for a full version that cannot be used; without it, one must have the tensors of `base`.
+    Starts from what is there where it can, else from the newest full version, else from `base`.  `timeout_s`: how long
+    to wait for another process that pulls into the same folder.
+
+    Raises `WeightRequestError`, `ContentError` (damaged, or not on this base), `TransactionStateError` (the lock),
+    `TransportError` (reading), `LocalCheckpointError` (writing).  The folder is then at its old version, or, after
+    `LocalCheckpointError`, at worst between two, which the next pull settles.
+    """
+    if not 0 <= target <= MAX_VERSION:
+        raise WeightRequestError(f"target_version must be in 0..{MAX_VERSION}, got {target}")
+    if not source.is_dir() and target > 0:
+        raise WeightRequestError(f"source_dir {source} is not a folder")
+    for other in (base, source):
+        if local.resolve() == other.resolve() or local.resolve() in other.resolve().parents:
+            raise WeightRequestError(f"local_checkpoint_dir {local} is, or holds, {other}")
+    try:
+        _make_folder(local)
+        with locked(local / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=timeout_s):
+            state = _recover(local)
+            return _pull(local, base, source, target, state.applied, check)
+    except OSError as error:
+        raise LocalCheckpointError(f"{local} could not be written: {error}") from None
+
+
+def recover(local: Path, *, timeout_s: float) -> LocalState:
+    """Finish or drop what a crash left, and return the state.  Raises as `pull`."""
+    try:
+        with locked(local / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=timeout_s):
+            return _recover(local)
+    except OSError as error:
+        raise LocalCheckpointError(f"{local} could not be written: {error}") from None
+
+
+def _make_folder(local: Path) -> None:
+    sync = local / SYNC_FOLDER
+    local.mkdir(parents=True, exist_ok=True)
+    if sync.is_symlink():
+        raise WeightRequestError(f"{sync} is a link")
+    found = {item.name for item in local.iterdir()}
+    if found and SYNC_FOLDER not in found:
+        raise WeightRequestError(f"{local} is neither empty nor made by a pull")
+    sync.mkdir(exist_ok=True)
+
+
+def _recover(local: Path) -> LocalState:
+    state = read_state(local)
+    if state == LocalState(None) and any(item.name != SYNC_FOLDER for item in local.iterdir()):
+        raise WeightRequestError(f"{local} is neither empty nor made by a pull")
+    if state.applying is not None:
+        state = _move_into_place(local, state)
+    if _next(local).exists():
+        shutil.rmtree(_next(local))
+    return state
+
+
+def _pull(
+    local: Path, base: Path, source: Path, target: int, applied: LocalVersion | None, check: Check | None
+) -> PullResult:
+    deltas, full, start = chain_of(source, target, lambda version: _is_at(applied, version, source, base))
+    from_local = full is None and _is_at(applied, start, source, base)
+    previous = None if applied is None else applied.version
+    if from_local and not deltas:
+        return PullResult(target, previous, start, 0, 0, 0)
+    origin = local if from_local else base if full is None else full.path
+    names = _files_of(origin, None if full is None else source)
+    if from_local:
+        assert applied is not None
+        names = list(applied.files)
+    folder = open_checkpoint_folder(origin)
+    if full is not None:
+        (check or _like(base))(folder.metas)
+    patches = collect_patches(deltas)
+    strangers = sorted(patches.keys() - homes_of(folder.files).keys())
+    if strangers:
+        raise ContentError(f"the deltas change tensors that {origin} does not have: {', '.join(strangers[:10])}")
+    headers = {file.path.name: file for file in folder.files}
+    changed = [
+        name
+        for name in names
+        if not from_local or (name in headers and any(meta.name in patches for meta in headers[name].metas))
+    ]
+    identity = deltas[-1].identity if deltas else full.identity if full is not None else _base_identity(base)
+    written = _write_next(local, origin, changed, headers, patches)
+    new = LocalVersion(target, tuple(names), identity, str(source.resolve()))
+    state = LocalState(applied, new, tuple(changed))
+    write_state(local, state)
+    _move_into_place(local, state)
+    _next(local).rmdir()
+    return PullResult(target, previous, start if from_local else None, len(deltas), len(patches), written)
+
+
+def collect_patches(deltas: Sequence[VersionFolder]) -> dict[str, list[TensorPatch]]:
+    """The patches of each tensor, in the order in which they are to be applied.  Raises as `read_patches`."""
+    patches: dict[str, list[TensorPatch]] = {}
+    for folder in deltas:
+        for name, patch in read_patches(folder).items():
+            patches.setdefault(name, []).append(patch)
+    return patches
+
+
+def _is_at(applied: LocalVersion | None, version: int, source: Path, base: Path) -> bool:
+    """Whether the local checkpoint holds this version, and of this publication, as far as that can be told."""
+    if applied is None or applied.version != version:
+        return False
+    if applied.identity is None:
+        return True
+    if version == 0:
+        return applied.identity == _base_identity(base)
+    if applied.source != str(source.resolve()):
+        return False
+    try:
+        return read_version(source, version).identity == applied.identity
+    except WeightRequestError:
+        return True  # no longer published: the checksums of the deltas on top of it tell
+
+
+def _like(base: Path) -> Check:
+    wanted = set(open_checkpoint_folder(base).metas)
+
+    def check(metas: Sequence[TensorMeta]) -> None:
+        odd = sorted(meta.name for meta in wanted ^ set(metas))
+        if odd:
+            raise ContentError(f"a full version differs from {base} in {', '.join(odd[:10])}")
+
+    return check
+
+
+def _base_identity(base: Path) -> str:
+    return f"base:{base.resolve()}"
+
+
+def _files_of(origin: Path, within: Path | None) -> list[str]:
+    """The files of a checkpoint folder by name.  Raises `ContentError` for a link that leads out of `within`."""
+    names = sorted(item.name for item in origin.iterdir() if item.is_file())
+    for name in names:
+        if within is not None and not (origin / name).resolve().is_relative_to(within.resolve()):
+            raise ContentError(f"{origin / name} leads out of {within}")
+    return names
+
+
+def _write_next(
+    local: Path,
+    origin: Path,
+    names: Sequence[str],
+    headers: Mapping[str, SafetensorsFile],
+    patches: Mapping[str, Sequence[TensorPatch]],
+) -> int:
+    """Write the files of the next version and flush them; returns their bytes.  On failure nothing is left of them."""
+    folder = _next(local)
+    folder.mkdir()
+    try:
+        total = 0
+        for name in names:
+            header = headers.get(name)
+            chunks = _copy(origin / name) if header is None else _patched(header, patches)
+            write_new(folder / name, chunks)
+            total += (folder / name).stat().st_size
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return total
+
+
+def _patched(header: SafetensorsFile, patches: Mapping[str, Sequence[TensorPatch]]) -> Iterator[bytes | memoryview]:
+    """The content of a safetensors file with its tensors patched."""
+    with open_regular(header.path) as file:
+        yield read_at(file, header.path, 0, header.content_start).numpy().data
+        for tensor in header.tensors:
+            if tensor.meta.name not in patches:
+                for start in range(0, tensor.meta.nbytes, _CHUNK_BYTES):
+                    count = min(_CHUNK_BYTES, tensor.meta.nbytes - start)
+                    yield read_at(file, header.path, tensor.start + start, count).numpy().data
+                continue
+            content = read_tensor(file, header.path, tensor)
+            for patch in patches[tensor.meta.name]:
+                content = patch.apply(content)
+            yield tensor_bytes(content).numpy().data
+
+
+def _copy(path: Path) -> Iterator[bytes | memoryview]:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for start in range(0, size, _CHUNK_BYTES):
+            yield read_at(file, path, start, min(_CHUNK_BYTES, size - start)).numpy().data
+
+
+def _move_into_place(local: Path, state: LocalState) -> LocalState:
+    """From "applying" to applied; can be cut off and repeated at any point."""
+    assert state.applying is not None
+    for name in state.moving:
+        if (_next(local) / name).exists():
+            (_next(local) / name).replace(local / name)
+        elif not (local / name).exists():
+            raise TransactionStateError(f"{local} lost {name}; remove the folder and pull again")
+    for name in set(state.applied.files if state.applied is not None else ()) - set(state.applying.files):
+        (local / name).unlink(missing_ok=True)
+    sync_folder(local)
+    done = LocalState(state.applying)
+    write_state(local, done)
+    return done
+
+
+def _next(local: Path) -> Path:
+    return local / SYNC_FOLDER / NEXT_FOLDER

@@ -1,0 +1,249 @@
+"""Published weight versions: `SOURCE/weight_v000007/`, each a full checkpoint folder or a delta of an earlier version.
+
+    weight_v000007/model.safetensors.index.json    metadata: version, base_version, delta_encoding, compression_format,
+                                                   checksum_format; weight_map: tensor name -> file
+                  /model-00000-of-00002.safetensors
+                       xor, overwrite   a U8 payload under each tensor's name; __metadata__: its checksum when applied
+                       ulp-gap          one U8 tensor `frame`, see `frame`; it carries its own fingerprints
+
+The first two encodings are slime's and miles'.  A folder without `delta_encoding` is a full version.
+
+Knows the layout and checks it.  Does not know what deltas are applied to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weight_sync.checkpoint_folder import INDEX_FILE, homes_of, open_checkpoint_folder, read_index
+from weight_sync.delta.byte_patches import APPLIERS
+from weight_sync.delta.checksums import checksum, require_checksum
+from weight_sync.delta.frame import TensorDelta, read_frame
+from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
+from weight_sync.safetensors_file import (
+    FileTensor,
+    SafetensorsFile,
+    open_regular,
+    read_at,
+    read_header,
+    read_tensor,
+)
+
+ULP_GAP = "ulp-gap"
+FRAME_TENSOR = "frame"
+MAX_VERSION = 10**12
+_COMPRESSION = "zstd"
+_IDENTITY_BYTES = 4096  # of the content
+_MAX_FRAME_TENSORS_BYTES = 1 << 42  # of what one file describes; what is really there is checked tensor by tensor
+
+
+class TensorPatch(Protocol):
+    """How one tensor of a version is made from the same tensor of the base version."""
+
+    def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """The new content.  Raises `BaseMismatchError` or `ContentError` if it is not what it should be."""
+
+
+@dataclass(frozen=True)
+class VersionFolder:
+    """A published version.  `base_version` None: a full one.
+
+    `identity` tells two publications under one number apart.
+    """
+
+    path: Path
+    version: int
+    base_version: int | None
+    encoding: str | None
+    checksum_format: str | None
+    identity: str
+
+    @property
+    def is_full(self) -> bool:
+        return self.base_version is None
+
+
+@dataclass(frozen=True)
+class BytePatch:
+    """A payload of `xor` or `overwrite`, still on disk."""
+
+    file: SafetensorsFile
+    payload: FileTensor
+    encoding: str
+    checksum_format: str
+    stated: str
+
+    def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """Raises `ContentError` where the new content has another checksum than stated: also on a wrong base."""
+        name = self.payload.meta.name
+        with open_regular(self.file.path) as file:
+            packed = read_tensor(file, self.file.path, self.payload).numpy().tobytes()
+        try:
+            new = APPLIERS[self.encoding](packed, base)
+        except ContentError as error:
+            raise ContentError(f"{self.file.path}: {name}: {error}") from None
+        actual = checksum(self.checksum_format, new)
+        if actual != self.stated:
+            raise ContentError(
+                f"{self.file.path}: {name} has checksum {actual} when applied, it says {self.stated[:128]}: "
+                "the file is damaged, or what it was applied to is not its base"
+            )
+        return new
+
+
+def version_path(source: Path, version: int) -> Path:
+    """`SOURCE/weight_v000007`."""
+    return source / f"weight_v{version:06d}"
+
+
+def read_version(source: Path, version: int) -> VersionFolder:
+    """What a published version says of itself.
+
+    Raises `WeightRequestError` when it is missing or in a form that is not known, `ContentError` when it is damaged or
+    lies outside of `source`.
+    """
+    path = version_path(source, version)
+    if not path.is_dir():
+        raise WeightRequestError(f"published weight version missing: {path}")
+    if not path.resolve().is_relative_to(source.resolve()):
+        raise ContentError(f"{path} leads out of {source}")
+    metadata: dict[str, Any] = {}
+    if (path / INDEX_FILE).exists():
+        metadata = read_index(path)[0]
+    if "delta_encoding" not in metadata:
+        if "base_version" in metadata:
+            raise ContentError(f"{path / INDEX_FILE} names a base_version but no delta_encoding")
+        return VersionFolder(path, version, None, None, None, _identity(open_checkpoint_folder(path).files))
+    stated, base = (_number(path, metadata, key) for key in ("version", "base_version"))
+    if stated != version or base >= version:
+        raise ContentError(f"{path / INDEX_FILE} says version {stated} on base {base}")
+    compression = metadata.get("compression_format")
+    if compression != _COMPRESSION:
+        raise WeightRequestError(f"{path}: unknown compression_format {str(compression)[:64]!r}; known: {_COMPRESSION}")
+    encoding, checksum_format = metadata["delta_encoding"], None
+    if encoding in APPLIERS:
+        checksum_format = require_checksum(metadata.get("checksum_format"))
+    elif encoding != ULP_GAP:
+        known = ", ".join([*APPLIERS, ULP_GAP])
+        raise WeightRequestError(f"{path}: unknown delta_encoding {str(encoding)[:64]!r}; known: {known}")
+    return VersionFolder(path, version, base, encoding, checksum_format, _identity(_delta_files(path)))
+
+
+def read_patches(folder: VersionFolder) -> dict[str, TensorPatch]:
+    """The patches of a delta version by tensor name; every file that the index names, and no other, is there and whole.
+
+    Raises `WeightRequestError`, `ContentError`, `TransportError`.
+    """
+    assert not folder.is_full, folder
+    weight_map = read_index(folder.path)[1]
+    files = _delta_files(folder.path)
+    patches: dict[str, TensorPatch] = {}
+    homes: dict[str, str] = {}
+    if folder.encoding != ULP_GAP:
+        homes_of(files)
+    for file in files:
+        found = _frame_patches(file) if folder.encoding == ULP_GAP else _byte_patches(file, folder)
+        for name, patch in found.items():
+            if name in patches:
+                raise ContentError(f"{folder.path}: {name} is in two files")
+            patches[name], homes[name] = patch, file.path.name
+    if homes != weight_map:
+        odd = sorted(name for name in homes.keys() | weight_map.keys() if homes.get(name) != weight_map.get(name))
+        raise ContentError(f"{folder.path}: {INDEX_FILE} and the files disagree on {', '.join(odd[:10])}")
+    return patches
+
+
+def chain_of(
+    source: Path, target: int, stop: Callable[[int], bool]
+) -> tuple[list[VersionFolder], VersionFolder | None, int]:
+    """The deltas that lead to `target`, in order; the full version that they start from, or None; its number.
+
+    Goes back from `target` until `stop(version)` says that this one is at hand, or a full version is found; version 0
+    is never read: it is the engine's own checkpoint.  Raises as `read_version`.
+    """
+    deltas: list[VersionFolder] = []
+    version = target
+    while not stop(version) and version != 0:
+        folder = read_version(source, version)
+        if folder.base_version is None:
+            return deltas[::-1], folder, version
+        deltas.append(folder)
+        version = folder.base_version
+    return deltas[::-1], None, version
+
+
+def _byte_patches(file: SafetensorsFile, folder: VersionFolder) -> dict[str, TensorPatch]:
+    assert folder.encoding is not None and folder.checksum_format is not None
+    patches: dict[str, TensorPatch] = {}
+    for tensor in file.tensors:
+        name = tensor.meta.name
+        if tensor.meta.dtype != torch.uint8 or len(tensor.meta.shape) != 1:
+            raise ContentError(f"{file.path}: {name} is not a delta")
+        if name not in file.metadata:
+            raise ContentError(f"{file.path}: {name} has no checksum")
+        patches[name] = BytePatch(file, tensor, folder.encoding, folder.checksum_format, file.metadata[name])
+    return patches
+
+
+def _frame_patches(file: SafetensorsFile) -> dict[str, TensorPatch]:
+    if [meta.name for meta in file.metas] != [FRAME_TENSOR] or file.metas[0].dtype != torch.uint8:
+        raise ContentError(f"{file.path} does not hold one delta frame")
+    with open_regular(file.path) as opened:
+        content = read_at(opened, file.path, file.tensors[0].start, file.metas[0].nbytes)
+    try:
+        deltas: dict[str, TensorDelta] = read_frame(content.numpy().data, _MAX_FRAME_TENSORS_BYTES).open()
+    except WeightRequestError as error:
+        raise ContentError(f"{file.path}: {error}") from None
+    return {name: _FramePatch(file.path, delta) for name, delta in deltas.items()}
+
+
+@dataclass(frozen=True)
+class _FramePatch:
+    path: Path
+    delta: TensorDelta
+
+    def apply(self, base: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.delta.apply(base)
+        except ContentError as error:
+            raise ContentError(f"{self.path}: {error}") from None
+        except BaseMismatchError as error:
+            raise BaseMismatchError(f"{self.path}: {error}") from None
+
+
+def _number(path: Path, metadata: dict[str, Any], key: str) -> int:
+    """slime writes `"000007"`."""
+    value = metadata.get(key)
+    digits = str(value) if type(value) in (int, str) else ""
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 12):
+        raise ContentError(f"{path / INDEX_FILE}: {key} is {str(value)[:64]!r}")
+    return int(digits)
+
+
+def _delta_files(path: Path) -> tuple[SafetensorsFile, ...]:
+    """The headers of the files that the index names; no other is there."""
+    named = set(read_index(path)[1].values())
+    present = {item.name for item in path.glob("*.safetensors")}
+    if named != present:
+        odd = sorted(named ^ present)
+        raise ContentError(f"{path}: {INDEX_FILE} and the files there differ in {', '.join(odd[:10])}")
+    for name in named:
+        if not (path / name).resolve().is_relative_to(path.resolve()):
+            raise ContentError(f"{path / name} leads out of its folder")
+    return tuple(read_header(path / name) for name in sorted(named))
+
+
+def _identity(files: Sequence[SafetensorsFile]) -> str:
+    """Over names, sizes, headers, which hold the checksums of deltas, and the beginning of the content."""
+    lines = []
+    for file in files:
+        with open_regular(file.path) as opened:
+            header = read_at(opened, file.path, 0, min(file.nbytes, file.content_start + _IDENTITY_BYTES))
+        lines.append(f"{file.path.name} {file.nbytes} {hashlib.sha256(header.numpy().data).hexdigest()}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

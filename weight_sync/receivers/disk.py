@@ -1,0 +1,111 @@
+"""Tensors from a checkpoint folder on disk.
+
+Everything that can be known without the content is checked first: the index, every header, names, shapes, dtypes, and
+that nothing is missing.  A folder that `/pull_weights` keeps is locked against a pull meanwhile.
+
+Knows folders.  Does not know transactions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_folder
+from weight_sync.delta.durable import locked
+from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
+from weight_sync.errors import DtypeMismatchError, TransportError, WeightRequestError
+from weight_sync.ledger import WeightLedger
+from weight_sync.staging import split_wire
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+
+
+class DiskSource:
+    """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.
+
+    Floating-point tensors are cast to the model's dtype, as at start.  `timeout_s`: how long to wait for a pull into
+    the folder.
+    """
+
+    must_drain = False
+
+    def __init__(self, path: Path, weights: LogicalWeights, *, complete: bool, timeout_s: float) -> None:
+        self._path = path
+        self._weights = weights
+        self._complete = complete
+        self._timeout_s = timeout_s
+        self._folder: CheckpointFolder | None = None
+        self._lock = ExitStack()
+        self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Every tensor of the folder, in the dtype that it will have.
+
+        Raises `WeightRequestError` and its kinds, `TransactionStateError` (a pull is under way, or was cut off),
+        `TransportError`.
+        """
+        try:
+            self._hold()
+            self._folder = open_checkpoint_folder(self._path)
+            metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
+            total = sum(meta.nbytes for meta in metas)
+            if total > max_bytes:
+                raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
+        except BaseException:
+            self._lock.close()
+            raise
+        return metas
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        """A bucket for each tensor.  Raises `ContentError` (a file became shorter), `TransportError`."""
+        assert self._folder is not None, "announce comes first"
+        with self._lock:
+            for name, tensor in self._folder.read():
+                meta = TensorMeta(name, tensor.dtype, tuple(tensor.shape))
+                yield [(name, tensor.to(_model_dtype(self._weights, meta)))]
+
+    def close(self) -> None:
+        """Let the folder go where the content was not asked for."""
+        self._lock.close()
+
+    def _hold(self) -> None:
+        lock = self._path / SYNC_FOLDER / LOCK_FILE
+        if not lock.exists():
+            return
+        try:
+            self._lock.enter_context(locked(lock, shared=True, timeout_s=self._timeout_s))
+        except OSError as error:
+            raise TransportError(f"{lock} cannot be locked: {error.strerror}") from None
+        self.local_version = require_settled(self._path)
+
+
+def check_against_model(
+    weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
+) -> list[TensorMeta]:
+    """The tensors in the dtypes that the model has, if they fit it.
+
+    Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
+    types), `CoverageError` (repeated or, if `complete`, missing).
+    """
+    split = split_wire(weights, metas, cast=True)
+    ledger = WeightLedger(weights.metas())
+    for meta, pieces in zip(metas, split, strict=True):
+        for piece in pieces:
+            ledger.record(meta.name, piece.name)
+    if complete:
+        ledger.settle()
+    return [TensorMeta(meta.name, _model_dtype(weights, meta), meta.shape) for meta in metas]
+
+
+def _model_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype:
+    """Raises `DtypeMismatchError`."""
+    wanted = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
+    if wanted == {meta.dtype}:
+        return meta.dtype
+    if len(wanted) != 1 or not (meta.dtype.is_floating_point and next(iter(wanted)).is_floating_point):
+        names = " and ".join(sorted(map(dtype_name, wanted)))
+        raise DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}")
+    return wanted.pop()

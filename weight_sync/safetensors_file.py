@@ -1,0 +1,179 @@
+"""A safetensors file on disk: its header checked, its content read by plain reads.
+
+Not mapped into memory: a mapped file that another process cuts short ends the reader, a plain read says so.
+
+    8 bytes: length n of the header | n bytes: JSON {name: {dtype, shape, data_offsets}} | content, without gaps
+
+Knows the format.  Does not know checkpoints, models or transactions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from weight_sync.errors import ContentError, TransportError, WeightRequestError
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.wire import parse_meta
+
+MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
+_LENGTH = struct.Struct("<Q")
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file; `start`: its first byte, counted from the beginning of the file."""
+
+    meta: TensorMeta
+    start: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes."""
+
+    path: Path
+    tensors: tuple[FileTensor, ...]
+    metadata: dict[str, str]
+    content_start: int
+    nbytes: int
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        return [tensor.meta for tensor in self.tensors]
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """The file, opened for reading; anything but a regular file is refused, as it could be waited on for ever.
+
+    Raises `WeightRequestError` when it is missing or not a file, `TransportError` when it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise WeightRequestError(f"{path} is missing") from None
+    except OSError as error:
+        raise TransportError(f"{path} cannot be opened: {error.strerror}") from None
+    with open(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise WeightRequestError(f"{path} is not a file")
+        yield file
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A whole file of at most `limit` bytes.  Raises as `open_regular`, `ContentError` for a larger one."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ContentError(f"{path} has {size} bytes; at most {limit} are taken")
+        return read_at(file, path, 0, size).numpy().tobytes()
+
+
+def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a file as uint8 [nbytes].  Raises `ContentError` if it ends before, `TransportError`."""
+    content = torch.empty(nbytes, dtype=torch.uint8)
+    view, done = memoryview(content.numpy()), 0
+    try:
+        file.seek(start)
+        while done < nbytes:
+            count = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise ContentError(f"{path} ends at byte {start + done}; {start + nbytes} were expected")
+            done += count
+    except OSError as error:
+        raise TransportError(f"{path} cannot be read: {error.strerror}") from None
+    return content
+
+
+def read_tensor(file: BinaryIO, path: Path, tensor: FileTensor) -> torch.Tensor:
+    """One tensor, in host memory.  Raises as `read_at`."""
+    content = read_at(file, path, tensor.start, tensor.meta.nbytes)
+    return content.view(tensor.meta.dtype).view(tensor.meta.shape)
+
+
+def read_header(path: Path) -> SafetensorsFile:
+    """Read and check the header.  Raises as `open_regular`, and `ContentError` for a damaged or shortened file."""
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes < _LENGTH.size:
+            raise ContentError(f"{path} is not a safetensors file: it has {nbytes} bytes")
+        (length,) = _LENGTH.unpack(read_at(file, path, 0, _LENGTH.size).numpy().tobytes())
+        if length > MAX_HEADER_BYTES or length > nbytes - _LENGTH.size:
+            raise ContentError(f"{path} is not a safetensors file, or cut short: {nbytes} bytes, header of {length}")
+        header = _parse(path, read_at(file, path, _LENGTH.size, length).numpy().tobytes())
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ContentError(f"{path}: __metadata__ must map text to text")
+    start = _LENGTH.size + length
+    placed = sorted((_extent(path, name, entry), name) for name, entry in header.items())
+    tensors, position = [], 0
+    for (begin, end), name in placed:
+        meta = _meta(path, name, header[name])
+        if begin != position or end - begin != meta.nbytes:
+            raise ContentError(
+                f"{path}: {name} of {dtype_name(meta.dtype)} {list(meta.shape)} cannot lie at {begin} to {end}"
+            )
+        tensors.append(FileTensor(meta, start + begin))
+        position = end
+    if start + position != nbytes:
+        raise ContentError(f"{path} has {nbytes} bytes, its header accounts for {start + position}")
+    return SafetensorsFile(path, tuple(tensors), metadata, start, nbytes)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ContentError(f"{path}: the header is not JSON: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise ContentError(f"{path}: the header is not an object")
+    return header
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object in which no name comes twice.  Raises `ValueError`."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name comes twice")
+    return result
+
+
+def _extent(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
+        raise ContentError(f"{path}: {name[:200]!r} has no data_offsets")
+    return offsets[0], offsets[1]
+
+
+def _meta(path: Path, name: str, entry: dict[str, Any]) -> TensorMeta:
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES or not isinstance(shape, list):
+        raise ContentError(f"{path}: {name[:200]!r} has dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}")
+    try:
+        return parse_meta(name, dtype_name(SAFETENSORS_DTYPES[dtype]), shape)
+    except WeightRequestError as error:
+        raise ContentError(f"{path}: {error}") from None
