@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from capture.replay import force_routes
 from rollout.client import GenerationOutput, RolloutClient
-from weight_sync.sender import WeightSender, named_tensors_of
+from weight_sync.sender import WeightSender
 
 PROMPT = "Once upon a time"
 
@@ -86,7 +86,7 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
 
-                sender.refresh(named_tensors_of(model, torch.bfloat16), weight_version=f"step-{step + 1}")
+                sender.refresh(model, weight_version=f"step-{step + 1}", dtype=torch.bfloat16)
                 print(
                     f"step {step + 1}: sampled by {outputs[0].weight_version}, reward {rewards_N.mean():.3f}, "
                     f"mean |Δ log-prob| {mismatch:.4f}, now serving {client.weight_version()}"

@@ -183,10 +183,11 @@ def refusals(rank: int) -> None:
     rows = sharded(torch.randn(4, 4), mesh, [Shard(0)])
     start = time.monotonic()
     with sender_of({}) as sender:
-        for source, text in [
+        cases: list[tuple[list[tuple[str, torch.Tensor]], str | None]] = [
             ([("a", rows), ("a", rows)], "given twice"),
             ([("a", rows.to_local()), ("b", DTensor.from_local(torch.ones(2), mesh))], None),
-        ]:
+        ]
+        for source, text in cases:
             try:
                 sender.refresh(source)
             except (WeightRequestError, TransportError) as error:
@@ -245,7 +246,7 @@ def engine_refuses(rank: int) -> None:
     """A bucket that one engine refuses ends the refresh on both ranks and both engines, and the next one works."""
     mesh = init_device_mesh("cpu", (2,))
     with engines_of(rank, 2) as engines:
-        controls = dict(engines)
+        controls: dict[str, Any] = dict(engines)
         if rank == 0:
             controls["engine1"] = Refusing(engines["engine1"], bucket=3)
         with sender_of(controls) as sender:
@@ -336,7 +337,7 @@ def serve(rank: int, checkpoint: str, *urls: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     model(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean().backward()
     optimizer.step()
-    whole = {name: tensor.full_tensor() for name, tensor in named_tensors_of(model)}
+    whole = {name: tensor.full_tensor() for name, tensor in named_tensors_of(model)}  # type: ignore[attr-defined]
     values = Gatherer(plan_tensors(whole, torch.bfloat16), None).fingerprints()
     clients = {f"server{i}": RolloutClient(url) for i, url in enumerate(urls)} if rank == 0 else {}
     with sender_of(clients) as sender:

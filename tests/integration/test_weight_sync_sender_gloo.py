@@ -66,6 +66,18 @@ def test_refresh(engine: Engine, sender: WeightSender, bucket_bytes: int, with_m
         assert report.digest is None
 
 
+def test_begin_options_reach_the_engine(engine: Engine, sender: WeightSender) -> None:
+    with pytest.raises(EngineError, match="lease"):
+        sender.refresh(version(99), begin_options={"lease_s": -1.0})
+    seen = []
+    sender.refresh(
+        version(next(seeds)),
+        begin_options={"lease_s": 77.0},
+        progress=lambda done, total: seen.append(engine.call("status")["lease_s"]),
+    )
+    assert seen == [77.0]
+
+
 class TestModel(torch.nn.Module):
     """A model whose state dict is a version in float64, with its experts fused."""
 

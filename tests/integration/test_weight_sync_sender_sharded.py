@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.model_zoo import tiny_checkpoint
+from rollout.client import ServerError
+from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 from tests.sharded_trainer import run_ranks
+from weight_sync.sender import EngineError, WeightSender
 
 
 @pytest.mark.parametrize("scenarios", ["random_gathers,refusals", "fsdp_refresh,engine_refuses,other_rank_fails"])
@@ -21,10 +25,43 @@ def test_a_trainer_rank_that_dies() -> None:
     run_ranks("other_rank_dies", exits=(0, 7))
 
 
-def test_fsdp_model_to_two_servers(tmp_path: Path) -> None:
+def test_fsdp_model_to_two_servers_then_one_is_killed(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
     with ExitStack() as stack:
         servers = [ServerProcess(checkpoint, dtype="bfloat16", max_total_tokens=512) for _ in range(2)]
         for server in servers:
             stack.enter_context(server)
         run_ranks("serve", str(checkpoint), *(server.url for server in servers))
+        check_that_a_killed_server_changes_nothing(checkpoint, *servers)
+
+
+def check_that_a_killed_server_changes_nothing(checkpoint: Path, kept: ServerProcess, killed: ServerProcess) -> None:
+    """One of two servers goes when both have verified: the other keeps its weights, and takes the next ones alone."""
+
+    class Dying:
+        def __getattr__(self, verb: str) -> Callable[..., Any]:
+            def call(**arguments: Any) -> Any:
+                reply = getattr(killed.client, verb)(**arguments)
+                if arguments.get("phase") == "verify":
+                    killed.process.kill()
+                    raise ConnectionError("killed")
+                return reply
+
+            return call
+
+    before = kept.client.weights_checker()["per_engine_checksum"]
+    tensors = {name: tensor.bfloat16() for name, tensor in logical_tensors(checkpoint).items()}
+    sender = WeightSender({"kept": kept.client, "killed": Dying()}, timeout_s=30.0, on_engine_failure="abort_all")
+    sender.connect()
+    with pytest.raises(EngineError, match="engine killed: "):
+        sender.refresh(tensors, "step-2", bucket_bytes=64 << 10)
+    assert kept.client.weight_version() == "step-1"
+    assert kept.client.weights_checker()["per_engine_checksum"] == before
+    with pytest.raises(ServerError, match="no weight update is open"):
+        kept.client.end_weight_update("commit")
+    sender = WeightSender(kept.client, timeout_s=30.0)
+    sender.connect(group_name="alone")
+    report = sender.refresh(tensors, "step-3")
+    assert kept.client.weight_version() == "step-3"
+    assert kept.client.weights_checker()["per_engine_checksum"] == report.digest != before
+    sender.close()
