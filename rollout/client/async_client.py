@@ -107,13 +107,21 @@ class AsyncRolloutClient:
         """Stop generating; new requests wait.  Running ones are aborted, retracted to the queue, or kept in place."""
         return await self._run(wire.pause(mode))
 
-    async def continue_generation(self) -> dict[str, Any]:
-        """End a pause."""
-        return await self._run(wire.continue_generation())
+    async def continue_generation(self, abort_below_weight_version: str | None = None) -> dict[str, Any]:
+        """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
+        return await self._run(wire.continue_generation(abort_below_weight_version))
 
     async def flush_cache(self) -> str:
         """Empty the prefix cache; refused while requests run."""
         return await self._run(wire.flush_cache())
+
+    async def release_memory_occupation(self, tags: Sequence[wire.MemoryTag] | None = None) -> dict[str, Any]:
+        """Make the server give memory back to the system; refused while requests run.  None: all that it can."""
+        return await self._run(wire.release_memory_occupation(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[wire.MemoryTag] | None = None) -> dict[str, Any]:
+        """Let the server take released memory again.  None: all of it."""
+        return await self._run(wire.resume_memory_occupation(tags))
 
     # --- information ---------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class GenerateOptions(TypedDict, total=False):
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     rid: str | Sequence[str]
     extra_key: str  # partitions the prefix cache
+    max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
     priority: int
     extra_body: Mapping[str, Any]  # further fields of the request body, sent as they are
     timeout: float  # seconds for this call, instead of `Timeouts.generate`

@@ -18,6 +18,7 @@ from rollout.client.types import Timeouts
 T = TypeVar("T")
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 EndPhase = Literal["verify", "commit"]
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 
@@ -175,12 +176,21 @@ def pause(mode: PauseMode) -> Call[dict[str, Any]]:
     return Call("POST", "/pause_generation", _object, {"mode": mode}, admin=True, timeout="weights")
 
 
-def continue_generation() -> Call[dict[str, Any]]:
-    return Call("POST", "/continue_generation", _object, {}, admin=True, timeout="weights")
+def continue_generation(abort_below_weight_version: str | None) -> Call[dict[str, Any]]:
+    body = {} if abort_below_weight_version is None else {"abort_below_weight_version": abort_below_weight_version}
+    return Call("POST", "/continue_generation", _object, body, admin=True, timeout="weights")
 
 
 def flush_cache() -> Call[str]:
     return Call("POST", "/flush_cache", _text, {}, admin=True)
+
+
+def release_memory_occupation(tags: Sequence[MemoryTag] | None) -> Call[dict[str, Any]]:
+    return _weight_verb("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+
+def resume_memory_occupation(tags: Sequence[MemoryTag] | None) -> Call[dict[str, Any]]:
+    return _weight_verb("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
 
 # --- weights -----------------------------------------------------------------------------------------------------

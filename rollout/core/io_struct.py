@@ -36,6 +36,7 @@ class TokenizedGenerateReqInput(Message):
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     extra_key: str | None = None  # partitions the prefix cache
+    max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
 
 
 class AbortReqInput(Message):
@@ -53,11 +54,28 @@ class PauseGenerationReqInput(ControlReqInput):
 
 
 class ContinueGenerationReqInput(ControlReqInput):
-    pass
+    """Requests whose tokens or KV began under weights older than `abort_below_weight_version` are aborted first."""
+
+    abort_below_weight_version: str | None = None
 
 
 class FlushCacheReqInput(ControlReqInput):
     pass
+
+
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+
+
+class ReleaseMemoryOccupationReqInput(ControlReqInput):
+    """Give the memory of `tags` back to the system; None or empty: of all that have theirs."""
+
+    tags: list[MemoryTag] | None = None
+
+
+class ResumeMemoryOccupationReqInput(ControlReqInput):
+    """Take the memory of `tags` again; None or empty: of all that were released."""
+
+    tags: list[MemoryTag] | None = None
 
 
 class GetStateReqInput(ControlReqInput):
@@ -76,6 +94,8 @@ SchedulerInput = (
     | PauseGenerationReqInput
     | ContinueGenerationReqInput
     | FlushCacheReqInput
+    | ReleaseMemoryOccupationReqInput
+    | ResumeMemoryOccupationReqInput
     | GetStateReqInput
     | ShutdownReqInput
     | WeightVerb

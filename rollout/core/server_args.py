@@ -52,6 +52,9 @@ class ServerArgs:
     chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
     max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    max_kv_version_lag: int = _arg(
+        -1, "commits that a request's KV may be behind; older KV is computed again; -1: no limit"
+    )
 
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
     return_routed_experts_by_default: bool = _arg(
@@ -64,6 +67,11 @@ class ServerArgs:
     enable_metrics: bool = _arg(True, "serve /metrics")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
 
+    enable_memory_saver: bool = _arg(False, "allow /release_memory_occupation and /resume_memory_occupation")
+    enable_weights_cpu_backup: bool = _arg(
+        False, "keep released weights in a temporary file ($TMPDIR), from which a resume restores them"
+    )
+
     # Settings of features that this version does not have; echoed to external-engine clients as their off values.
     tp_size: int = _arg(1, "tensor-parallel ranks; this version runs 1")
     dp_size: int = _arg(1, "data-parallel ranks; this version runs 1")
@@ -71,7 +79,6 @@ class ServerArgs:
     pp_size: int = _arg(1, "pipeline ranks; this version runs 1")
     nnodes: int = _arg(1, "machines; this version runs 1")
     node_rank: int = _arg(0, "index of this machine")
-    enable_memory_saver: bool = _arg(False, "accepted and echoed; memory release is not part of this version")
 
     @property
     def captures_routes(self) -> bool:
@@ -96,6 +103,11 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(self.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
+        _require(
+            self.enable_memory_saver or not self.enable_weights_cpu_backup,
+            "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
+        )
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
         _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")

@@ -1,4 +1,4 @@
-"""Endpoints that change the server: cache, aborts, pause.  All may demand the admin key.
+"""Endpoints that change the server: cache, aborts, pause, memory.  All may demand the admin key.
 
 Knows their bodies and replies.  What a verb does is the scheduler's business.
 """
@@ -16,9 +16,11 @@ from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
 )
 from rollout.entrypoints import protocol
-from rollout.entrypoints.control_io import ControlRoute, add_route, failed_status, status_reply
+from rollout.entrypoints.control_io import ControlRoute, add_route, failed_status, reply, status_reply
 from rollout.entrypoints.http_io import json_body
 from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -27,8 +29,9 @@ PAUSE_TIMEOUT_S = 60.0
 FLUSH_TIMEOUT_S = 30.0
 FLUSH_POLL_S = 0.05
 
-EmptyBody = Annotated[protocol.EmptyRequest, Depends(json_body(protocol.EmptyRequest))]
 AbortBody = Annotated[protocol.AbortRequest, Depends(json_body(protocol.AbortRequest))]
+ContinueBody = Annotated[protocol.ContinueGenerationRequest, Depends(json_body(protocol.ContinueGenerationRequest))]
+MemoryBody = Annotated[protocol.MemoryOccupationRequest, Depends(json_body(protocol.MemoryOccupationRequest))]
 PauseBody = Annotated[protocol.PauseGenerationRequest, Depends(json_body(protocol.PauseGenerationRequest))]
 
 
@@ -44,7 +47,10 @@ class ControlRoutes:
         add_route(router, "/flush_cache", self.flush_cache, protocol.EmptyRequest, "GET", "POST")
         add_route(router, "/abort_request", self.abort_request, protocol.AbortRequest)
         add_route(router, "/pause_generation", self.pause_generation, protocol.PauseGenerationRequest)
-        add_route(router, "/continue_generation", self.continue_generation, protocol.EmptyRequest)
+        add_route(router, "/continue_generation", self.continue_generation, protocol.ContinueGenerationRequest)
+        memory = protocol.MemoryOccupationRequest
+        add_route(router, "/release_memory_occupation", self.release_memory, memory, "GET", "POST")
+        add_route(router, "/resume_memory_occupation", self.resume_memory, memory, "GET", "POST")
         return router
 
     async def flush_cache(self, timeout: Annotated[float, Query(ge=0, le=600)] = 0.0) -> Response:
@@ -73,7 +79,18 @@ class ControlRoutes:
         answer = await self._manager.control(PauseGenerationReqInput, PAUSE_TIMEOUT_S, mode=body.mode)
         return status_reply(answer, "Generation paused successfully.", self._manager.paused)
 
-    async def continue_generation(self, _: EmptyBody) -> Response:
+    async def continue_generation(self, body: ContinueBody) -> Response:
         """Also settles a weight update that was sent without begin and end."""
-        answer = await self._manager.control(ContinueGenerationReqInput, self._weight_timeout_s)
+        fields = body.model_dump()
+        answer = await self._manager.control(ContinueGenerationReqInput, self._weight_timeout_s, **fields)
         return status_reply(answer, "Generation continued successfully.", self._manager.paused)
+
+    async def release_memory(self, body: MemoryBody) -> Response:
+        """Give memory back to the system; 409 while requests run or if it was released already."""
+        answer = await self._manager.control(ReleaseMemoryOccupationReqInput, self._weight_timeout_s, tags=body.tags)
+        return reply(answer)
+
+    async def resume_memory(self, body: MemoryBody) -> Response:
+        """Take released memory again; 409 if it is not released."""
+        answer = await self._manager.control(ResumeMemoryOccupationReqInput, self._weight_timeout_s, tags=body.tags)
+        return reply(answer)

@@ -93,10 +93,13 @@ class InfoRoutes:
                 raise Unavailable(f"the scheduler made no token within {HEALTH_TIMEOUT_S:g} s") from None
 
     async def ready(self) -> Response:
-        """200 when a request would be worked on now; 503 while starting, stopping or paused."""
+        """200 when a request would be worked on now; 503 while starting, stopping, paused or without memory."""
         self._manager.limits  # noqa: B018 - raises unless serving
         if self._manager.paused:
             raise Unavailable("generation is paused")
+        withheld = (await self._state()).get("withheld")
+        if withheld is not None:
+            raise Unavailable(withheld)
         return Response(status_code=200)
 
     async def ping(self) -> Response:

@@ -45,8 +45,13 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
 
 
 def metadata(native: Native) -> dict[str, Any]:
+    """What weights made the choice, as `meta_info` says it."""
     meta = native["meta_info"]
-    return {"weight_version": meta["weight_version"], "weight_versions": meta["weight_versions"]}
+    names = (
+        "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
+        "kv_weight_version_oldest",
+    )  # fmt: skip
+    return {name: meta[name] for name in names}
 
 
 def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:

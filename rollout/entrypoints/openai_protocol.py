@@ -73,6 +73,7 @@ class OpenAIRequest(Body):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    max_kv_version_lag: int | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
@@ -95,6 +96,7 @@ class OpenAIRequest(Body):
             "rid": self.rid,
             "stream": self.stream,
             "extra_key": combined_extra_key(self.cache_salt, self.extra_key),
+            "max_kv_version_lag": self.max_kv_version_lag,
             "return_routed_experts": self.return_routed_experts,
             "routed_experts_start_len": self.routed_experts_start_len,
             "routed_experts_format": self.routed_experts_format,

@@ -128,9 +128,11 @@ class OpenAIRoutes:
             async for index, native in stream:
                 if opens_with_role and index not in cursors:
                     yield head | {"choices": [_role_choice(index)]}
-                yield head | {"choices": [chunk_of(cursors[index], index, native)]}
+                chunk = head | {"choices": [chunk_of(cursors[index], index, native)]}
                 if native["meta_info"]["finish_reason"] is not None:
                     finals[index] = native
+                    chunk["metadata"] = fmt.metadata(native)
+                yield chunk
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)
         closing = head | {"choices": [], "metadata": tail["metadata"]}

@@ -70,6 +70,7 @@ class GenerateRequest(Body):
     return_prompt_token_ids: bool = False
     extra_key: str | None = None
     cache_salt: str | None = None
+    max_kv_version_lag: int | None = None
 
     def to_request(self) -> GenerateReqInput:
         fields = {name: getattr(self, name) for name in type(self).model_fields if name != "cache_salt"}
@@ -110,6 +111,16 @@ class AbortRequest(Body):
 
 class PauseGenerationRequest(Body):
     mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationRequest(Body):
+    abort_below_weight_version: str | None = None
+
+
+class MemoryOccupationRequest(Body):
+    """Release or resume; null or empty: every tag to which it applies."""
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class InitWeightsUpdateGroupRequest(Body):

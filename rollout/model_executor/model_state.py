@@ -58,12 +58,18 @@ class ModelState:
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
         self.poisoned: str | None = None
+        self.content_lost = False  # the weights' memory was given away: nothing may be sampled
         self._mutation: str | None = None
         self._version_of_epoch = {0: weight_version}
+        self._epoch_of_version = {weight_version: 0}
 
     def version_of(self, weight_epoch: int) -> str:
         """The label of a weight epoch, present or past."""
         return self._version_of_epoch[weight_epoch]
+
+    def epoch_of(self, weight_version: str) -> int | None:
+        """The last weight epoch that had this label at some time; None for a label that was never in force."""
+        return self._epoch_of_version.get(weight_version)
 
     @contextmanager
     def mutate(self, kind: str) -> Iterator[None]:
@@ -81,6 +87,7 @@ class ModelState:
         assert self._mutation is not None, "weights are published inside mutate()"
         epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
         self._version_of_epoch[epoch.weight_epoch] = weight_version
+        self._epoch_of_version[weight_version] = epoch.weight_epoch
         self.epoch = epoch
 
     def relabel(self, weight_version: str) -> None:
@@ -88,13 +95,26 @@ class ModelState:
         assert self._mutation is not None, "versions change inside mutate()"
         self.epoch = replace(self.epoch, weight_version=weight_version)
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
+        self._epoch_of_version[weight_version] = self.epoch.weight_epoch
 
     def poison(self, reason: str) -> None:
         """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
         self.poisoned = reason
 
     def heal(self) -> None:
-        self.poisoned = None
+        """A complete refresh is in place."""
+        self.poisoned, self.content_lost = None, False
+
+    def lose_content(self) -> None:
+        """The weights' memory is given away: only `heal` or `regain_content` makes them weights again."""
+        assert self._mutation is not None, "content is lost inside mutate()"
+        self.content_lost = True
+        self.epoch = replace(self.epoch, content_digest=None)
+        self.epoch = replace(self.epoch, content_digest=None)
+
+    def regain_content(self) -> None:
+        """What was lost is back, bit for bit."""
+        self.content_lost = False
 
     def require_serving(self) -> None:
         """Raise `Unavailable` while poisoned."""

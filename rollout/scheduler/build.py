@@ -26,8 +26,10 @@ from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
 from rollout.model_executor.model_state import ModelState
+from rollout.models.decoder import DecoderForCausalLM
 from rollout.models.load import load_model
 from rollout.sampling.base import Sampler
 from rollout.sampling.select import select_sampler
@@ -36,6 +38,8 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.kv_age import KVAgeLimit
+from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.policy import Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
@@ -92,7 +96,10 @@ def build_scheduler(
         },
         kernels.reason or f"no compiled operator for {dtype} with heads of {config.head_dim}",
     )
-    Control(scheduler, weights, static_state)
+    saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
+    memory = MemoryControl(scheduler, weights, updater, saver, keeps_copy=args.enable_weights_cpu_backup)
+    KVAgeLimit(scheduler, args.max_kv_version_lag)
+    Control(scheduler, weights, memory, static_state)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
@@ -176,6 +183,10 @@ def _recorder(config: ModelConfig, num_slots: int) -> RouteRecorder:
         RoutedExpertsCapturer(layers, top_k),
         RouteSlotStore(num_slots, layers, top_k, experts),
     )
+
+
+def _memory_saver(model: DecoderForCausalLM, kv_pool: KVPool, cache: CacheManager) -> MemorySaver:
+    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.k, *kv_pool.v, cache.pool.table]})
 
 
 def _tokenizer_file(args: ServerArgs) -> Path | None:

@@ -120,6 +120,12 @@ class CacheManager:
         req.pool_index = -1
         req.cached_len = req.device_len = 0
 
+    def flush(self) -> None:
+        """Every slot becomes free.  The caller has checked that no request holds one."""
+        assert self.num_private == 0
+        self._give_back_ahead()
+        self.prefix_cache.flush()
+
     def check(self) -> None:
         """Assert that every slot is in exactly one place.  For tests and idle moments; costs a pass over the pool."""
         total = self.allocator.num_slots

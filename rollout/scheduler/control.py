@@ -1,6 +1,7 @@
 """Control verbs that need no weights: pause, flush, state, shutdown.
 
-Knows the scheduler's public face.  Does not know sockets or weight transactions.
+Knows the scheduler's public face, and whom to ask for the rest of the state.  Does not know sockets or weight
+transactions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
+from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
 
@@ -23,9 +25,12 @@ from rollout.scheduler.weight_control import WeightControl
 class Control:
     """Handlers of the verbs above, and the drain at the end of the server's life."""
 
-    def __init__(self, scheduler: Scheduler, weights: WeightControl, static_state: dict[str, Any]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, weights: WeightControl, memory: MemoryControl, static_state: dict[str, Any]
+    ) -> None:
         self._scheduler = scheduler
         self._weights = weights
+        self._memory = memory
         self._static_state = static_state
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
@@ -46,7 +51,7 @@ class Control:
         if verb.mode == "abort":
             aborted = scheduler.abort(None)
         elif verb.mode == "retract":
-            scheduler.retract_all()
+            scheduler.retract(scheduler.queues.holding_kv())
         scheduler.paused = True
         return ControlReqOutput(
             request_id=verb.request_id,
@@ -67,7 +72,7 @@ class Control:
         waiting = 0 if scheduler.paused else len(scheduler.queues.waiting)
         if running or waiting:
             raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
-        scheduler.cache.prefix_cache.flush()
+        scheduler.cache.flush()
         return ControlReqOutput(request_id=verb.request_id, success=True, message="Cache flushed.")
 
     def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput:
@@ -90,6 +95,8 @@ class Control:
             "num_generated_tokens": stats.num_generated,
             "step_time_ms": stats.step_time_ms(),
             "paused": scheduler.paused,
+            "withheld": scheduler.withheld,
+            "memory": self._memory.status(),
             "poisoned": state.poisoned,
             "weight_version": state.epoch.weight_version,
             "weight_epoch": state.epoch.weight_epoch,
@@ -109,7 +116,8 @@ class Control:
         if self._shutdown is None or self._scheduler.stopped:
             return False
         scheduler = self._scheduler
-        if scheduler.queues.all() and (scheduler.paused or time.monotonic() >= self._drain_until):
+        stands_still = scheduler.paused or scheduler.withheld is not None
+        if scheduler.queues.all() and (stands_still or time.monotonic() >= self._drain_until):
             scheduler.abort(None)
         if not scheduler.queues.all():
             scheduler.stopped = True

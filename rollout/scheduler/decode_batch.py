@@ -48,11 +48,10 @@ class DecodeBatch:
     def drop_finished(self) -> None:
         self._keep([row for row, req in enumerate(self.reqs) if not req.finished])
 
-    def remove(self, leaving: Req) -> None:
-        self._keep([row for row, req in enumerate(self.reqs) if req is not leaving])
-
-    def clear(self) -> None:
-        self._keep([])
+    def remove(self, *leaving: Req) -> None:
+        """Let requests go; those that are not in the batch are ignored."""
+        gone = set(leaving)
+        self._keep([row for row, req in enumerate(self.reqs) if req not in gone])
 
     def advance(self, token_ids_B: torch.Tensor) -> None:
         """The KV of every request's newest token is computed, and `token_ids_B` int64 were sampled after them.

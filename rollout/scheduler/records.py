@@ -45,11 +45,22 @@ class RecordReader:
         if len(epochs):
             oldest = int(epochs.min())
             req.oldest_epoch = oldest if req.oldest_epoch is None else min(req.oldest_epoch, oldest)
+            req.given_up_epochs = epochs[: req.prompt_len]
         if self._recorder is None or not req.source.return_routed_experts:
             return
         kept = len(req.saved_rows.epochs) if req.saved_rows else 0
         if req.device_len > kept:
             req.saved_rows = SavedRows(*self._rows(req, slots, epochs, req.device_len))
+
+    def oldest_epoch_held(self, req: Req) -> int | None:
+        """Oldest weight epoch of the KV that `req` holds now; None if it holds none."""
+        epochs = self._kv_pool.epochs(self._slots(req))
+        return int(epochs.min()) if len(epochs) else None
+
+    def oldest_epoch_used(self, req: Req) -> int | None:
+        """Oldest weight epoch of the KV that `req` holds or gave up in retractions; None if it never held any."""
+        known = [epoch for epoch in (self.oldest_epoch_held(req), req.oldest_epoch) if epoch is not None]
+        return min(known, default=None)
 
     def output(self, req: Req) -> ReqOutput:
         """Tokens since the last call, and the finished record once `req.finished` is set."""
@@ -74,16 +85,14 @@ class RecordReader:
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
         slots = self._slots(req)
         epochs = self._kv_pool.epochs(slots)
-        oldest = [int(epochs.min())] if len(epochs) else []
-        if req.oldest_epoch is not None:
-            oldest.append(req.oldest_epoch)
+        oldest = self.oldest_epoch_used(req)
         return FinishedRecord(
             reason=reason,
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
             weight_versions=_version_spans(req),
-            prefill_weight_versions=self._epoch_spans(epochs[: req.prompt_len]),
-            kv_weight_version_oldest=self._state.version_of(min(oldest)) if oldest else None,
+            prefill_weight_versions=self._epoch_spans(_prompt_epochs(req, epochs)),
+            kv_weight_version_oldest=None if oldest is None else self._state.version_of(oldest),
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
         )
@@ -131,6 +140,14 @@ class RecordReader:
         ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
         starts = [0, *ends[:-1]]
         return [VersionSpan(self._state.version_of(int(epochs[start])), start, end) for start, end in zip(starts, ends)]
+
+
+def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
+    """Of the prompt's KV: what is there, and beyond that what the last retraction gave up."""
+    held = epochs[: req.prompt_len]
+    if req.given_up_epochs is None or len(held) >= len(req.given_up_epochs):
+        return held
+    return np.concatenate([held, req.given_up_epochs[len(held) :]])
 
 
 def _version_spans(req: Req) -> list[VersionSpan]:

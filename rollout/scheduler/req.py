@@ -76,6 +76,7 @@ class Req:
         "cached_tokens",
         "end_ids",
         "finished",
+        "given_up_epochs",
         "is_decoding",
         "namespace",
         "num_retractions",
@@ -115,6 +116,7 @@ class Req:
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
         self.saved_rows: SavedRows | None = None
         self.oldest_epoch: int | None = None  # of KV given up in retractions
+        self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last of them gave up
         self.num_retractions = 0
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None

@@ -63,6 +63,8 @@ class Scheduler:
         self.records = records
         self.stats = StepStats()
         self.paused = False
+        self.withheld: str | None = None  # why nothing may be served although nobody paused
+        self.held = False  # the model is being written to: requests wait
         self.draining = False
         self.stopped = False
         self._channel = channel
@@ -91,7 +93,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         queues = self.queues
-        return not self.paused and bool(queues.running or queues.partial or queues.waiting)
+        if self.paused or self.withheld or self.held:
+            return False
+        return bool(queues.running or queues.partial or queues.waiting)
 
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
         """Take messages, then run one step if there is work.  True if a step ran."""
@@ -195,6 +199,8 @@ class Scheduler:
     def _check(self, source: TokenizedGenerateReqInput) -> None:
         """What only the scheduler can know; the shape of the request was checked before it was sent."""
         self.runner.state.require_serving()
+        if self.withheld is not None:
+            raise Unavailable(self.withheld)
         if self.draining:
             raise Unavailable("the server is shutting down")
         if source.rid in self._by_rid:
@@ -220,8 +226,11 @@ class Scheduler:
         )
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
-    def abort(self, rids: list[str] | None, error: LockstepError | None = None) -> int:
-        """End the given requests, or all (None), with what they have.  Returns how many; unknown rids are ignored."""
+    def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
+        """End the given requests, or all (None), with what they have.  Returns how many; unknown rids are ignored.
+
+        They end with the message and status of `error`, or, without one, with `reason` as their message.
+        """
         targets = list(self._by_rid.values()) if rids is None else [self._by_rid[r] for r in rids if r in self._by_rid]
         if not targets:
             return 0
@@ -230,7 +239,7 @@ class Scheduler:
             message = "Abort in waiting queue" if req in waiting and not req.output.token_ids else "Aborted"
             req.finished = FinishReason(
                 type="abort",
-                message=str(error) if error else message,
+                message=str(error) if error else reason or message,
                 status_code=status_of(error) if error else None,
             )
         queues = self.queues
@@ -243,13 +252,14 @@ class Scheduler:
         self._emit(targets)
         return len(targets)
 
-    def retract_all(self) -> None:
-        """Send everything that holds KV back to the waiting queue, oldest first."""
+    def retract(self, reqs: Iterable[Req]) -> None:
+        """Send requests that hold KV back to the waiting queue, oldest first."""
         queues = self.queues
-        holding = sorted(queues.holding_kv(), key=lambda req: -req.arrival)
-        queues.running.clear()
-        queues.partial = None
-        for req in holding:
+        leaving = sorted(reqs, key=lambda req: -req.arrival)
+        queues.running.remove(*leaving)
+        for req in leaving:
+            if req is queues.partial:
+                queues.partial = None
             self._retract(req)
             queues.waiting.appendleft(req)
 

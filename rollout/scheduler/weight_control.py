@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.core.errors import NotFound, Unavailable
+from rollout.core.errors import Conflict, NotFound, Unavailable
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
@@ -35,6 +35,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
+from rollout.scheduler.kv_age import abort_below, require_known_version
 from rollout.scheduler.scheduler import Scheduler, failure
 from rollout.scheduler.weight_sources import SOURCES
 from weight_sync.errors import CommitError, UnknownTensorError
@@ -101,6 +102,7 @@ class WeightControl:
                 if not self._waiting:
                     return False
                 self._start(self._waiting.popleft())
+                continue
             assert self._future is not None
             if not self._future.done():
                 return True
@@ -110,7 +112,11 @@ class WeightControl:
         self._waiting.append(verb)
 
     def _start(self, verb: ControlReqInput) -> None:
-        self._job = self._planners[type(verb)](verb)
+        try:
+            self._job = self._planners[type(verb)](verb)
+        except Exception as error:
+            self._scheduler.reply(failure(verb.request_id, error))
+            return
         self._future = self._io.submit(self._job.io)
         self._future.add_done_callback(lambda _: self._wake())
 
@@ -191,12 +197,20 @@ class WeightControl:
     def _continue(self, verb: ContinueGenerationReqInput) -> Job:
         settles = self._updater.is_open and self._updater.is_implicit
 
+        def io() -> None:
+            state = self._scheduler.runner.state
+            coming = self._updater.pending_version or _successor(state.epoch.weight_version)
+            require_known_version(state, verb.abort_below_weight_version, coming if settles else None)
+            if settles:
+                self._updater.verify()
+
         def step(_: Any) -> tuple[str, Answer]:
             data = self._commit()[1] if settles else {}
+            aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
             self._scheduler.paused = False
-            return "Generation continued successfully.", data | {"paused": False}
+            return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
-        return Job(verb, self._updater.verify if settles else _nothing, step)
+        return Job(verb, io, step)
 
     def _relabel(self, verb: UpdateWeightVersionReqInput) -> Job:
         def step(_: Any) -> tuple[str, Answer]:
@@ -222,6 +236,8 @@ class WeightControl:
             except UnknownTensorError as error:
                 raise NotFound(str(error)) from None
             staged = self._updater.staged(name) if paused else None
+            if staged is None and self._scheduler.runner.state.content_lost:
+                raise Conflict("the weights' memory is released; there is nothing to read")
             tensor = weights.read(name) if staged is None else staged
             return tensor[: max(0, verb.truncate_size)].double().tolist(), staged is not None
 

@@ -325,6 +325,7 @@ class TokenizerManager:
                     return_routed_experts=bool(options.return_routed_experts),
                     routed_experts_start_len=options.routed_experts_start_len,
                     extra_key=request.extra_key,
+                    max_kv_version_lag=request.max_kv_version_lag,
                 )
             )
 

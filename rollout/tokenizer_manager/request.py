@@ -37,6 +37,7 @@ class GenerateReqInput:
 
     Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
+    `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
 
@@ -55,6 +56,7 @@ class GenerateReqInput:
     routed_experts_format: RoutesFormat = "compatible"
     return_prompt_token_ids: bool = False
     extra_key: str | None = None
+    max_kv_version_lag: int | None = None
     fill_context: bool = False
 
 
@@ -112,6 +114,9 @@ def expand(request: GenerateReqInput) -> ExpandedRequest:
     Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
     `TooLarge` over a cap.
     """
+    lag = request.max_kv_version_lag
+    if lag is not None and not -1 <= lag < 2**31:
+        raise BadRequest(f"max_kv_version_lag must be -1 (no limit) or in 0..{2**31 - 1}, got {lag}")
     texts, ids, is_batch = _prompts(request)
     count = len(texts)
     if count > MAX_BATCH:

@@ -76,6 +76,8 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         protocol.GenerateRequest,
         protocol.AbortRequest,
         protocol.PauseGenerationRequest,
+        protocol.ContinueGenerationRequest,
+        protocol.MemoryOccupationRequest,
         protocol.InitWeightsUpdateGroupRequest,
         protocol.BeginWeightUpdateRequest,
         protocol.UpdateWeightsFromDistributedRequest,

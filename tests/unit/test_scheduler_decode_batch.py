@@ -42,7 +42,7 @@ class Stepper:
         elif action == "remove" and reqs:
             self.batch.remove(reqs[value % len(reqs)])
         elif action == "clear":
-            self.batch.clear()
+            self.batch.remove(*self.batch.reqs)
 
     def join(self, count: int) -> None:
         self.batch.join([self.request() for _ in range(count)])

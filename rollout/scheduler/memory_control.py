@@ -1,0 +1,186 @@
+"""`release_memory_occupation`, `resume_memory_occupation`: who has which memory, and whether anything may be served.
+
+    in use --release--> released --resume--> in use                        (weights: only where a copy was kept)
+                           |
+                           |------resume---> awaiting refresh --complete refresh--> in use
+                           `-----------------complete refresh--> in use; a resume after it has nothing left to do
+
+A verb says everything that is wrong before it changes anything.  While a tag is released or the weights have no
+content, no step runs and new requests are refused; requests that wait hold no KV, and go on afterwards.
+
+Knows tags, the verbs' turn in the weight queue, and how a refresh shows.  Does not know pages: `MemorySaver` does.
+"""
+
+from __future__ import annotations
+
+from rollout.core.errors import Conflict, UnsupportedFeature
+from rollout.core.io_struct import MemoryTag, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.model_executor.memory_saver import TAGS, MemorySaver
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_control import Answer, Job, WeightControl
+from weight_sync.updater import WeightUpdater
+
+
+class MemoryControl:
+    """Owner of the tags' state.  `saver` None: the server was started without `--enable-memory-saver`.
+
+    `keeps_copy`: released weights go to a file from which a resume restores them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        weights: WeightControl,
+        updater: WeightUpdater,
+        saver: MemorySaver | None,
+        *,
+        keeps_copy: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._updater = updater
+        self._saver = saver
+        self._keeps_copy = keeps_copy
+        self._released: set[MemoryTag] = set()
+        self._epoch_released: int | None = None  # of the weights without content; None while they have theirs
+        self._refreshed_unasked = False  # a refresh filled released weights, and no resume has come since
+        weights.add_jobs({ReleaseMemoryOccupationReqInput: self._release, ResumeMemoryOccupationReqInput: self._resume})
+        scheduler.add_between_steps(self._notice_refresh)
+
+    def status(self) -> dict[str, str]:
+        """`in_use`, `released` or `awaiting_refresh` of each tag."""
+        states: dict[str, str] = {tag: "released" if tag in self._released else "in_use" for tag in TAGS}
+        if self._epoch_released is not None and "weights" not in self._released:
+            states["weights"] = "awaiting_refresh"
+        return states
+
+    # --- verbs ----------------------------------------------------------------------------------------------------
+
+    def _release(self, verb: ReleaseMemoryOccupationReqInput) -> Job:
+        self._notice_refresh()
+        tags = self._releasable(verb)
+        keeps = self._keeps_copy and self._epoch_released is None
+
+        def io() -> None:
+            if "weights" in tags and keeps:
+                self._require_saver().keep_copy("weights")
+
+        def step(_: None) -> tuple[str, Answer]:
+            try:
+                self._require_idle()
+            except Conflict:  # a request came while the copy was being made
+                self._require_saver().drop_copy("weights")
+                raise
+            return self._discard(tags)
+
+        return Job(verb, io, step)
+
+    def _discard(self, tags: list[MemoryTag]) -> tuple[str, Answer]:
+        scheduler, saver = self._scheduler, self._require_saver()
+        state = scheduler.runner.state
+        with state.mutate("memory release"):
+            if "kv_cache" in tags:
+                scheduler.cache.flush()
+            if "weights" in tags:
+                state.lose_content()
+                self._epoch_released = state.epoch.weight_epoch
+                self._refreshed_unasked = False
+            for tag in tags:
+                saver.discard(tag)
+        self._released.update(tags)
+        self._withhold()
+        num_bytes = sum(saver.nbytes(tag) for tag in tags)
+        return f"Released {', '.join(tags)}.", {"released": tags, "num_bytes": num_bytes, "memory": self.status()}
+
+    def _resume(self, verb: ResumeMemoryOccupationReqInput) -> Job:
+        self._notice_refresh()
+        tags, saver = self._resumable(verb), self._require_saver()
+        restores = "weights" in tags and saver.has_copy("weights")
+
+        def io() -> None:
+            if restores:
+                saver.restore("weights")
+
+        def step(_: None) -> tuple[str, Answer]:
+            if restores:
+                self._scheduler.runner.state.regain_content()
+                self._epoch_released = None
+            if "weights" in tags:
+                self._refreshed_unasked = False
+            self._released.difference_update(tags)
+            withheld = self._withhold()
+            message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")
+            return message, {"resumed": tags, "memory": self.status()}
+
+        return Job(verb, io, step)
+
+    # --- what may be done -----------------------------------------------------------------------------------------
+
+    def _releasable(self, verb: ReleaseMemoryOccupationReqInput) -> list[MemoryTag]:
+        self._require_saver()
+        wanted = _named(verb.tags, [tag for tag in TAGS if tag not in self._released])
+        again = [tag for tag in wanted if tag in self._released]
+        if again or not wanted:
+            raise Conflict(f"already released: {', '.join(again or TAGS)}")
+        if "weights" in wanted and self._updater.is_open:
+            raise Conflict("a weight update is open: end or abort it before the weights are released")
+        self._require_idle()
+        return wanted
+
+    def _resumable(self, verb: ResumeMemoryOccupationReqInput) -> list[MemoryTag]:
+        saver = self._require_saver()
+        known = self._released | ({"weights"} if self._refreshed_unasked else set())
+        wanted = _named(verb.tags, [tag for tag in TAGS if tag in known])
+        not_released = [tag for tag in wanted if tag not in known]
+        if not_released or not wanted:
+            raise Conflict(f"not currently released: {', '.join(not_released or TAGS)}")
+        if "weights" in wanted and saver.has_copy("weights") and self._updater.is_open:
+            raise Conflict("a weight update is open: end or abort it before the kept copy of the weights is put back")
+        return wanted
+
+    def _require_saver(self) -> MemorySaver:
+        if self._saver is None:
+            raise UnsupportedFeature("memory cannot be released: start the server with --enable-memory-saver")
+        return self._saver
+
+    def _require_idle(self) -> None:
+        scheduler = self._scheduler
+        running = len(scheduler.queues.holding_kv())
+        waiting = len(scheduler.queues.waiting) if scheduler.has_work else 0
+        if running or waiting:
+            raise Conflict(
+                f"memory cannot be released: {running} requests running, {waiting} waiting; let them end, abort them, "
+                "or pause generation with mode abort or retract"
+            )
+
+    # --- serving --------------------------------------------------------------------------------------------------
+
+    def _notice_refresh(self) -> bool:
+        """After a commit into weights without content: a complete one restored them, any one outdates the copy."""
+        if self._epoch_released is None:
+            return False
+        state = self._scheduler.runner.state
+        if state.epoch.weight_epoch != self._epoch_released:
+            self._epoch_released = state.epoch.weight_epoch
+            self._require_saver().drop_copy("weights")
+        if not state.content_lost:
+            self._epoch_released = None
+            self._refreshed_unasked = "weights" in self._released
+            self._released.discard("weights")
+            self._withhold()
+        return False
+
+    def _withhold(self) -> str | None:
+        """Tell the scheduler whether anything may be served, and why not."""
+        reason = None
+        if self._released:
+            names = ", ".join(tag for tag in TAGS if tag in self._released)
+            reason = f"memory is released ({names}); POST /resume_memory_occupation"
+        elif self._epoch_released is not None:
+            reason = "the weights were released and have no content; send a complete refresh"
+        self._scheduler.withheld = reason
+        return reason
+
+
+def _named(tags: list[MemoryTag] | None, all_tags: list[MemoryTag]) -> list[MemoryTag]:
+    """The tags that a verb means: those it names, without names all that apply."""
+    return [tag for tag in TAGS if tag in tags] if tags else all_tags

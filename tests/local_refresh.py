@@ -1,0 +1,46 @@
+"""A refresh of a scheduler harness whose tensors come from the test itself: no group, no second process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+from rollout.scheduler.control import Control
+from tests.loopback_updater import LoopbackSource
+from tests.scheduler_harness import Harness
+from weight_sync.updater import WeightUpdater
+
+
+def control_of(harness: Harness) -> Control:
+    """The holder of all that answers control verbs."""
+    return harness.scheduler._verbs[GetStateReqInput].__self__  # type: ignore[attr-defined]
+
+
+def updater_of(harness: Harness) -> WeightUpdater:
+    """The updater behind the harness's weight verbs; free to use while no verb is under way."""
+    return control_of(harness)._weights._updater
+
+
+def io_of(harness: Harness) -> ThreadPoolExecutor:
+    """The thread on which weight verbs do their input and output."""
+    owners = [hook.__self__ for hook in harness.scheduler._between_steps]  # type: ignore[attr-defined]
+    return next(owner._io for owner in owners if hasattr(owner, "_io"))
+
+
+def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One bucket into the open weight update."""
+    updater_of(harness).receive(LoopbackSource(list(tensors.items())))
+
+
+def refresh(
+    harness: Harness, tensors: Mapping[str, torch.Tensor], weight_version: str, coverage: str = "full"
+) -> ControlReqOutput:
+    """begin, one bucket, end; returns the answer to the last."""
+    begun = harness.control(BeginWeightUpdateReqInput, weight_version=weight_version, coverage=coverage)
+    assert begun.success, begun.message
+    deliver(harness, tensors)
+    return harness.control(EndWeightUpdateReqInput)
