@@ -225,6 +225,27 @@ class RolloutClient:
         """
         return self._run(wire.update_weights_from_ipc(zmq_handles, weight_version, flush_cache))
 
+    def update_weights_from_disk(
+        self, model_path: str, weight_version: str | None = None, load_format: str | None = None
+    ) -> dict[str, Any]:
+        """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
+        return self._run(wire.update_weights_from_disk(model_path, weight_version, load_format))
+
+    def pull_weights(
+        self,
+        local_checkpoint_dir: str,
+        source_dir: str,
+        target_version: int,
+        update_memory: bool = False,
+        weight_version: str | None = None,
+    ) -> dict[str, Any]:
+        """Make the server bring a checkpoint folder of its machine to a version published in `source_dir`.
+
+        `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
+        """
+        call = wire.pull_weights(local_checkpoint_dir, source_dir, target_version, update_memory, weight_version)
+        return self._run(call)
+
     def update_weights_from_tensor(
         self,
         serialized_named_tensors: Sequence[bytes | str] | None = None,

@@ -262,6 +262,31 @@ def update_weights_from_ipc(
     return _weight_verb("/update_weights_from_ipc", body)
 
 
+def update_weights_from_disk(
+    model_path: str, weight_version: str | None, load_format: str | None
+) -> Call[dict[str, Any]]:
+    body: dict[str, Any] = {"model_path": model_path}
+    if weight_version is not None:
+        body["weight_version"] = weight_version
+    if load_format is not None:
+        body["load_format"] = load_format
+    return _weight_verb("/update_weights_from_disk", body)
+
+
+def pull_weights(
+    local_checkpoint_dir: str, source_dir: str, target_version: int, update_memory: bool, weight_version: str | None
+) -> Call[dict[str, Any]]:
+    body: dict[str, Any] = {
+        "local_checkpoint_dir": local_checkpoint_dir,
+        "source_dir": source_dir,
+        "target_version": target_version,
+        "update_memory": update_memory,
+    }
+    if weight_version is not None:
+        body["weight_version"] = weight_version
+    return _weight_verb("/pull_weights", body)
+
+
 def update_weights_from_tensor(
     serialized_named_tensors: Sequence[bytes | str] | None,
     load_format: str | None,

@@ -61,7 +61,20 @@ class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket"] | None = None
+    load_format: Literal["flattened_bucket", "delta"] | None = None
+
+
+class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput, kw_only=True):
+    model_path: str
+    load_format: str | None = None
+
+
+class PullWeightsReqInput(ControlReqInput, kw_only=True):
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: int
+    update_memory: bool = False  # bring the weights that serve to the same version
+    weight_version: str | None = None  # label of these; None: the target version
 
 
 class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
@@ -105,4 +118,6 @@ WeightVerb = (
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
     | WeightsCheckerReqInput
+    | UpdateWeightsFromDiskReqInput
+    | PullWeightsReqInput
 )

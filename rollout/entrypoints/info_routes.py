@@ -115,7 +115,7 @@ class InfoRoutes:
         state = await self._state()
         return json_response(
             {
-                "model_path": args.model_path,
+                "model_path": state.get("weights_path") or args.model_path,
                 "served_model_name": args.name,
                 "tokenizer_path": args.tokenizer_path or args.model_path,
                 "is_generation": True,

@@ -159,7 +159,7 @@ class UpdateWeightsFromDistributedRequest(Body):
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
     group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket"] | None = None
+    load_format: Literal["flattened_bucket", "delta"] | None = None
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
@@ -177,6 +177,32 @@ class UpdateWeightsFromIPCRequest(Body):
 class UpdateWeightsFromTensorRequest(Body):
     serialized_named_tensors: list[str] | None = None
     load_format: str | None = None
+class UpdateWeightsFromDiskRequest(Body):
+    """POST /update_weights_from_disk.  The fields from `is_async` on are SGLang's and change nothing here."""
+
+    model_path: str = Field(min_length=1)
+    load_format: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    selector: Literal["all", "target"] = "all"
+
+
+class PullWeightsRequest(Body):
+    """POST /pull_weights, as slime and miles send it; the last two fields are our own."""
+
+    local_checkpoint_dir: str = Field(min_length=1)
+    source_dir: str = Field(min_length=1)
+    target_version: Annotated[int, Field(ge=0, lt=2**63)]
+    update_memory: bool = False
+    weight_version: str | None = None
+
+
     format: Literal["safetensors"] | None = None
     shm_name: str | None = None
     shm_bytes: int | None = Field(default=None, ge=8, lt=2**48)

@@ -21,6 +21,8 @@ from rollout.core.weight_io_struct import (
     InitWeightsUpdateGroupReqInput,
     ManifestEntry,
     UpdateWeightsFromDistributedReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
@@ -50,6 +52,8 @@ BucketBody = Annotated[
 ]
 IpcBody = Annotated[protocol.UpdateWeightsFromIPCRequest, Depends(json_body(protocol.UpdateWeightsFromIPCRequest))]
 VersionBody = Annotated[protocol.UpdateWeightVersionRequest, Depends(json_body(protocol.UpdateWeightVersionRequest))]
+DiskBody = Annotated[protocol.UpdateWeightsFromDiskRequest, Depends(json_body(protocol.UpdateWeightsFromDiskRequest))]
+PullBody = Annotated[protocol.PullWeightsRequest, Depends(json_body(protocol.PullWeightsRequest))]
 GetWeightsBody = Annotated[protocol.GetWeightsByNameRequest, Depends(json_body(protocol.GetWeightsByNameRequest))]
 CheckerBody = Annotated[protocol.WeightsCheckerRequest, Depends(json_body(protocol.WeightsCheckerRequest))]
 
@@ -75,6 +79,8 @@ class WeightRoutes:
         add_route(router, "/update_weights_from_ipc", self.from_ipc, protocol.UpdateWeightsFromIPCRequest)
         add_route(router, "/update_weights_from_tensor", self.from_tensor, protocol.UpdateWeightsFromTensorRequest)
         add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
+        add_route(router, "/update_weights_from_disk", self.from_disk, protocol.UpdateWeightsFromDiskRequest)
+        add_route(router, "/pull_weights", self.pull, protocol.PullWeightsRequest)
         add_route(router, "/get_weights_by_name", self.get_weights, protocol.GetWeightsByNameRequest)
         router.add_api_route("/get_weights_by_name", self.get_weights_by_query, methods=["GET"])
         add_route(router, "/weights_checker", self.check_weights, protocol.WeightsCheckerRequest, "GET", "POST")
@@ -128,6 +134,19 @@ class WeightRoutes:
 
     async def end(self, body: EndBody) -> Response:
         """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two."""
+    async def from_disk(self, body: DiskBody) -> Response:
+        """Load a checkpoint folder, all or nothing; `model_path` in /model_info changes only on success."""
+        verb = UpdateWeightsFromDiskReqInput
+        fields = body.model_dump(include=set(verb.__struct_fields__))
+        started = time.monotonic()
+        answer = await self._manager.control(verb, self._weight_timeout_s, **fields)
+        self._metrics.on_weight_load("disk", time.monotonic() - started)
+        return reply(answer)
+
+    async def pull(self, body: PullBody) -> Response:
+        """Bring a local checkpoint folder to a published version and, if asked, the weights that serve."""
+        return await self._weights(PullWeightsReqInput, **body.model_dump())
+
         return await self._weights(EndWeightUpdateReqInput, phase=body.phase)
 
     async def abort_update(self, _: EmptyBody) -> Response:

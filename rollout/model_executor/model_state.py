@@ -63,6 +63,7 @@ class ModelState:
         self._version_of_epoch = {0: weight_version}
         self._epoch_of_version = {weight_version: 0}
 
+        self.model_path: str | None = None  # of the last refresh from disk
     def version_of(self, weight_epoch: int) -> str:
         """The label of a weight epoch, present or past."""
         return self._version_of_epoch[weight_epoch]

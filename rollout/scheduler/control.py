@@ -99,6 +99,7 @@ class Control:
             "memory": self._memory.status(),
             "poisoned": state.poisoned,
             "weight_version": state.epoch.weight_version,
+            "weights_path": state.model_path,
             "weight_epoch": state.epoch.weight_epoch,
             "placement_epoch": state.epoch.placement_epoch,
             "content_digest": state.epoch.content_digest,

@@ -15,6 +15,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsReqInput,
 )
 from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
 from weight_sync.receivers.tensor import TensorSource
 from weight_sync.shared_segment import SharedSegment
@@ -24,6 +25,9 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
+    if verb.load_format == DELTA:
+        inner = updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name)
+        return DeltaSource(inner, updater.weights)
     return updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name, verb.load_format)
 
 

@@ -82,6 +82,8 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         protocol.BeginWeightUpdateRequest,
         protocol.UpdateWeightsFromDistributedRequest,
         protocol.UpdateWeightsFromTensorRequest,
+        protocol.UpdateWeightsFromDiskRequest,
+        protocol.PullWeightsRequest,
         protocol.UpdateWeightVersionRequest,
         protocol.GetWeightsByNameRequest,
         protocol.WeightsCheckerRequest,
