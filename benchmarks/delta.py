@@ -1,0 +1,188 @@
+"""Size and time of a weight delta over real optimiser steps, beside other ways to write the same changes.
+
+    a checkpoint in transformers, float32 masters -> Adam at lr 1e-6 on next-token loss -> bfloat16, step by step
+
+Each step's delta leads from the weights before to the weights after, is decoded and compared bit for bit, and undone.
+Masters start anywhere between two neighbouring bfloat16 numbers, as they are in the middle of a run: from bfloat16
+numbers themselves, the first steps would change almost nothing.  Adam's very first step moves every weight by the whole
+rate and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from benchmarks.shapes import SHAPES, cached_checkpoint
+from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from weight_sync.delta.byte_patches import encode_overwrite, encode_xor
+from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
+from weight_sync.delta.frame import read_frame
+from weight_sync.sender import NamedTensors, named_tensors_of, split_fused_experts
+
+LEARNING_RATE = 1e-6
+BETAS = (0.9, 0.95)
+SEQUENCES, POSITIONS = 8, 128
+STEPS = 4
+TARGET = 35.0
+DEMO = "demo"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Of one step; sizes in bytes, `entropy` the bits that a code of the changes could not fall short of by itself."""
+
+    full: int
+    elements: int
+    changes: int
+    one_step: int
+    delta: int
+    xor_zstd: int
+    overwrite_zstd: int
+    index_value: int
+    entropy: int
+    encode_s: float
+    decode_s: float
+
+
+def run(shape: str, console: Console, steps: int = STEPS) -> list[dict]:
+    """One table, a row for each way; `shape`: "demo", "S" or "M"."""
+    table = Table(title=f"Weight delta, {shape}, bfloat16, Adam at lr {LEARNING_RATE:g}")
+    for column in ("form", "bytes", "times smaller", "bits a change"):
+        table.add_column(column, justify="left" if column == "form" else "right")
+    sizes = list(measure(shape, steps))
+    rows = []
+    for form, label in (
+        ("delta", "gaps and directions, zstd"),
+        ("xor_zstd", "xor, zstd"),
+        ("overwrite_zstd", "positions and bytes, zstd"),
+        ("index_value", "int32 index and value"),
+        ("entropy", "entropy of positions and steps"),
+    ):
+        nbytes = median(getattr(step, form) for step in sizes)
+        ratios = [step.full / getattr(step, form) for step in sizes]
+        bits = median(8 * getattr(step, form) / step.changes for step in sizes)
+        table.add_row(label, f"{nbytes:,.0f}", f"{median(ratios):.1f}", f"{bits:.2f}")
+        rows.append({"part": "delta", "shape": shape, "form": form, "bytes": nbytes, "ratio": median(ratios)})
+    console.print(table)
+    changed = median(step.changes / step.elements for step in sizes)
+    single = median(step.one_step / step.changes for step in sizes)
+    rate = median(step.full / step.encode_s for step in sizes), median(step.full / step.decode_s for step in sizes)
+    worst = min(step.full / step.delta for step in sizes)
+    console.print(
+        f"{changed:.2%} of the elements changed, {single:.1%} of these by one unit in the last place; "
+        f"of the full tensors' bytes {rate[0] / 1e6:,.0f} MB/s encoded, {rate[1] / 1e6:,.0f} MB/s decoded; "
+        f"least of {len(sizes)} steps: {worst:.1f} times smaller, at least {TARGET:g} wanted: "
+        + ("ok" if worst >= TARGET else "MISSED")
+    )
+    for row in rows:
+        row |= {"changed": changed, "one_step": single, "encode_bytes_s": rate[0], "decode_bytes_s": rate[1]}
+    return rows
+
+
+def measure(shape: str, steps: int) -> Iterator[StepSizes]:
+    """The sizes of each step, which is also decoded, compared and undone."""
+    spec = CheckpointSpec() if shape == DEMO else SHAPES[shape]
+    versions = train(str(cached_checkpoint(shape, spec)), spec.vocab_size)
+    next(versions)
+    old = next(versions)
+    encoder = DeltaEncoder(old.items())
+    for new in itertools.islice(versions, steps):
+        start = time.perf_counter()
+        delta = encoder.encode(new.items())
+        payloads = delta.payloads()
+        encode_s = time.perf_counter() - start
+        start = time.perf_counter()
+        decoded: Tensors = {}
+        for payload in payloads:
+            decoded |= dict(read_frame(payload, 1 << 40).decode(old.__getitem__))
+        decode_s = time.perf_counter() - start
+        require_equal(decoded, new)
+        for frame in delta.frames:
+            require_equal(dict(frame.invert().decode(decoded.__getitem__)), old)
+        yield sizes_of(delta, payloads, old, new, encode_s, decode_s)
+        encoder.advance(delta)
+        old = new
+
+
+def train(path: str, vocab_size: int) -> Iterator[Tensors]:
+    """The weights in bfloat16, before the first step and after each: by name, per expert, copies."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread_between_neighbours(parameter, generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS, foreach=False)
+    while True:
+        named: NamedTensors = split_fused_experts(named_tensors_of(model, torch.bfloat16))
+        yield {name: tensor.clone() for name, tensor in named}
+        ids = torch.randint(0, vocab_size, (SEQUENCES, POSITIONS), generator=generator)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def spread_between_neighbours(parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Move every element by up to half the distance of bfloat16 numbers at its size, in either direction."""
+    words = parameter.to(torch.bfloat16).view(torch.int16)
+    distance = ((words + 1).view(torch.bfloat16).float() - words.view(torch.bfloat16).float()).abs()
+    parameter += (torch.rand(parameter.shape, generator=generator) - 0.5) * distance
+
+
+def sizes_of(
+    delta: EncodedDelta, payloads: list[bytes], old: Tensors, new: Tensors, encode_s: float, decode_s: float
+) -> StepSizes:
+    steps = np.concatenate([changes.steps_N for changes in delta.changes.values()])
+    return StepSizes(
+        full=delta.full_bytes,
+        elements=delta.num_elements,
+        changes=delta.num_changes,
+        one_step=int(np.count_nonzero(np.abs(steps) == 1)),
+        delta=sum(map(len, payloads)),
+        xor_zstd=sum(len(encode_xor(old[name], new[name])) for name in new),
+        overwrite_zstd=sum(len(encode_overwrite(old[name], new[name])) for name in new),
+        index_value=delta.num_changes * (4 + 2),
+        entropy=entropy_bytes(steps, delta.num_elements),
+        encode_s=encode_s,
+        decode_s=decode_s,
+    )
+
+
+def entropy_bytes(steps: np.ndarray, num_elements: int) -> int:
+    """Of independent elements that each change with one probability, by steps of one distribution."""
+    share = steps.size / num_elements
+    positions = -num_elements * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
+    _, counts = np.unique(steps, return_counts=True)
+    return math.ceil((positions - float((counts * np.log2(counts / steps.size)).sum())) / 8)
+
+
+def require_equal(one: Tensors, other: Tensors) -> None:
+    for name, tensor in other.items():
+        if not torch.equal(one[name].view(torch.int16), tensor.view(torch.int16)):
+            raise SystemExit(f"{name} was not decoded bit for bit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", choices=(DEMO, *SHAPES), nargs="+", default=[DEMO])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    console = Console()
+    for shape in args.shapes:
+        run(shape, console, args.steps)
+
+
+if __name__ == "__main__":
+    main()
