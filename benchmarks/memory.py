@@ -52,7 +52,7 @@ def run(shape: str, console: Console) -> list[dict]:
     """One table; returns its one row."""
     folder = checkpoint(shape)
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as scratch:
-        port = _free_port()
+        port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--dtype", "bfloat16"]
         words += ["--max-total-tokens", str(POOL_TOKENS), "--log-level", "warning"]
         command = [sys.executable, "-m", "rollout.entrypoints.cli", *words]
@@ -61,8 +61,8 @@ def run(shape: str, console: Console) -> list[dict]:
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S, trust_env=False) as http,
         ):
             console.print(f"memory, shape {shape}: starting a server")
-            _wait_ready(server, http)
-            worker = _worker_pid(server.pid)
+            wait_ready(server, http)
+            worker = worker_pid(server.pid)
             loaded = read_memory(worker)
             console.print(f"memory, shape {shape}: {REQUESTS} requests")
             _serve(http, SHAPES[shape].vocab_size)
@@ -94,13 +94,13 @@ def _kilobytes(path: Path) -> dict[str, int]:
     return {word[0].rstrip(":"): int(word[1]) for word in words if len(word) == 3 and word[2] == "kB"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _wait_ready(server: ChildProcess, http: httpx.Client) -> None:
+def wait_ready(server: ChildProcess, http: httpx.Client) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if server.exit_status() is not None:
@@ -114,7 +114,7 @@ def _wait_ready(server: ChildProcess, http: httpx.Client) -> None:
     raise RuntimeError(f"the server was not ready within {START_S:.0f} s: {server.last_words()}")
 
 
-def _worker_pid(parent: int) -> int:
+def worker_pid(parent: int) -> int:
     """The child that computes."""
     children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     (pid,) = [pid for pid in children if WORKER in Path(f"/proc/{pid}/cmdline").read_text()]

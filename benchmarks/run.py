@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, memory, scaling, throughput
+from benchmarks import capture, delta, memory, scaling, throughput, weight_refresh
 
-PARTS = ("throughput", "capture", "scaling", "memory")
+PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta")
 
 
 def main() -> None:
@@ -42,6 +42,10 @@ def main() -> None:
             rows += scaling.run(shape, args.rounds, console, svg)
         if "memory" in args.only:
             rows += memory.run(shape, console)
+        if "refresh" in args.only:
+            rows += weight_refresh.run(shape, args.rounds, console)
+        if "delta" in args.only:
+            rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -63,6 +63,15 @@ class ServerArgs:
 
     weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
+    weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
+        "host", "where a weight update waits for its end: in a copy in host or device memory, or in the model itself"
+    )
+    weight_journal_dir: str | None = _arg(
+        None, "folder for the old weights of --weight-staging journal; default: $TMPDIR"
+    )
+    pause_timeout: float | None = _arg(
+        None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
+    )
     drain_timeout: float = _arg(10.0, "seconds that running requests get to finish on SIGTERM")
     enable_metrics: bool = _arg(True, "serve /metrics")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
@@ -110,6 +119,11 @@ class ServerArgs:
         )
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
         _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
+        _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
+        _require(
+            self.weight_journal_dir is None or self.weight_staging == "journal",
+            "--weight-journal-dir is for --weight-staging journal",
+        )
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
         _require(bool(self.weight_version), "--weight-version must not be empty")

@@ -38,6 +38,9 @@ class BeginWeightUpdateReqInput(ControlReqInput):
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
     manifest: list[ManifestEntry] | None = None
+    base_version: str | None = None  # what must be in force, or the update is refused
+    base_digest: str | None = None
+    lease_s: float | None = None  # seconds that the next bucket or the end may take; None: 600
 
 
 class EndWeightUpdateReqInput(ControlReqInput):

@@ -147,6 +147,9 @@ class BeginWeightUpdateRequest(Body):
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
     manifest: list[ManifestEntryBody] | None = None
+    base_version: str | None = None
+    base_digest: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
+    lease_s: float | None = Field(default=None, gt=0, le=86400)
     selector: Literal["all", "target"] = "all"
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from rollout.core.io_struct import GetStateReqInput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -72,6 +73,7 @@ class WeightRoutes:
         add_route(
             router, "/destroy_weights_update_group", self.destroy_group, protocol.DestroyWeightsUpdateGroupRequest
         )
+        router.add_api_route("/weight_update", self.update_state, methods=["GET"])
         add_route(router, "/begin_weight_update", self.begin, protocol.BeginWeightUpdateRequest)
         add_route(router, "/end_weight_update", self.end, protocol.EndWeightUpdateRequest)
         add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
@@ -106,7 +108,15 @@ class WeightRoutes:
             weight_version=body.weight_version,
             coverage=body.coverage,
             manifest=manifest,
+            base_version=body.base_version,
+            base_digest=body.base_digest,
+            lease_s=body.lease_s,
         )
+
+    async def update_state(self) -> Response:
+        """The open weight update: what came, what is missing, its lease; and why the last one failed."""
+        answer = await self._manager.control(GetStateReqInput, self._weight_timeout_s)
+        return reply(answer) if not answer.success else json_response(answer.data["weight_update"])
 
     async def bucket(self, body: BucketBody) -> Response:
         """Receive tensors by broadcast from rank 0 of the group."""

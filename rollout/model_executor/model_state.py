@@ -5,7 +5,8 @@ Everything that decides what a forward pass computes changes only inside `mutate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -36,6 +37,9 @@ class CausalLM(Protocol):
         """[N, V] in the model's dtype."""
 
 
+_EPOCHS_REMEMBERED = 16
+
+
 @dataclass(frozen=True)
 class ServingEpoch:
     """What explains a sampled token: immutable, swapped whole at a step boundary.
@@ -57,13 +61,14 @@ class ModelState:
         self.model = model
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
+        self._recent = deque([self.epoch], maxlen=_EPOCHS_REMEMBERED)
         self.poisoned: str | None = None
+        self.model_path: str | None = None  # of the last refresh from disk
         self.content_lost = False  # the weights' memory was given away: nothing may be sampled
         self._mutation: str | None = None
         self._version_of_epoch = {0: weight_version}
         self._epoch_of_version = {weight_version: 0}
 
-        self.model_path: str | None = None  # of the last refresh from disk
     def version_of(self, weight_epoch: int) -> str:
         """The label of a weight epoch, present or past."""
         return self._version_of_epoch[weight_epoch]
@@ -71,6 +76,11 @@ class ModelState:
     def epoch_of(self, weight_version: str) -> int | None:
         """The last weight epoch that had this label at some time; None for a label that was never in force."""
         return self._epoch_of_version.get(weight_version)
+
+    @property
+    def recent_epochs(self) -> Sequence[ServingEpoch]:
+        """The last epochs that served, oldest first, the one in force last."""
+        return tuple(self._recent)
 
     @contextmanager
     def mutate(self, kind: str) -> Iterator[None]:
@@ -89,18 +99,31 @@ class ModelState:
         epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
         self._version_of_epoch[epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = epoch.weight_epoch
+        self._recent.append(epoch)
         self.epoch = epoch
 
     def relabel(self, weight_version: str) -> None:
         """Another label for the content in force, from the next token on."""
         assert self._mutation is not None, "versions change inside mutate()"
-        self.epoch = replace(self.epoch, weight_version=weight_version)
+        self._amend(replace(self.epoch, weight_version=weight_version))
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = self.epoch.weight_epoch
 
+    def note_digest(self, content_digest: str) -> None:
+        """What the content in force was found to be: the digest of all logical tensors."""
+        self._amend(replace(self.epoch, content_digest=content_digest))
+
     def poison(self, reason: str) -> None:
-        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
+        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them.
+
+        What served before keeps its digest among `recent_epochs`; the epoch in force has none.
+        """
         self.poisoned = reason
+        self.epoch = replace(self.epoch, content_digest=None)
+
+    def _amend(self, epoch: ServingEpoch) -> None:
+        """The same content, more or otherwise said of it."""
+        self.epoch = self._recent[-1] = epoch
 
     def heal(self) -> None:
         """A complete refresh is in place."""
@@ -110,7 +133,6 @@ class ModelState:
         """The weights' memory is given away: only `heal` or `regain_content` makes them weights again."""
         assert self._mutation is not None, "content is lost inside mutate()"
         self.content_lost = True
-        self.epoch = replace(self.epoch, content_digest=None)
         self.epoch = replace(self.epoch, content_digest=None)
 
     def regain_content(self) -> None:

@@ -85,8 +85,15 @@ def build_scheduler(
     runner = ModelRunner(state, kv_pool, attention, recorder)
     sampler = select_sampler(dtype, device, kernels.available)
     scheduler = _wire(args, config, limits, channel, runner, sampler, device)
-    updater = WeightUpdater(model.weights, device=device, timeout_s=args.weight_update_timeout, vote=_vote_of_one)
-    weights = WeightControl(scheduler, updater, channel.wake)
+    updater = WeightUpdater(
+        model.weights,
+        device=device,
+        timeout_s=args.weight_update_timeout,
+        vote=_vote_of_one,
+        staging=args.weight_staging,
+        journal_dir=args.weight_journal_dir,
+    )
+    weights = WeightControl(scheduler, updater, channel.wake, args.pause_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(
         {
@@ -169,12 +176,18 @@ def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes
     num_slots = args.max_total_tokens or kv_pool_tokens(
         available_memory_bytes(args.device),
         token_bytes,
-        staging_bytes=model_bytes,
+        staging_bytes=_staging_bytes(args, model_bytes),
         mem_fraction=args.mem_fraction_static,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
     )
     return Limits(context_length, num_slots)
+
+
+def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:
+    """Memory beside the KV pool that a refresh needs on the device of the weights."""
+    beside = args.weight_staging == "device" or (args.weight_staging == "host" and args.device == "cpu")
+    return model_bytes if beside else 0
 
 
 def _recorder(config: ModelConfig, num_slots: int) -> RouteRecorder:

@@ -53,6 +53,7 @@ class Control:
         elif verb.mode == "retract":
             scheduler.retract(scheduler.queues.holding_kv())
         scheduler.paused = True
+        self._weights.on_pause()
         return ControlReqOutput(
             request_id=verb.request_id,
             success=True,

@@ -1,29 +1,24 @@
-"""Weight verbs: one queue, one at a time, in the order in which they came.
+"""What each weight verb does: when a transaction opens, what settles it, and what is published then.
 
-A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on one thread of its own while the
-engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.
+    begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
-    verb -> queue -> [I/O thread: updater.receive_.. / verify] -> step boundary: commit -> publish -> reply
-
-Knows when a transaction opens, settles and publishes.  What a transaction is belongs to `weight_sync`.
+Knows verbs and the order of a refresh.  What a transaction is belongs to `weight_sync`, whose turn it is to
+`weight_queue`, and what happens without a verb (leases, pauses) to `weight_watch`.
 
 Clients without begin/end: paused, their first bucket opens a transaction and `continue_generation` settles it, with
-full coverage; running, each call is a transaction of its own on the tensors that it names.
+full coverage; running, each call is a transaction of its own on the tensors that it names.  A bucket that comes after
+another pause opens a new one: what the pause before it left is dropped.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from rollout.core.errors import Conflict, NotFound, Unavailable
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.errors import Conflict, NotFound
+from rollout.core.io_struct import ContinueGenerationReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -36,100 +31,80 @@ from rollout.core.weight_io_struct import (
     WeightsCheckerReqInput,
 )
 from rollout.scheduler.kv_age import abort_below, require_known_version
-from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_sources import SOURCES
-from weight_sync.errors import CommitError, UnknownTensorError
+from rollout.scheduler.weight_watch import WeightWatch
+from weight_sync.errors import BaseMismatchError, UnknownTensorError
+from weight_sync.lease import DEFAULT_LEASE_S
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
-Answer = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
-
-    `step` returns message and data.
-    """
-
-    verb: ControlReqInput
-    io: Callable[[], Any]
-    step: Callable[[Any], tuple[str, Answer]]
+__all__ = ["Answer", "Job", "WeightControl"]
 
 
 class WeightControl:
-    """Owner of the verb queue and the I/O thread."""
+    """`pause_timeout_s`: see `WeightWatch`."""
 
-    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        updater: WeightUpdater,
+        wake: Callable[[], None],
+        pause_timeout_s: float | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._updater = updater
-        self._wake = wake
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io")
-        self._waiting: deque[ControlReqInput] = deque()
-        self._job: Job | None = None
-        self._future: Future | None = None
+        self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
+        self._queue = WeightQueue(scheduler, wake, finished=self._after_verb, settle=self._watch.settle)
+        self._num_pauses = 0
+        self._opened_in_pause = 0  # which of them the implicit transaction belongs to
+        self._found_digest: str | None = None
         self._last_status: Answer = updater.status()
-        self._planners: dict[type, Callable[[Any], Job]] = {
-            InitWeightsUpdateGroupReqInput: self._init_group,
-            DestroyWeightsUpdateGroupReqInput: self._destroy_group,
-            BeginWeightUpdateReqInput: self._begin,
-            EndWeightUpdateReqInput: self._end,
-            AbortWeightUpdateReqInput: self._abort,
-            UpdateWeightVersionReqInput: self._relabel,
-            GetWeightsByNameReqInput: self._get_by_name,
-            WeightsCheckerReqInput: self._checksums,
-            ContinueGenerationReqInput: self._continue,
-            **dict.fromkeys(SOURCES, self._receive),
-        }
-        scheduler.add_verbs(dict.fromkeys(self._planners, self._enqueue))
-        scheduler.add_between_steps(self.advance)
+        self._queue.add(
+            {
+                InitWeightsUpdateGroupReqInput: self._init_group,
+                DestroyWeightsUpdateGroupReqInput: self._destroy_group,
+                BeginWeightUpdateReqInput: self._begin,
+                EndWeightUpdateReqInput: self._end,
+                AbortWeightUpdateReqInput: self._abort,
+                UpdateWeightVersionReqInput: self._relabel,
+                GetWeightsByNameReqInput: self._get_by_name,
+                WeightsCheckerReqInput: self._checksums,
+                ContinueGenerationReqInput: self._continue,
+                **dict.fromkeys(SOURCES, self._receive),
+            }
+        )
 
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
-        """Further verbs that take their turn in this queue, by message type."""
-        self._planners.update(planners)
-        self._scheduler.add_verbs(dict.fromkeys(planners, self._enqueue))
+        """Further verbs that take their turn in the queue, by message type."""
+        self._queue.add(planners)
+
+    def commit(self) -> tuple[str, Answer]:
+        """Put the verified transaction in force, at a step boundary; message and data of the answer."""
+        return self._commit()
+
+    def on_pause(self) -> None:
+        """Generation was paused."""
+        self._num_pauses += 1
+        self._watch.on_pause()
 
     def status(self) -> Answer:
         """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
-        if self._job is None:
+        if not self._queue.busy:
             self._last_status = self._updater.status()
-        return self._last_status | {"busy": self._job is not None}
+        return self._last_status | {
+            "busy": self._queue.busy,
+            "steps_held": self._scheduler.held,
+            "pause_left_s": self._watch.pause_left_s,
+            "poisoned": self._scheduler.runner.state.poisoned,
+        }
 
-    def advance(self) -> bool:
-        """Finish the verb whose I/O is done, start the next.  True while one is under way."""
-        while True:
-            if self._job is None:
-                if not self._waiting:
-                    return False
-                self._start(self._waiting.popleft())
-                continue
-            assert self._future is not None
-            if not self._future.done():
-                return True
-            self._finish()
-
-    def _enqueue(self, verb: ControlReqInput) -> None:
-        self._waiting.append(verb)
-
-    def _start(self, verb: ControlReqInput) -> None:
-        try:
-            self._job = self._planners[type(verb)](verb)
-        except Exception as error:
-            self._scheduler.reply(failure(verb.request_id, error))
-            return
-        self._future = self._io.submit(self._job.io)
-        self._future.add_done_callback(lambda _: self._wake())
-
-    def _finish(self) -> None:
-        job, future = self._job, self._future
-        assert job is not None and future is not None
-        self._job = self._future = None
-        try:
-            message, data = job.step(future.result())
-            answer = ControlReqOutput(request_id=job.verb.request_id, success=True, message=message, data=data)
-        except Exception as error:
-            answer = failure(job.verb.request_id, error)
-        self._scheduler.reply(answer)
+    def _after_verb(self) -> None:
+        self._watch.on_verb()
+        if self._found_digest is not None:
+            self._scheduler.runner.state.note_digest(self._found_digest)
+            self._found_digest = None
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
@@ -155,18 +130,47 @@ class WeightControl:
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         def io() -> None:
+            self._require_base(verb)
             manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
-            self._updater.begin(verb.weight_version, verb.coverage, manifest)
+            lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
+            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s)
 
         return Job(verb, io, _says("Weight update begun."))
+
+    def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
+        """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
+        if verb.base_version is None and verb.base_digest is None:
+            return
+        state = self._scheduler.runner.state
+        if state.poisoned is not None:
+            raise BaseMismatchError("the weights are poisoned: they are no version to start from")
+        if state.content_lost:
+            raise BaseMismatchError("the weights were released: they are no version to start from")
+        epoch = state.epoch
+        if verb.base_version not in (None, epoch.weight_version):
+            raise BaseMismatchError(
+                f"the weights in force are version {epoch.weight_version!r}, not {verb.base_version!r}"
+            )
+        if verb.base_digest is None:
+            return
+        actual = epoch.content_digest
+        if actual is None:
+            actual = self._found_digest = self._updater.content_digest()
+        if actual != verb.base_digest.lower():
+            raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
     def _receive(self, verb: UpdateWeightsReqInput) -> Job:
         if verb.abort_all_requests:
             self._scheduler.abort(None)
-        opens = not self._updater.is_open
+        stale = self._updater.is_implicit and self._opened_in_pause != self._num_pauses
+        opens = stale or not self._updater.is_open
         settles = opens and not self._scheduler.paused
+        if opens:
+            self._opened_in_pause = self._num_pauses
 
         def io() -> None:
+            if stale:
+                self._updater.drop("a new pause and a new bucket came before the update was settled")
             if opens:
                 self._updater.open_implicit("partial" if settles else "full")
             try:
@@ -184,7 +188,7 @@ class WeightControl:
                 return self._commit()
             return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
-        return Job(verb, io, step)
+        return Job(verb, io, step, holds_steps=self._updater.holds_steps)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         if verb.phase == "verify":
@@ -260,17 +264,12 @@ class WeightControl:
         scheduler = self._scheduler
         state = scheduler.runner.state
         with state.mutate("weight refresh"):
-            try:
-                result = self._updater.commit()
-            except CommitError as error:
-                if not error.restored:
-                    state.poison(str(error))
-                    scheduler.abort(None, Unavailable(f"the weights are poisoned: {error}"))
-                raise
+            result = self._updater.commit()
             if len(result.names) == len(state.model.weights.metas()):
                 state.heal()
             version = result.weight_version or _successor(state.epoch.weight_version)
-            state.publish_weights(version, None)
+            whole = state.poisoned is None and not state.content_lost
+            state.publish_weights(version, result.content_digest if whole else None)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
         return f"Succeeded to update parameter online. Weight version updated to {version}.", {
             "weight_version": version,

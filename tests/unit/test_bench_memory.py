@@ -32,7 +32,7 @@ def test_bound() -> None:
 
 def test_the_worker_is_told_from_other_children() -> None:
     with pytest.raises(ValueError):
-        memory._worker_pid(os.getpid())
+        memory.worker_pid(os.getpid())
 
 
 def mapped_while_reading(folder: Path) -> int:

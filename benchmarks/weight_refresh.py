@@ -1,0 +1,324 @@
+"""What a weight refresh costs a server, mode by mode, beside what the machine allows.
+
+    tokens       a second, while buckets come and undisturbed, with the same requests running
+    stall        of the step that commits, beside a memory copy of as many bytes
+    refresh      from begin to the end's answer, beside a gloo broadcast of the same buckets between two bare processes
+    peak memory  of the process that computes, beside the formula of docs/weight_sync.md
+
+The trainer is this process.  A refresh sends the weights that are served, so that requests run on as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
+from benchmarks.shapes import checkpoint
+from rollout.entrypoints.demo.processes import ChildProcess
+from weight_sync.bucket import pack, plan_buckets
+from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.process_group import GroupHandle, init_process_group
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+
+MODES = ("host", "device", "journal", "in_place")
+SHARE_WHILE_STAGING = 0.8
+STALL_FACTOR = 1.3
+REFRESH_FACTOR = 1.5
+MEMORY_TOLERANCE = 0.1
+TIMEOUT_S = 300.0
+PROMPT_TOKENS = 32
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sent: buckets of named tensors, and their bytes."""
+
+    buckets: list[Named]
+    num_bytes: int
+    bucket_bytes: int  # of the largest
+    tensor_bytes: int  # of the largest
+
+    @classmethod
+    def of(cls, folder: Path, bucket_bytes: int) -> Plan:
+        tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+        metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        buckets = [[(meta.name, tensors[meta.name]) for meta in bucket] for bucket in plan_buckets(metas, bucket_bytes)]
+        sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
+        return cls(buckets, sum(sizes), max(sizes), max(meta.nbytes for meta in metas))
+
+
+def run(
+    shape: str,
+    rounds: int,
+    console: Console,
+    *,
+    modes: tuple[str, ...] = MODES,
+    requests: int = 8,
+    folder: Path | None = None,
+) -> list[dict]:
+    """One table; returns its rows, a dict each.  `folder`: a checkpoint other than the shape's own."""
+    folder = checkpoint(shape) if folder is None else folder
+    plan = Plan.of(folder, 128 << 20)
+    copy_s = copy_seconds(plan.num_bytes, rounds)
+    console.print(f"refresh, shape {shape}: {plan.num_bytes / 1e6:.0f} MB, bare broadcast")
+    bare_s = broadcast_seconds(plan, rounds)
+    rows = []
+    for mode in modes:
+        console.print(f"refresh, shape {shape}: --weight-staging {mode}")
+        measured = _measure(folder, mode, plan, rounds, requests)
+        rows.append(
+            {"shape": shape, "mode": mode, "num_bytes": plan.num_bytes, "copy_s": copy_s, "broadcast_s": bare_s}
+            | measured
+        )
+    _print(shape, rows, console)
+    return rows
+
+
+def copy_seconds(num_bytes: int, rounds: int) -> float:
+    """Best time of copying so many bytes in memory, on all threads."""
+    source, target = (torch.zeros(num_bytes // 8 + 1, dtype=torch.int64) for _ in range(2))
+    return min(_timed(lambda: target.copy_(source)) for _ in range(rounds + 1))
+
+
+def broadcast_seconds(plan: Plan, rounds: int) -> float:
+    """Best time of broadcasting the packed buckets to a process that does nothing else, memory ready on both sides."""
+    port, sizes = free_port(), [sum(tensor.nbytes for _, tensor in bucket) for bucket in plan.buckets]
+    words = [sys.executable, "-m", "benchmarks.weight_refresh", str(port), str(rounds + 1), *map(str, sizes)]
+    with subprocess.Popen(words) as peer:
+        try:
+            group = init_process_group("127.0.0.1", port, 0, 2, f"bare-{port}", "gloo", TIMEOUT_S)
+            buckets = [pack(bucket) for bucket in plan.buckets]
+            best = min(_timed(lambda: _broadcast(group, buckets)) for _ in range(rounds + 1))
+            group.destroy()
+        finally:
+            peer.terminate()
+    return best
+
+
+def _broadcast(group: GroupHandle, buckets: list[torch.Tensor]) -> None:
+    for bucket in buckets:
+        group.finish(group.start_broadcast(bucket, TIMEOUT_S), time.monotonic() + TIMEOUT_S)
+    acknowledge = torch.zeros(1, dtype=torch.uint8)  # the peer has everything when it takes part in one more
+    group.finish(group.start_broadcast(acknowledge, TIMEOUT_S), time.monotonic() + TIMEOUT_S)
+
+
+def _receive_bare(port: int, rounds: int, sizes: list[int]) -> None:
+    """The peer of `broadcast_seconds`."""
+    group = init_process_group("127.0.0.1", port, 1, 2, f"bare-{port}", "gloo", TIMEOUT_S)
+    buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    for _ in range(rounds):
+        _broadcast(group, buckets)
+    group.destroy()
+
+
+# --- one server -------------------------------------------------------------------------------------------------------
+
+
+def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) -> dict:
+    with tempfile.TemporaryDirectory(prefix="lockstep-refresh-") as scratch:
+        port = free_port()
+        words = ["serve", "--model-path", str(folder), "--port", str(port), "--weight-staging", mode]
+        words += ["--max-total-tokens", str(requests * 4096), "--log-level", "warning"]
+        command = [sys.executable, "-m", "rollout.entrypoints.cli", *words]
+        with (
+            ChildProcess("server", command, Path(scratch) / "server.log") as server,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as http,
+        ):
+            wait_ready(server, http)
+            trainer = _Trainer(http)
+            worker = worker_pid(server.pid)
+            trainer.refresh(plan, stated=False)  # first use of everything
+            memory = _peak_memory(worker, lambda: trainer.refresh(plan, stated=False))
+            quiet = [trainer.refresh(plan, stated=False) for _ in range(rounds)]
+            stated = [trainer.refresh(plan, stated=True) for _ in range(rounds)]
+            with _requests(http, requests):
+                time.sleep(0.5)
+                undisturbed = statistics.median(trainer.tokens_per_second(0.5) for _ in range(rounds))
+                busy = [trainer.refresh(plan, stated=False) for _ in range(rounds)]
+            trainer.leave()
+    held = mode in ("journal", "in_place")
+    beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
+    return {
+        "stall_s": statistics.median(one.stall_s for one in quiet),
+        "refresh_s": statistics.median(one.seconds for one in quiet),
+        "stated_s": statistics.median(one.seconds for one in stated),
+        "tokens_s": undisturbed,
+        "tokens_s_staging": statistics.median(one.tokens_s for one in busy),
+        "memory": memory,
+        "memory_formula": plan.bucket_bytes + beside,
+        "steps_held": held,
+    }
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """`tokens_s`: sampled between begin and end."""
+
+    seconds: float
+    stall_s: float
+    tokens_s: float
+
+
+class _Trainer:
+    """Rank 0 of a group with the server."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        self._pool = ThreadPoolExecutor(1)
+        port = free_port()
+        self._name = f"refresh-{port}"
+        fields = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        joining = self._start("/init_weights_update_group", fields | {"group_name": self._name, "backend": "gloo"})
+        self._group = init_process_group("127.0.0.1", port, 0, 2, self._name, "gloo", TIMEOUT_S)
+        joining.result()
+
+    def leave(self) -> None:
+        self._post("/destroy_weights_update_group", {"group_name": self._name})
+        self._group.destroy()
+        self._pool.shutdown()
+
+    def refresh(self, plan: Plan, *, stated: bool) -> Refreshed:
+        """`stated`: with a manifest of fingerprints, computed here and checked there."""
+        started = time.perf_counter()
+        manifest = [_entry(name, tensor) for bucket in plan.buckets for name, tensor in bucket] if stated else None
+        self._post("/begin_weight_update", {"manifest": manifest})
+        tokens, since = self._num_generated(), time.perf_counter()
+        for bucket in plan.buckets:
+            call = self._start(
+                "/update_weights_from_distributed",
+                {
+                    "names": [name for name, _ in bucket],
+                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "group_name": self._name,
+                    "load_format": "flattened_bucket",
+                },
+            )
+            self._group.finish(self._group.start_broadcast(pack(bucket), TIMEOUT_S), time.monotonic() + TIMEOUT_S)
+            call.result()
+        rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
+        ended = self._post("/end_weight_update", {})
+        return Refreshed(time.perf_counter() - started, ended["stall_seconds"], rate)
+
+    def tokens_per_second(self, seconds: float) -> float:
+        tokens, since = self._num_generated(), time.perf_counter()
+        time.sleep(seconds)
+        return (self._num_generated() - tokens) / (time.perf_counter() - since)
+
+    def _num_generated(self) -> int:
+        return self._http.get("/server_info").raise_for_status().json()["internal_states"][0]["num_generated_tokens"]
+
+    def _start(self, path: str, body: dict) -> Future[dict]:
+        return self._pool.submit(self._post, path, body)
+
+    def _post(self, path: str, body: dict) -> dict:
+        answer = self._http.post(path, json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path}: {answer.text}")
+        return answer.json()
+
+
+def _entry(name: str, tensor: torch.Tensor) -> dict:
+    stated = fingerprint_hex(fingerprint(tensor))
+    return {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "fingerprint": stated}
+
+
+@contextmanager
+def _requests(http: httpx.Client, count: int) -> Iterator[None]:
+    """So many requests are always under way."""
+    over = threading.Event()
+    info = http.get("/model_info").raise_for_status().json()
+
+    def keep_one() -> None:
+        rng = random.Random(0)
+        while not over.is_set():
+            body = {
+                "input_ids": [rng.randrange(info["vocab_size"]) for _ in range(PROMPT_TOKENS)],
+                "sampling_params": {"max_new_tokens": 1024, "ignore_eos": True},
+            }
+            http.post("/generate", json=body).raise_for_status()
+
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(keep_one) for _ in range(count)]
+        try:
+            yield
+        finally:
+            over.set()
+            http.post("/abort_request", json={"abort_all": True})
+            for one in running:
+                one.result()
+
+
+def _peak_memory(pid: int, work: Callable[[], object]) -> int:
+    """Resident bytes of a process at their most while `work` runs, above what they were before."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
+    before = read_memory(pid).resident
+    work()
+    return read_memory(pid).peak - before
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _print(shape: str, rows: list[dict], console: Console) -> None:
+    first = rows[0]
+    title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
+    table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
+    for name in ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "peak, MB"):
+        table.add_column(name, justify="left" if name == "staging" else "right")
+    for row in rows:
+        share = row["tokens_s_staging"] / row["tokens_s"] if row["tokens_s"] else 0.0
+        table.add_row(
+            row["mode"],
+            f"{row['tokens_s']:.0f}",
+            "requests wait" if row["steps_held"] else _judged(f"{100 * share:.0f} %", share >= SHARE_WHILE_STAGING),
+            _factor(1e3 * row["stall_s"], 1e3 * row["copy_s"], STALL_FACTOR, ".1f"),
+            _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
+            f"{1e3 * row['stated_s']:.0f}",
+            _factor(row["memory"] / 1e6, row["memory_formula"] / 1e6, 1 + MEMORY_TOLERANCE, ".0f"),
+        )
+    console.print(table)
+    console.print(
+        f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {REFRESH_FACTOR}x a bare "
+        f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %."
+    )
+
+
+def _factor(value: float, base: float, bound: float, form: str) -> str:
+    return _judged(f"{value:{form}} ({value / base:.2f}x)", value <= bound * base)
+
+
+def _judged(text: str, holds: bool) -> str:
+    return text if holds else f"[red]{text}[/red]"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Internal: the receiving end of the bare broadcast.")
+    parser.add_argument("port", type=int)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("sizes", type=int, nargs="+")
+    args = parser.parse_args()
+    _receive_bare(args.port, args.rounds, args.sizes)

@@ -1,0 +1,109 @@
+"""`WeightQueue`: the weight verbs, one at a time, in the order in which they came.
+
+A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on one thread of its own while the
+engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.
+
+    verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
+
+Knows the order of things and whose turn it is.  Does not know what a verb does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
+from rollout.scheduler.scheduler import Scheduler, failure
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
+
+    `step` returns message and data.  `holds_steps`: no step may run beside `io`.
+    """
+
+    verb: ControlReqInput
+    io: Callable[[], Any]
+    step: Callable[[Any], tuple[str, Answer]]
+    holds_steps: bool = False
+
+
+class WeightQueue:
+    """`finished()` follows every job, `settle()` is called while none is under way and before each: both on the
+    scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        wake: Callable[[], None],
+        *,
+        finished: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._wake = wake
+        self._finished = finished
+        self._settle = settle
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io")
+        self._planners: dict[type, Callable[[Any], Job]] = {}
+        self._waiting: deque[ControlReqInput] = deque()
+        self._job: Job | None = None
+        self._future: Future | None = None
+        scheduler.add_between_steps(self.advance)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way: what it works on is not to be looked at."""
+        return self._job is not None
+
+    def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
+        """Verbs that take their turn here, by message type."""
+        self._planners.update(planners)
+        self._scheduler.add_verbs(dict.fromkeys(planners, self._waiting.append))
+
+    def advance(self) -> bool:
+        """Finish the job whose I/O is done, start the next.  True while one is under way."""
+        while True:
+            if self._job is None:
+                self._settle()
+                if not self._waiting:
+                    return False
+                self._start(self._waiting.popleft())
+                continue
+            assert self._future is not None
+            if not self._future.done():
+                return True
+            self._finish()
+
+    def _start(self, verb: ControlReqInput) -> None:
+        try:
+            job = self._planners[type(verb)](verb)
+        except Exception as error:
+            self._scheduler.reply(failure(verb.request_id, error))
+            return
+        self._scheduler.held = self._scheduler.held or job.holds_steps
+        self._job = job
+        self._future = self._io.submit(job.io)
+        self._future.add_done_callback(lambda _: self._wake())
+
+    def _finish(self) -> None:
+        job, future = self._job, self._future
+        assert job is not None and future is not None
+        self._job = self._future = None
+        try:
+            message, data = job.step(future.result())
+            answer = ControlReqOutput(request_id=job.verb.request_id, success=True, message=message, data=data)
+        except Exception as error:
+            answer = failure(job.verb.request_id, error)
+        self._finished()
+        self._settle()
+        self._scheduler.reply(answer)

@@ -1,0 +1,64 @@
+"""`WeightWatch`: what becomes of a weight update without a verb.
+
+    a lease that ran out             -> the transaction is dropped
+    a pause that nobody continued    -> the transaction is dropped, the old version serves again (`--pause-timeout`)
+    tensors of it in the model       -> no step runs until it is over; requests wait
+    weights neither old nor new      -> poisoned: requests end with 503 and the reason
+
+Called between steps while no weight verb is under way.  Knows the scheduler and the updater.  Does not know verbs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rollout.core.errors import Unavailable
+from rollout.scheduler.scheduler import Scheduler
+from weight_sync.lease import Lease
+from weight_sync.updater import WeightUpdater
+
+
+class WeightWatch:
+    """`pause_timeout_s`: None for never; every weight verb starts it anew."""
+
+    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, pause_timeout_s: float | None) -> None:
+        self._scheduler = scheduler
+        self._updater = updater
+        self._pause_timeout_s = pause_timeout_s
+        self._pause: Lease | None = None
+
+    @property
+    def pause_left_s(self) -> float | None:
+        """Seconds until the pause ends by itself; None if it does not."""
+        return None if self._pause is None or not self._scheduler.paused else self._pause.left_s
+
+    def on_pause(self) -> None:
+        """A pause began, or began anew."""
+        if self._pause_timeout_s is not None:
+            self._pause = Lease(self._pause_timeout_s)
+
+    def on_verb(self) -> None:
+        """Somebody is still there."""
+        if self._pause is not None:
+            self._pause.renew()
+
+    def settle(self) -> None:
+        self._updater.expire()
+        self._end_pause()
+        self._scheduler.held = self._updater.is_dirty
+        state, torn = self._scheduler.runner.state, self._updater.torn
+        if torn is not None and state.poisoned is None:
+            state.poison(torn)
+            self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {torn}"))
+
+    def _end_pause(self) -> None:
+        if not self._scheduler.paused:
+            self._pause = None
+        if self._pause is None or not self._pause.expired:
+            return
+        reason = f"nobody continued the pause within {self._pause.seconds:g} s (--pause-timeout)"
+        print(f"lockstep: {reason}; serving again", file=sys.stderr, flush=True)
+        if self._updater.is_open:
+            self._updater.drop(reason)
+        self._pause = None
+        self._scheduler.paused = False
