@@ -106,7 +106,9 @@ class GetWeightsByNameReqInput(ControlReqInput):
 
 
 class WeightsCheckerReqInput(ControlReqInput):
-    action: Literal["checksum"] = "checksum"
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    keep_content: bool = False
+    skip_tensor_list: list[str] | None = None
 
 
 WeightVerb = (
@@ -116,11 +118,11 @@ WeightVerb = (
     | EndWeightUpdateReqInput
     | AbortWeightUpdateReqInput
     | UpdateWeightsFromDistributedReqInput
+    | UpdateWeightsFromDiskReqInput
+    | PullWeightsReqInput
     | UpdateWeightsFromIPCReqInput
     | UpdateWeightsFromTensorReqInput
     | UpdateWeightVersionReqInput
     | GetWeightsByNameReqInput
     | WeightsCheckerReqInput
-    | UpdateWeightsFromDiskReqInput
-    | PullWeightsReqInput
 )

@@ -65,7 +65,7 @@ class InfoRoutes:
         """200 with an empty body while the scheduler answers, also when paused; else 503."""
         state = await self._state()
         if state.get("poisoned"):
-            raise Unavailable("the weights are inconsistent after a failed refresh; only a complete refresh heals them")
+            raise Unavailable(f"the weights are poisoned: {state['poisoned']}; only a complete refresh heals them")
         return Response(status_code=200)
 
     async def health_generate(self) -> Response:
@@ -121,6 +121,8 @@ class InfoRoutes:
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": state["weight_version"],
+                "content_digest": state.get("content_digest"),
+                "weight_versions": state.get("weight_versions", []),
                 "load_format": "auto",
                 "reasoning_parser": None,
                 "tool_call_parser": None,

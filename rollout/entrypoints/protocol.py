@@ -177,9 +177,6 @@ class UpdateWeightsFromIPCRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
-class UpdateWeightsFromTensorRequest(Body):
-    serialized_named_tensors: list[str] | None = None
-    load_format: str | None = None
 class UpdateWeightsFromDiskRequest(Body):
     """POST /update_weights_from_disk.  The fields from `is_async` on are SGLang's and change nothing here."""
 
@@ -206,6 +203,9 @@ class PullWeightsRequest(Body):
     weight_version: str | None = None
 
 
+class UpdateWeightsFromTensorRequest(Body):
+    serialized_named_tensors: list[str] | None = None
+    load_format: str | None = None
     format: Literal["safetensors"] | None = None
     shm_name: str | None = None
     shm_bytes: int | None = Field(default=None, ge=8, lt=2**48)
@@ -227,4 +227,8 @@ class GetWeightsByNameRequest(Body):
 
 
 class WeightsCheckerRequest(Body):
-    action: Literal["checksum"] = "checksum"
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    keep_content: bool = False
+    skip_tensor_list: list[str] | None = None
+    allow_quant_error: bool = False
+    selector: Literal["all", "target"] = "all"

@@ -21,9 +21,9 @@ from rollout.core.weight_io_struct import (
     GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
     ManifestEntry,
-    UpdateWeightsFromDistributedReqInput,
     PullWeightsReqInput,
     UpdateWeightsFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
@@ -52,9 +52,9 @@ BucketBody = Annotated[
     protocol.UpdateWeightsFromDistributedRequest, Depends(json_body(protocol.UpdateWeightsFromDistributedRequest))
 ]
 IpcBody = Annotated[protocol.UpdateWeightsFromIPCRequest, Depends(json_body(protocol.UpdateWeightsFromIPCRequest))]
-VersionBody = Annotated[protocol.UpdateWeightVersionRequest, Depends(json_body(protocol.UpdateWeightVersionRequest))]
 DiskBody = Annotated[protocol.UpdateWeightsFromDiskRequest, Depends(json_body(protocol.UpdateWeightsFromDiskRequest))]
 PullBody = Annotated[protocol.PullWeightsRequest, Depends(json_body(protocol.PullWeightsRequest))]
+VersionBody = Annotated[protocol.UpdateWeightVersionRequest, Depends(json_body(protocol.UpdateWeightVersionRequest))]
 GetWeightsBody = Annotated[protocol.GetWeightsByNameRequest, Depends(json_body(protocol.GetWeightsByNameRequest))]
 CheckerBody = Annotated[protocol.WeightsCheckerRequest, Depends(json_body(protocol.WeightsCheckerRequest))]
 
@@ -79,10 +79,10 @@ class WeightRoutes:
         add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
         add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
         add_route(router, "/update_weights_from_ipc", self.from_ipc, protocol.UpdateWeightsFromIPCRequest)
-        add_route(router, "/update_weights_from_tensor", self.from_tensor, protocol.UpdateWeightsFromTensorRequest)
-        add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
         add_route(router, "/update_weights_from_disk", self.from_disk, protocol.UpdateWeightsFromDiskRequest)
         add_route(router, "/pull_weights", self.pull, protocol.PullWeightsRequest)
+        add_route(router, "/update_weights_from_tensor", self.from_tensor, protocol.UpdateWeightsFromTensorRequest)
+        add_route(router, "/update_weight_version", self.update_version, protocol.UpdateWeightVersionRequest)
         add_route(router, "/get_weights_by_name", self.get_weights, protocol.GetWeightsByNameRequest)
         router.add_api_route("/get_weights_by_name", self.get_weights_by_query, methods=["GET"])
         add_route(router, "/weights_checker", self.check_weights, protocol.WeightsCheckerRequest, "GET", "POST")
@@ -134,16 +134,6 @@ class WeightRoutes:
         self._metrics.on_weight_load("ipc", time.monotonic() - started)
         return reply(answer)
 
-    async def from_tensor(self, request: Request) -> Response:
-        """Receive tensors that are in the body, or in shared memory of this machine."""
-        fields = await read_tensor_body(request, self._manager.server_args.max_payload_bytes)
-        started = time.monotonic()
-        answer = await self._manager.control(UpdateWeightsFromTensorReqInput, self._weight_timeout_s, **fields)
-        self._metrics.on_weight_load("tensor", time.monotonic() - started)
-        return reply(answer)
-
-    async def end(self, body: EndBody) -> Response:
-        """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two."""
     async def from_disk(self, body: DiskBody) -> Response:
         """Load a checkpoint folder, all or nothing; `model_path` in /model_info changes only on success."""
         verb = UpdateWeightsFromDiskReqInput
@@ -157,6 +147,16 @@ class WeightRoutes:
         """Bring a local checkpoint folder to a published version and, if asked, the weights that serve."""
         return await self._weights(PullWeightsReqInput, **body.model_dump())
 
+    async def from_tensor(self, request: Request) -> Response:
+        """Receive tensors that are in the body, or in shared memory of this machine."""
+        fields = await read_tensor_body(request, self._manager.server_args.max_payload_bytes)
+        started = time.monotonic()
+        answer = await self._manager.control(UpdateWeightsFromTensorReqInput, self._weight_timeout_s, **fields)
+        self._metrics.on_weight_load("tensor", time.monotonic() - started)
+        return reply(answer)
+
+    async def end(self, body: EndBody) -> Response:
+        """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two."""
         return await self._weights(EndWeightUpdateReqInput, phase=body.phase)
 
     async def abort_update(self, _: EmptyBody) -> Response:
@@ -183,10 +183,16 @@ class WeightRoutes:
         )
         return json_response(answer.data["parameter"]) if answer.success else reply(answer)
 
-    async def check_weights(self, _: CheckerBody) -> Response:
-        """Fingerprints of all logical tensors, and their digest."""
-        answer = await self._manager.control(WeightsCheckerReqInput, self._weight_timeout_s)
+    async def check_weights(self, body: CheckerBody) -> Response:
+        """Fingerprints of all logical tensors and their digest; a snapshot of them, or a comparison with it."""
+        fields = body.model_dump(exclude={"allow_quant_error", "selector"})
+        answer = await self._manager.control(WeightsCheckerReqInput, self._weight_timeout_s, **fields)
         if not answer.success:
+            return reply(answer)
+        if body.action == "compare" and not answer.data["equal"]:
+            error = {"type": "WeightsDiffer", "message": answer.message}
+            return json_response(answer.data | {"success": False, "message": answer.message, "error": error}, 409)
+        if body.action != "checksum":
             return reply(answer)
         checksums, digest = answer.data["checksums"], answer.data["digest"]
         rank = {"checksums": checksums, "per_gpu_checksum": digest, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}

@@ -99,11 +99,19 @@ class Control:
             "withheld": scheduler.withheld,
             "memory": self._memory.status(),
             "poisoned": state.poisoned,
-            "weight_version": state.epoch.weight_version,
             "weights_path": state.model_path,
+            "weight_version": state.epoch.weight_version,
             "weight_epoch": state.epoch.weight_epoch,
             "placement_epoch": state.epoch.placement_epoch,
             "content_digest": state.epoch.content_digest,
+            "weight_versions": [
+                {
+                    "weight_version": epoch.weight_version,
+                    "weight_epoch": epoch.weight_epoch,
+                    "content_digest": epoch.content_digest,
+                }
+                for epoch in state.recent_epochs
+            ],
             "weight_update": self._weights.status(),
         }
         return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
