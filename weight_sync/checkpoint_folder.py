@@ -53,8 +53,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged, for a
     tensor that is in two files, or that is not where the index puts it, `TransportError`.
     """
-    if not path.is_dir():
-        raise WeightRequestError(f"{path} is not a folder")
+    require_folder(path)
     weight_map = None
     if (path / INDEX_FILE).exists():
         weight_map = read_index(path)[1]
@@ -71,6 +70,16 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
         if homes.get(name) is None or homes[name].path.name != file_name:
             raise ContentError(f"{path / file_name} has no tensor {name}, which {INDEX_FILE} puts there")
     return CheckpointFolder(path, files)
+
+
+def require_folder(path: Path) -> None:
+    """Raises `WeightRequestError` unless `path` is a folder that can be looked at."""
+    try:
+        found = path.is_dir()
+    except (OSError, ValueError) as error:
+        raise WeightRequestError(f"{str(path)[:200]!r} cannot be looked at: {str(error)[:200]}") from None
+    if not found:
+        raise WeightRequestError(f"{str(path)[:1000]} is not a folder")
 
 
 def homes_of(files: tuple[SafetensorsFile, ...]) -> dict[str, SafetensorsFile]:

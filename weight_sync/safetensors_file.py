@@ -96,7 +96,7 @@ def read_small(path: Path, limit: int) -> bytes:
 def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor:
     """Bytes of a file as uint8 [nbytes].  Raises `ContentError` if it ends before, `TransportError`."""
     content = torch.empty(nbytes, dtype=torch.uint8)
-    view, done = memoryview(content.numpy()), 0
+    view, done = content.numpy().data, 0
     try:
         file.seek(start)
         while done < nbytes:

@@ -46,6 +46,7 @@ from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_control import WeightControl
+from rollout.scheduler.weight_disk import DiskRefresh
 from weight_sync.updater import WeightUpdater
 
 
@@ -94,6 +95,7 @@ def build_scheduler(
         journal_dir=args.weight_journal_dir,
     )
     weights = WeightControl(scheduler, updater, channel.wake, args.pause_timeout)
+    DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(
         {

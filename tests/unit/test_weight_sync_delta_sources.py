@@ -284,6 +284,22 @@ def test_a_delta_on_another_base_is_refused(weights: FakeWeights, updater: Weigh
     assert not updater.is_open
 
 
+def test_where_tensors_are_written_as_they_come_every_base_is_checked_first(weights: FakeWeights) -> None:
+    """Otherwise a delta whose last tensor has another base would leave the first ones written."""
+    in_place = WeightUpdater(weights, device="cpu", timeout_s=5.0, vote=lambda mine: mine, staging="in_place")
+    other = version(1)
+    last = list(other)[-1]
+    other[last] = other[last] + 1
+    (payload,) = DeltaEncoder(other.items()).encode(nudged(other).items()).payloads()
+    before = weights.snapshot()
+    with pytest.raises(BaseMismatchError, match=last):
+        refresh(in_place, delta_source(payload, weights))
+    assert weights.snapshot() == before
+    (payload,) = DeltaEncoder(version(1).items()).encode(nudged(version(1)).items()).payloads()
+    refresh(in_place, delta_source(payload, weights))
+    assert same_bits(held(weights), nudged(version(1)))
+
+
 def test_a_delta_that_makes_a_value_that_is_not_finite_is_refused(weights: FakeWeights, updater: WeightUpdater) -> None:
     planted = {name: tensor.clone() for name, tensor in version(1).items()}
     planted[NORM][0] = torch.inf

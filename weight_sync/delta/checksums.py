@@ -31,7 +31,7 @@ def require_checksum(name: object) -> str:
 
 def checksum(name: str, tensor: torch.Tensor) -> str:
     """Of the tensor's bytes in row-major order, in lower-case hex digits."""
-    return CHECKSUMS[name](memoryview(tensor_bytes(tensor).numpy()))
+    return CHECKSUMS[name](tensor_bytes(tensor).numpy().data)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

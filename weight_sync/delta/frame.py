@@ -61,8 +61,8 @@ class TensorDelta:
         except ContentError as error:
             raise ContentError(f"{meta.name}: {error}") from None
 
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The new content, on the device of `base`.  Raises `BaseMismatchError`, `ContentError`."""
+    def check_base(self, base: torch.Tensor) -> None:
+        """Raises `BaseMismatchError` unless `base` is the tensor that the delta starts from."""
         meta, name = self.entry.meta, self.entry.meta.name
         if base.dtype != meta.dtype or tuple(base.shape) != meta.shape:
             here = f"{dtype_name(base.dtype)} {list(base.shape)}"
@@ -75,9 +75,17 @@ class TensorDelta:
             raise BaseMismatchError(
                 f"{name}: the delta starts from fingerprint {stated}, here it is {fingerprint_hex(actual)}"
             )
-        tensor, value = apply_changes(base, self.changes(), actual)
+
+    def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """The new content, on the device of `base`.  Raises `BaseMismatchError`, `ContentError`."""
+        self.check_base(base)
+        return self.apply_checked(base)
+
+    def apply_checked(self, base: torch.Tensor) -> torch.Tensor:
+        """The same of a base that was checked.  Raises `ContentError`."""
+        tensor, value = apply_changes(base, self.changes(), self.entry.base_fingerprint)
         if value != self.entry.result_fingerprint:
-            stated = fingerprint_hex(self.entry.result_fingerprint)
+            name, stated = self.entry.meta.name, fingerprint_hex(self.entry.result_fingerprint)
             raise ContentError(f"{name}: the delta leads to fingerprint {fingerprint_hex(value)}, it says {stated}")
         return tensor
 
@@ -109,10 +117,14 @@ class DeltaFrame:
     def decode(self, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The new content of every tensor, in order, over the base that `read` gives by name.
 
+        Nothing is given before every base was checked: where staging is in place, what is given is written at once.
         Raises `BaseMismatchError` for a base that is not the one meant, `ContentError`.
         """
-        for name, delta in self.open().items():
-            yield name, delta.apply(read(name))
+        deltas = self.open()
+        for name, delta in deltas.items():
+            delta.check_base(read(name))
+        for name, delta in deltas.items():
+            yield name, delta.apply_checked(read(name))
 
     def invert(self) -> DeltaFrame:
         """The way back: applied to the result it gives the base.  Raises `ContentError`."""

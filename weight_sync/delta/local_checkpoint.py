@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weight_sync.checkpoint_folder import homes_of, open_checkpoint_folder
+from weight_sync.checkpoint_folder import homes_of, open_checkpoint_folder, require_folder
 from weight_sync.delta.checksums import tensor_bytes
 from weight_sync.delta.durable import locked, sync_folder, write_new
 from weight_sync.delta.local_state import (
@@ -36,7 +36,7 @@ from weight_sync.safetensors_file import SafetensorsFile, open_regular, read_at,
 from weight_sync.tensor_meta import TensorMeta
 
 _CHUNK_BYTES = 16 << 20
-Check = Callable[[Sequence[TensorMeta]], None]
+Check = Callable[[Sequence[TensorMeta]], object]
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ def pull(
     """
     if not 0 <= target <= MAX_VERSION:
         raise WeightRequestError(f"target_version must be in 0..{MAX_VERSION}, got {target}")
-    if not source.is_dir() and target > 0:
-        raise WeightRequestError(f"source_dir {source} is not a folder")
-    for other in (base, source):
-        if local.resolve() == other.resolve() or local.resolve() in other.resolve().parents:
-            raise WeightRequestError(f"local_checkpoint_dir {local} is, or holds, {other}")
+    if "\0" in f"{local}{source}":
+        raise WeightRequestError("a path has no zero bytes")
+    if target > 0:
+        require_folder(source)
     try:
+        for other in (base, source):
+            if local.resolve() == other.resolve() or local.resolve() in other.resolve().parents:
+                raise WeightRequestError(f"local_checkpoint_dir {local} is, or holds, {other}")
         _make_folder(local)
         with locked(local / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=timeout_s):
             state = _recover(local)

@@ -67,7 +67,7 @@ def read_state(folder: Path) -> LocalState:
 
 def write_state(folder: Path, state: LocalState) -> None:
     """Raises `OSError`."""
-    content = {"version": None} if state.applied is None else _described(state.applied)
+    content: dict[str, Any] = {"version": None} if state.applied is None else _described(state.applied)
     if state.applying is not None:
         content["applying"] = _described(state.applying) | {"moving": list(state.moving)}
     replace_durably(folder / SYNC_FOLDER / STATE_FILE, json.dumps(content).encode())

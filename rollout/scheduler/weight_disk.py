@@ -1,0 +1,201 @@
+"""Weights from disk: `update_weights_from_disk`, and `pull_weights` into a local checkpoint and, if asked, memory.
+
+    update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
+    pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own,
+                               by the same deltas where memory is at a version of this source, else from the folder
+
+Knows verbs, folders and the order of things.  What a transaction is belongs to `weight_sync`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.core.errors import StartupError
+from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_control import WeightControl
+from rollout.scheduler.weight_queue import Answer, Job
+from weight_sync.checkpoint_folder import open_checkpoint_folder, require_folder
+from weight_sync.delta.local_checkpoint import PullResult, collect_patches, pull
+from weight_sync.delta.local_state import LocalVersion
+from weight_sync.delta.version_dir import chain_of
+from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.delta import PatchSource, whole_tensors
+from weight_sync.receivers.disk import DiskSource, check_against_model
+from weight_sync.safetensors_file import read_small
+from weight_sync.updater import WeightUpdater
+
+LOAD_FORMATS = (None, "auto", "safetensors")
+_MAX_CONFIG_BYTES = 16 << 20
+# What may differ between two checkpoints of one model.
+_FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings"}
+
+
+@dataclass(frozen=True)
+class MemoryOrigin:
+    """Which published version the weights of a weight epoch are.  `source` None: version 0 of any source."""
+
+    weight_epoch: int
+    version: int
+    source: str | None
+
+
+class DiskRefresh:
+    """`base_path`: the checkpoint that the engine started from, version 0 of every source.
+
+    `timeout_s`: how long another process may keep a local checkpoint.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, weights: WeightControl, updater: WeightUpdater, *, base_path: str, timeout_s: float
+    ) -> None:
+        self._scheduler = scheduler
+        self._weights = weights
+        self._updater = updater
+        self._base = Path(base_path)
+        self._timeout_s = timeout_s
+        self._origin = MemoryOrigin(scheduler.runner.state.epoch.weight_epoch, 0, None)
+        weights.add_jobs({UpdateWeightsFromDiskReqInput: self._from_disk, PullWeightsReqInput: self._pull})
+
+    # --- update_weights_from_disk ---------------------------------------------------------------------------------
+
+    def _from_disk(self, verb: UpdateWeightsFromDiskReqInput) -> Job:
+        if verb.abort_all_requests:
+            self._scheduler.abort(None)
+        opens = not self._updater.is_open
+        is_implicit = self._updater.is_implicit
+        path = Path(verb.model_path)
+        model = self._scheduler.runner.state.model
+
+        def io() -> LocalVersion | None:
+            if is_implicit:
+                raise TransactionStateError("buckets without begin are open; continue, or abort them, first")
+            if verb.load_format not in LOAD_FORMATS:
+                known = "null, 'auto', 'safetensors'"
+                raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
+            require_same_model(path, model.config)
+            source = DiskSource(path, model.weights, complete=opens, timeout_s=self._timeout_s)
+            try:
+                if opens:
+                    self._refresh(source, "full", verb.weight_version)
+                else:
+                    self._updater.receive(source, verb.weight_version)
+            finally:
+                source.close()
+            return source.local_version
+
+        def step(local_version: LocalVersion | None) -> tuple[str, Answer]:
+            if not opens:
+                return "Succeeded to receive weights.", {"weight_update": self._updater.status()}
+            message, data = self._weights.commit()
+            self._scheduler.runner.state.model_path = verb.model_path
+            if local_version is not None:
+                self._note_origin(local_version.version, local_version.source)
+            queues = self._scheduler.queues
+            num_paused = len(queues.all()) if self._scheduler.paused else 0
+            return message, data | {"num_paused_requests": num_paused, "model_path": verb.model_path}
+
+        return Job(verb, io, step, holds_steps=self._updater.holds_steps)
+
+    # --- pull_weights ---------------------------------------------------------------------------------------------
+
+    def _pull(self, verb: PullWeightsReqInput) -> Job:
+        is_open = self._updater.is_open
+        local, source = Path(verb.local_checkpoint_dir), Path(verb.source_dir)
+        weights = self._scheduler.runner.state.model.weights
+
+        def io() -> tuple[PullResult, str | None]:
+            if verb.update_memory and is_open:
+                raise TransactionStateError("a weight update is open; end or abort it first")
+            result = pull(
+                local,
+                self._base,
+                source,
+                verb.target_version,
+                timeout_s=self._timeout_s,
+                check=lambda metas: check_against_model(weights, metas),
+            )
+            return result, self._pull_into_memory(verb, local, source) if verb.update_memory else None
+
+        def step(done: tuple[PullResult, str | None]) -> tuple[str, Answer]:
+            result, memory = done
+            data: Answer = dataclasses.asdict(result) | {"memory": memory}
+            if memory in ("delta", "full"):
+                data |= self._weights.commit()[1]
+                self._note_origin(verb.target_version, str(source.resolve()))
+            return "Success.", data
+
+        return Job(verb, io, step, holds_steps=verb.update_memory and self._updater.holds_steps)
+
+    def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> str:
+        """Stage and verify what leads memory to the target: by "delta", by a "full" load, or "unchanged"."""
+        version = str(verb.target_version) if verb.weight_version is None else verb.weight_version
+        weights = self._scheduler.runner.state.model.weights
+        start = self._origin_in(source)
+        if start == verb.target_version and start > 0:
+            return "unchanged"
+        if start is not None and start < verb.target_version:
+            deltas, _, chain_start = chain_of(source, verb.target_version, lambda number: number == start)
+            if chain_start == start:
+                patches = collect_patches(deltas)
+                headers = [meta for meta in open_checkpoint_folder(local).metas if meta.name in patches]
+                names = whole_tensors(weights, headers)
+                if patches and names is not None:
+                    self._refresh(PatchSource(patches, names, weights), "partial", version)
+                    return "delta"
+        folder = DiskSource(local, weights, complete=True, timeout_s=self._timeout_s)
+        try:
+            self._refresh(folder, "full", version)
+        finally:
+            folder.close()
+        return "full"
+
+    def _origin_in(self, source: Path) -> int | None:
+        """The version of `source` that memory holds, if it is known to hold one, whole."""
+        state, origin = self._scheduler.runner.state, self._origin
+        if state.poisoned is not None or state.content_lost or state.epoch.weight_epoch != origin.weight_epoch:
+            return None
+        return origin.version if origin.source in (None, str(source.resolve())) else None
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None) -> None:
+        """Receive and verify in a transaction of its own, which is gone if anything fails."""
+        self._updater.open_implicit(coverage)
+        try:
+            self._updater.receive(source, weight_version)
+        except Exception:
+            self._updater.abort()
+            raise
+        self._updater.verify()
+
+    def _note_origin(self, version: int, source: str | None) -> None:
+        if source is not None:
+            self._origin = MemoryOrigin(self._scheduler.runner.state.epoch.weight_epoch, version, source)
+
+
+def require_same_model(path: Path, running: ModelConfig) -> None:
+    """Whether the folder's `config.json`, where there is one, describes the running model.
+
+    Raises `WeightRequestError` that names what differs.
+    """
+    require_folder(path)
+    if not (path / "config.json").exists():
+        return
+    for name in ("config.json", "generation_config.json"):
+        if (path / name).exists():
+            read_small(path / name, _MAX_CONFIG_BYTES)  # refuses what could be waited on for ever
+    try:
+        stated = load_model_config(path)
+    except StartupError as error:
+        raise WeightRequestError(str(error)) from None
+    for item in dataclasses.fields(ModelConfig):
+        here, there = getattr(running, item.name), getattr(stated, item.name)
+        if item.name not in _FREE_CONFIG_FIELDS and here != there:
+            raise WeightRequestError(f"{path / 'config.json'} has {item.name} {there}, the running model {here}")

@@ -1,0 +1,134 @@
+"""Deltas, disk and pulls through a real server, its client and a real gloo group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.client import ServerError
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.server_process import ServerProcess
+from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
+from weight_sync.delta.frame import write_frame
+from weight_sync.delta.publisher import publish_encoded
+from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.process_group import GroupHandle, free_port, init_process_group
+
+TIMEOUT_S = 30.0
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=3, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(folder, max_total_tokens=2048, weight_update_timeout=TIMEOUT_S) as running:
+        yield running
+
+
+@pytest.fixture
+def group(server: ServerProcess) -> Iterator[GroupHandle]:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(server.client.init_weights_update_group, "127.0.0.1", port, 1, 2, "deltas")
+        handle = init_process_group("127.0.0.1", port, 0, 2, "deltas", "gloo", TIMEOUT_S)
+        joined.result()
+    yield handle
+    server.client.destroy_weights_update_group("deltas")
+    handle.destroy()
+
+
+def nudged(tensors: Tensors) -> Tensors:
+    result = {}
+    for name, tensor in tensors.items():
+        words = tensor.clone().view(-1).view(torch.int16)
+        words[::17] += 1
+        result[name] = words.view(tensor.dtype).view(tensor.shape)
+    return result
+
+
+def send(server: ServerProcess, group: GroupHandle, payload: bytes) -> None:
+    content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            server.client.update_weights_from_distributed,
+            ["delta"],
+            ["uint8"],
+            [[len(payload)]],
+            "deltas",
+            "delta",
+        )
+        work = group.start_broadcast(content)
+        call.result()
+        work.wait()
+
+
+def refresh(server: ServerProcess, group: GroupHandle, delta: EncodedDelta, payloads: list[bytes], label: str) -> None:
+    body = {"weight_version": label, "base_digest": delta.base_digest}
+    begun = server.http.post("/begin_weight_update", json=body)
+    assert begun.status_code == 200, begun.text
+    for payload in payloads:
+        send(server, group, payload)
+    server.client.end_weight_update()
+
+
+def checksums(server: ServerProcess) -> dict[str, str]:
+    return server.client.weights_checker()["checksums"]
+
+
+def expected(tensors: Tensors) -> dict[str, str]:
+    return {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in tensors.items()}
+
+
+def test_a_delta_by_broadcast_there_and_back(server: ServerProcess, group: GroupHandle, folder: Path) -> None:
+    old = logical_tensors(folder)
+    server.client.update_weights_from_disk(str(folder), "base")
+    delta = DeltaEncoder(old.items(), frame_bytes=100_000).encode(nudged(old).items())
+    assert len(delta.frames) > 1
+    refresh(server, group, delta, delta.payloads(), "next")
+    assert checksums(server) == expected(nudged(old))
+    assert server.client.weights_checker()["per_engine_checksum"] == delta.digest
+    refused = server.http.post("/begin_weight_update", json={"base_digest": delta.base_digest})
+    assert refused.status_code == 409
+    server.client.begin_weight_update("wrong")
+    with pytest.raises(ServerError, match="starts from fingerprint"):
+        send(server, group, delta.payloads()[0])
+    server.client.abort_weight_update()
+    assert checksums(server) == expected(nudged(old))
+    server.client.begin_weight_update("base again")
+    for frame in delta.frames:
+        send(server, group, write_frame(frame.invert()))
+    server.client.end_weight_update()
+    assert checksums(server) == expected(old)
+    assert server.client.weight_version() == "base again"
+
+
+def test_disk_and_pull_over_http(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+    other = tiny_checkpoint(tmp_path / "other", "moe_dense_first", seed=4, dtype="bfloat16")
+    assert server.client.update_weights_from_disk(str(other), "2")["weight_version"] == "2"
+    assert server.client.model_info()["model_path"] == str(other)
+    with pytest.raises(ServerError) as refused:
+        server.client.update_weights_from_disk(str(tmp_path / "nowhere"), "3")
+    assert refused.value.status_code == 400
+    assert server.client.model_info()["model_path"] == str(other)
+    assert server.client.weight_version() == "2"
+
+    old = logical_tensors(folder)
+    encoder = DeltaEncoder(old.items())
+    publish_encoded(tmp_path / "source", 1, encoder.encode(nudged(old).items()))
+    pulled = server.client.pull_weights(str(tmp_path / "local"), str(tmp_path / "source"), 1, update_memory=True)
+    assert (pulled["memory"], pulled["weight_version"]) == ("full", "1")
+    assert checksums(server) == expected(nudged(old))
+    answer = server.http.post(
+        "/pull_weights",
+        json={"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path), "target_version": -1},
+    )
+    assert answer.status_code == 400
