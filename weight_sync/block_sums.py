@@ -8,7 +8,7 @@ Two ways to the same integers:
 * On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
   multiplier `b(j) * 256^k`, in one int8 x int8 -> int32 product.  A byte is shifted to [-128, 127] and a digit lies in
   [-64, 63], so a block's sum stays below 2^28, and no instruction that adds pairs in 16 bits can saturate
-  (255 * 64 * 2 < 2^15).  It is used only where a trial at first use gave the same sums and did not take far longer.
+  (255 * 64 * 2 < 2^15).  It is used where torch has such a product and a trial at first use gave the same sums.
 
 Knows words and multipliers.  Does not know tensors' names, dtypes or where a block lies in a tensor.
 
@@ -18,8 +18,6 @@ Shapes: N blocks, W bytes of a block (BLOCK times the word's width).
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 
 import torch
 
@@ -31,7 +29,7 @@ _WRAPPING_BLOCKS = 128  # of one chunk: a 4 MiB scratch, which stays in a CPU ca
 _DIGIT_BLOCKS = 256  # of one chunk: enough rows for the product, 2 MiB of bfloat16
 _NUM_DIGITS = 10  # of 7 bits each, 64 bits in all
 _MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
-_TRIAL_BLOCKS = 64
+_VECTOR_PRODUCTS = ("AVX2", "AVX512")  # as torch names them; elsewhere oneDNN may go byte by byte
 
 
 def block_sums(words: torch.Tensor) -> torch.Tensor:
@@ -111,28 +109,19 @@ def _recompose(sums_NM: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _digits_serve(width: int) -> bool:
-    """Whether digits give the sums of 64-bit products here, and the product is not one that is done byte by byte.
+    """Whether torch multiplies int8 matrices with vector instructions here, and digits give the right sums.
 
-    A trial on a busy machine is rough, and a missing product is slower by an order of magnitude.
+    By capability and not by a trial of speed: what a few milliseconds say on a busy machine would decide for good.
     """
+    if torch.backends.cpu.get_cpu_capability() not in _VECTOR_PRODUCTS or not torch.backends.mkldnn.is_available():
+        return False
     generator = torch.Generator().manual_seed(width)
-    raw = torch.randint(-128, 128, (_TRIAL_BLOCKS, BLOCK * width), dtype=torch.int8, generator=generator)
+    raw = torch.randint(-128, 128, (_MIN_DIGIT_BLOCKS, BLOCK * width), dtype=torch.int8, generator=generator)
     words = raw.view(UNSIGNED[width])
     try:
-        agree = torch.equal(digit_block_sums(words), wrapping_block_sums(words))
+        return torch.equal(digit_block_sums(words), wrapping_block_sums(words))
     except (RuntimeError, AttributeError):  # a build of torch without this product
         return False
-    return agree and _seconds(digit_block_sums, words) < 2 * _seconds(wrapping_block_sums, words)
-
-
-def _seconds(evaluate: Callable[[torch.Tensor], torch.Tensor], words: torch.Tensor) -> float:
-    """The best of three."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        evaluate(words)
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, mix_odd, multipl
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
+_PRODUCTS = 1 << 19  # of one chunk of runs: 4 MiB of int64
 _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed: 512 KiB for each of a few temporaries
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
@@ -159,16 +160,15 @@ def _in_phase(words_RN: torch.Tensor, starts: torch.Tensor, phase: int) -> int:
     """Sum over the runs that begin `phase` words into a block: in each stretch between two blocks' edges they all meet
     the same b's."""
     runs = ((starts & (BLOCK - 1)) == phase).nonzero().view(-1)
-    device, length = words_RN.device, words_RN.shape[1]
-    table, total = multipliers(str(device)), 0
-    for some in runs.split(max(1, _SCATTERED_WORDS // length)):
-        blocks = (starts[some] >> _BLOCK_BITS).to(device)
-        part = words_RN[some.to(device)]
-        for begin in range(-phase, length, BLOCK):
-            first, end = max(0, begin), min(length, begin + BLOCK)
-            products = part[:, first:end].to(torch.int64).add_(1).mul_(table[first - begin : end - begin])
-            block = blocks + (begin + phase) // BLOCK
-            total += int((mix_odd(2 * block) * products.sum(1)).sum())
+    length, table = words_RN.shape[1], multipliers(str(words_RN.device))
+    total = 0
+    for begin in range(-phase, length, BLOCK):
+        first, end = max(0, begin), min(length, begin + BLOCK)
+        for some in runs.split(_PRODUCTS // (end - first)):
+            blocks = (starts[some] >> _BLOCK_BITS) + (begin + phase) // BLOCK
+            products = words_RN[:, first:end][some.to(words_RN.device)].to(torch.int64)
+            sums = products.add_(1).mul_(table[first - begin : end - begin]).sum(1)
+            total += int((mix_odd(2 * blocks).to(sums.device) * sums).sum())
     return total & _MASK
 
 

@@ -293,6 +293,8 @@ class RolloutClient:
         """The first `truncate_size` entries of a tensor along its first dimension, as nested lists."""
         return self._run(wire.get_weights_by_name(name, truncate_size))
 
-    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Fingerprints of all tensors that serve now."""
-        return self._run(wire.weights_checker(action))
+    def weights_checker(
+        self, action: str = "checksum", keep_content: bool = False, skip_tensor_list: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Prove what serves: `checksum`, `snapshot`, `compare` (an error where tensors differ), `reset_tensors`."""
+        return self._run(wire.weights_checker(action, keep_content, skip_tensor_list))

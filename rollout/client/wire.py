@@ -334,5 +334,10 @@ def get_weights_by_name(name: str, truncate_size: int) -> Call[Any]:
     return Call("POST", "/get_weights_by_name", _json, body, admin=True, timeout="weights")
 
 
-def weights_checker(action: str) -> Call[dict[str, Any]]:
-    return _weight_verb("/weights_checker", {"action": action})
+def weights_checker(action: str, keep_content: bool, skip_tensor_list: Sequence[str] | None) -> Call[dict[str, Any]]:
+    body: dict[str, Any] = {"action": action}
+    if keep_content:
+        body["keep_content"] = True
+    if skip_tensor_list is not None:
+        body["skip_tensor_list"] = list(skip_tensor_list)
+    return _weight_verb("/weights_checker", body)

@@ -45,6 +45,7 @@ from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.stop import StopChecker
+from rollout.scheduler.weight_checker import WeightChecker
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_disk import DiskRefresh
 from weight_sync.updater import WeightUpdater
@@ -95,6 +96,7 @@ def build_scheduler(
         journal_dir=args.weight_journal_dir,
     )
     weights = WeightControl(scheduler, updater, channel.wake, args.pause_timeout)
+    WeightChecker(scheduler, updater, weights)
     DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(

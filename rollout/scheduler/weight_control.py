@@ -28,7 +28,6 @@ from rollout.core.weight_io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
-    WeightsCheckerReqInput,
 )
 from rollout.scheduler.kv_age import abort_below, require_known_version
 from rollout.scheduler.scheduler import Scheduler
@@ -70,7 +69,6 @@ class WeightControl:
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
                 GetWeightsByNameReqInput: self._get_by_name,
-                WeightsCheckerReqInput: self._checksums,
                 ContinueGenerationReqInput: self._continue,
                 **dict.fromkeys(SOURCES, self._receive),
             }
@@ -250,12 +248,6 @@ class WeightControl:
             return "", {"parameter": parameter, "staged": is_staged}
 
         return Job(verb, io, step)
-
-    def _checksums(self, verb: WeightsCheckerReqInput) -> Job:
-        def io() -> Answer:
-            return {"checksums": self._updater.checksums(), "digest": self._updater.content_digest()}
-
-        return Job(verb, io, lambda data: ("Success.", data))
 
     # --- step part ------------------------------------------------------------------------------------------------
 

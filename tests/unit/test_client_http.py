@@ -218,6 +218,14 @@ VERBS = [
         ...,
     ),
     (lambda c: c.weights_checker(), OK, "POST", "/weights_checker", {"action": "checksum"}, ...),
+    (
+        lambda c: c.weights_checker("compare", keep_content=True, skip_tensor_list=["w"]),
+        OK,
+        "POST",
+        "/weights_checker",
+        {"action": "compare", "keep_content": True, "skip_tensor_list": ["w"]},
+        ...,
+    ),
 ]
 
 

@@ -112,7 +112,12 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
             weight_io_struct.BeginWeightUpdateReqInput,
             {"coverage": "full", "weight_version": None},
         ),
-        ("end_weight_update", {}, weight_io_struct.EndWeightUpdateReqInput, {}),
+        (
+            "end_weight_update",
+            {"phase": "verify"},
+            weight_io_struct.EndWeightUpdateReqInput,
+            {"phase": "verify"},
+        ),
         ("abort_weight_update", {}, weight_io_struct.AbortWeightUpdateReqInput, {}),
         (
             "update_weights_from_distributed",
@@ -146,11 +151,12 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         ("begin_weight_update", {"coverage": "some"}),
         ("begin_weight_update", {"selector": "draft"}),
         ("begin_weight_update", {"manifest": [{"name": "w", "dtype": "float32", "shape": [-1]}]}),
+        ("end_weight_update", {"phase": "half"}),
         ("update_weights_from_distributed", {"names": "w"}),
         ("update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": [], "load_format": "pickle"}),
         ("update_weight_version", {"new_version": ""}),
         ("get_weights_by_name", {}),
-        ("weights_checker", {"action": "snapshot"}),
+        ("weights_checker", {"action": "forget"}),
     ],
 )
 def test_bad_control_bodies_are_refused_before_the_scheduler(live: Live, path: str, body: dict[str, Any]) -> None:
@@ -206,6 +212,26 @@ def test_get_weights_and_checksums(live: Live) -> None:
     reply = live.client.post("/weights_checker").json()
     assert reply["success"] is True and reply["per_engine_checksum"] == "cd"
     assert reply["ranks"][0]["checksums"] == {"w": "ab"}
+
+
+def test_the_actions_of_the_weight_checker(live: Live) -> None:
+    """A comparison that finds a difference is a failure for clients that only look at the status."""
+    verb = weight_io_struct.WeightsCheckerReqInput
+    live.scheduler.answers[verb] = giving({"num_tensors": 3, "num_bytes": 12, "digest": "cd", "weight_version": "v1"})
+    body = {"action": "snapshot", "keep_content": True, "allow_quant_error": True, "selector": "all"}
+    assert live.client.post("/weights_checker", json=body).json()["num_bytes"] == 12
+    difference = {"name": "w", "num_elements": 1, "max_abs_difference": None}
+    for differing, status in (([], 200), ([difference], 409)):
+        live.scheduler.answers[verb] = giving({"equal": not differing, "differing": differing, "num_compared": 3})
+        reply = live.client.post("/weights_checker", json={"action": "compare", "skip_tensor_list": ["x"]})
+        assert reply.status_code == status
+        assert reply.json()["success"] is (status == 200) and reply.json()["differing"] == differing
+    assert reply.json()["error"]["type"] == "WeightsDiffer"
+    live.scheduler.answers[verb] = refusing(409, "a weight update is open")
+    assert live.client.post("/weights_checker", json={"action": "reset_tensors"}).status_code == 409
+    sent = live.sent(verb)
+    assert [message.action for message in sent] == ["snapshot", "compare", "compare", "reset_tensors"]
+    assert sent[0].keep_content and sent[1].skip_tensor_list == ["x"]
 
 
 def test_info_is_what_external_engine_clients_compare(live: Live) -> None:

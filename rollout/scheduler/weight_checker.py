@@ -1,0 +1,148 @@
+"""`/weights_checker`: fingerprints of the weights that serve, a snapshot of them, a comparison with it, and NaN in all.
+
+Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile; filling
+with NaN happens between two steps and leaves the engine poisoned until a complete refresh.
+Knows when the weights may be read or filled.  How is `weight_sync.checker`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rollout.core.errors import BadRequest, Conflict, Unavailable
+from rollout.core.weight_io_struct import WeightsCheckerReqInput
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_control import Answer, Job, WeightControl
+from weight_sync.checker import (
+    WeightSnapshot,
+    compare,
+    live_fingerprints,
+    reset_tensors,
+    resettable,
+    take_snapshot,
+)
+from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.updater import WeightUpdater
+
+RESET_REASON = "/weights_checker reset_tensors filled them with NaN"
+
+
+class WeightChecker:
+    """Holder of the snapshot."""
+
+    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, control: WeightControl) -> None:
+        self._scheduler = scheduler
+        self._updater = updater
+        self._state = scheduler.runner.state
+        self._weights = self._state.model.weights
+        self._snapshot: WeightSnapshot | None = None
+        self._snapshot_version = ""
+        self._actions: dict[str, Callable[[WeightsCheckerReqInput], Job]] = {
+            "checksum": self._checksum,
+            "snapshot": self._take_snapshot,
+            "compare": self._compare,
+            "reset_tensors": self._reset,
+        }
+        control.add_jobs({WeightsCheckerReqInput: self._plan})
+
+    def _plan(self, verb: WeightsCheckerReqInput) -> Job:
+        return self._actions[verb.action](verb)
+
+    def _require_content(self) -> None:
+        if self._state.content_lost:
+            raise Conflict("the weights' memory is released; there is nothing to check")
+        if self._updater.is_dirty:
+            raise Conflict("a weight update is being written into the model; end or abort it first")
+
+    def _checksum(self, verb: WeightsCheckerReqInput) -> Job:
+        def io() -> dict[str, int]:
+            _refuse_skip(verb)
+            self._require_content()
+            return live_fingerprints(self._weights)
+
+        def step(fingerprints: dict[str, int]) -> tuple[str, Answer]:
+            live = self._digest(fingerprints)
+            expected = self._state.epoch.content_digest
+            if expected is None and self._state.poisoned is None:
+                self._updater.note_content(fingerprints)
+                self._state.note_digest(live)
+            data = {
+                "checksums": {name: fingerprint_hex(value) for name, value in fingerprints.items()},
+                "digest": live,
+                "expected_digest": expected,
+            }
+            return "Success.", data
+
+        return Job(verb, io, step)
+
+    def _take_snapshot(self, verb: WeightsCheckerReqInput) -> Job:
+        def io() -> WeightSnapshot:
+            _refuse_skip(verb)
+            self._require_content()
+            self._snapshot = None  # its memory is free before the next one is taken
+            return take_snapshot(self._weights, verb.keep_content)
+
+        def step(snapshot: WeightSnapshot) -> tuple[str, Answer]:
+            self._snapshot = snapshot
+            self._snapshot_version = self._state.epoch.weight_version
+            return "Snapshot taken.", {
+                "num_tensors": len(snapshot.fingerprints),
+                "num_bytes": snapshot.num_bytes,
+                "digest": self._digest(snapshot.fingerprints),
+                "weight_version": self._snapshot_version,
+            }
+
+        return Job(verb, io, step)
+
+    def _compare(self, verb: WeightsCheckerReqInput) -> Job:
+        def io() -> Answer:
+            self._require_content()
+            if self._snapshot is None:
+                raise Conflict("there is no snapshot to compare with; take one with action snapshot")
+            differences = compare(self._weights, self._snapshot, verb.skip_tensor_list or ())
+            return {
+                "equal": not differences,
+                "num_compared": len(self._weights.metas()) - len(set(verb.skip_tensor_list or ())),
+                "differing": [
+                    {
+                        "name": difference.name,
+                        "num_elements": difference.num_elements,
+                        "max_abs_difference": difference.max_abs_difference,
+                    }
+                    for difference in differences
+                ],
+                "snapshot_weight_version": self._snapshot_version,
+            }
+
+        def step(data: Answer) -> tuple[str, Answer]:
+            if data["equal"]:
+                return "All tensors are equal to the snapshot.", data
+            return f"{len(data['differing'])} of {data['num_compared']} tensors differ from the snapshot.", data
+
+        return Job(verb, io, step)
+
+    def _reset(self, verb: WeightsCheckerReqInput) -> Job:
+        def io() -> list[str]:
+            if self._updater.is_open:
+                raise Conflict("a weight update is open; end or abort it before the tensors are reset")
+            return resettable(self._weights, verb.skip_tensor_list or ())
+
+        def step(names: list[str]) -> tuple[str, Answer]:
+            state = self._state
+            with state.mutate("tensor reset"):
+                state.poison(RESET_REASON)
+                self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {RESET_REASON}"))
+                reset_tensors(self._weights, names)
+            message = f"{len(names)} tensors hold NaN until a complete refresh."
+            return message, {"num_tensors": len(names), "poisoned": RESET_REASON}
+
+        return Job(verb, io, step)
+
+    def _digest(self, fingerprints: Mapping[str, int]) -> str:
+        metas = self._weights.metas()
+        return digest((metas[name], value) for name, value in fingerprints.items())
+
+
+def _refuse_skip(verb: WeightsCheckerReqInput) -> None:
+    if verb.skip_tensor_list:
+        raise BadRequest(f"skip_tensor_list goes with compare and reset_tensors, not with {verb.action}")
