@@ -66,8 +66,19 @@ class Live:
 
 
 @contextlib.contextmanager
-def live_server(folder: Path, *, with_tokenizer: bool = True, captures: bool = True, **args: Any) -> Iterator[Live]:
-    """Serve the model folder until the block ends."""
+def live_server(
+    folder: Path,
+    *,
+    with_tokenizer: bool = True,
+    captures: bool = True,
+    engine: Callable[[ServerArgs, str, str], Any] | None = None,
+    **args: Any,
+) -> Iterator[Live]:
+    """Serve the model folder until the block ends.
+
+    `engine(server_args, input_addr, output_addr)` makes what takes the stand-in's place: `run` on a thread until
+    `stopped` is set.
+    """
     server_args = ServerArgs(model_path=str(folder), served_model_name="tiny", **args)
     box: list[Live] = []
     up, down = threading.Event(), threading.Event()
@@ -78,10 +89,12 @@ def live_server(folder: Path, *, with_tokenizer: bool = True, captures: bool = T
             channel = SchedulerChannel(sockets)
             metrics = Metrics(server_args.name)
             manager = TokenizerManager(server_args, load_model_config(folder), channel, [metrics])
-            scheduler = StandInScheduler(
-                channel.input_addr, channel.output_addr, str(folder / "tokenizer.json"), eos=264
-            )
-            scheduler.captures = captures
+            addresses = (channel.input_addr, channel.output_addr)
+            if engine is not None:
+                scheduler = engine(server_args, *addresses)
+            else:
+                scheduler = StandInScheduler(*addresses, str(folder / "tokenizer.json"), eos=264)
+                scheduler.captures = captures
             thread = threading.Thread(target=scheduler.run)
             thread.start()
             reader = asyncio.create_task(manager.run())
