@@ -23,8 +23,7 @@ import torch
 from weight_sync.errors import StagingError
 from weight_sync.tensor_meta import LogicalWeights, Place
 
-_PASS_BYTES = 1 << 20  # a part of both that stays in a core's cache between the passes of `prepare`
-_COPY_BYTES = 32 << 20  # from one device to another
+_PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 _HUGE_FROM = 4 << 20
 
 
@@ -70,7 +69,7 @@ class ShadowStaging:
     def commit(self) -> None:
         assert self._prepared
         for shadow in self._shadows.values():
-            for live, aside in shadow.parts(_COPY_BYTES, whole=True):
+            for live, aside in shadow.parts():
                 self.exchange(live, aside)
                 self._exchanged.append((live, aside))
 
@@ -140,7 +139,6 @@ class _Shadow:
         self.aside = _new_bytes(self.live, device)
         self.is_copy = copy
         self.old_sum = 0
-        self._pass_bytes = _PASS_BYTES if self.live.is_cpu else _COPY_BYTES
         if copy:
             self.aside.copy_(self.live)
 
@@ -151,18 +149,18 @@ class _Shadow:
     def fold(self) -> None:
         """`aside ^= live`, and the sum of the live words."""
         self.old_sum = 0
-        for live, aside in self.parts(self._pass_bytes):
+        for live, aside in self.parts():
             self.old_sum += int(live.sum())
             aside.bitwise_xor_(live.to(aside.device))
 
     def live_sum(self) -> int:
-        return sum(int(live.sum()) for live, _ in self.parts(self._pass_bytes))
+        return sum(int(live.sum()) for live, _ in self.parts())
 
-    def parts(self, num_bytes: int, *, whole: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Both sides in parts of `num_bytes`, int64 and at the end uint8.  `whole`: undivided if on one device."""
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Both sides, int64 and, for what is left at the end, uint8; in parts only if a copy of each is needed."""
         size = self.live.numel()
         end = size // 8 * 8
-        step = max(end, 1) if whole and self.live.device == self.aside.device else num_bytes
+        step = max(end, 1) if self.live.device == self.aside.device else _PART_BYTES
         for start in range(0, end, step):
             stop = min(start + step, end)
             yield self.live[start:stop].view(torch.int64), self.aside[start:stop].view(torch.int64)

@@ -194,12 +194,22 @@ class AsyncRolloutClient:
         weight_version: str | None = None,
         coverage: str = "full",
         manifest: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        base_version: str | None = None,
+        base_digest: str | None = None,
+        lease_s: float | None = None,
     ) -> dict[str, Any]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
-        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.
+        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
+        refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         """
-        return await self._run(wire.begin_weight_update(weight_version, coverage, manifest))
+        call = wire.begin_weight_update(weight_version, coverage, manifest, base_version, base_digest, lease_s)
+        return await self._run(call)
+
+    async def weight_update(self) -> dict[str, Any]:
+        """The open refresh: what came, what is missing, its lease; and why the last one failed."""
+        return await self._run(wire.weight_update())
 
     async def update_weights_from_distributed(
         self,

@@ -220,14 +220,26 @@ def destroy_weights_update_group(group_name: str) -> Call[dict[str, Any]]:
 
 
 def begin_weight_update(
-    weight_version: str | None, coverage: str, manifest: Sequence[Mapping[str, Any]] | None
+    weight_version: str | None,
+    coverage: str,
+    manifest: Sequence[Mapping[str, Any]] | None,
+    base_version: str | None,
+    base_digest: str | None,
+    lease_s: float | None,
 ) -> Call[dict[str, Any]]:
-    body: dict[str, Any] = {"coverage": coverage}
-    if weight_version is not None:
-        body["weight_version"] = weight_version
-    if manifest is not None:
-        body["manifest"] = [dict(entry) for entry in manifest]
-    return _weight_verb("/begin_weight_update", body)
+    body: dict[str, Any] = {
+        "weight_version": weight_version,
+        "manifest": None if manifest is None else [dict(entry) for entry in manifest],
+        "base_version": base_version,
+        "base_digest": base_digest,
+        "lease_s": lease_s,
+    }
+    stated = {name: value for name, value in body.items() if value is not None}
+    return _weight_verb("/begin_weight_update", {"coverage": coverage} | stated)
+
+
+def weight_update() -> Call[dict[str, Any]]:
+    return Call("GET", "/weight_update", _object)
 
 
 def update_weights_from_distributed(

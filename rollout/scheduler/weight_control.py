@@ -229,7 +229,7 @@ class WeightControl:
         return Job(verb, _nothing, step)
 
     def _get_by_name(self, verb: GetWeightsByNameReqInput) -> Job:
-        paused = self._scheduler.paused
+        shows_staged = self._scheduler.paused or self._scheduler.held
 
         def io() -> Any:
             weights = self._scheduler.runner.state.model.weights
@@ -237,7 +237,7 @@ class WeightControl:
                 name = weights.canonical_name(verb.name)
             except UnknownTensorError as error:
                 raise NotFound(str(error)) from None
-            staged = self._updater.staged(name) if paused else None
+            staged = self._updater.staged(name) if shows_staged else None
             if staged is None and self._scheduler.runner.state.content_lost:
                 raise Conflict("the weights' memory is released; there is nothing to read")
             tensor = weights.read(name) if staged is None else staged

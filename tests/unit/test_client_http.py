@@ -102,6 +102,15 @@ VERBS = [
         {"group_name": "g"},
         ...,
     ),
+    (
+        lambda c: c.begin_weight_update(base_version="v1", base_digest="ab", lease_s=5.0),
+        OK,
+        "POST",
+        "/begin_weight_update",
+        {"coverage": "full", "base_version": "v1", "base_digest": "ab", "lease_s": 5.0},
+        ...,
+    ),
+    (lambda c: c.weight_update(), {"open": False}, "GET", "/weight_update", None, {"open": False}),
     (lambda c: c.begin_weight_update(), OK, "POST", "/begin_weight_update", {"coverage": "full"}, ...),
     (
         lambda c: c.begin_weight_update("v1", "partial", [{"name": "w", "dtype": "float32", "shape": [2]}]),
