@@ -43,7 +43,9 @@ class ExpertLocationMetadata:
         return (self.physical_to_logical_map[layer] == logical_expert).nonzero().flatten().tolist()
 
 
-def trivial_location(num_layers: int, num_logical_experts: int) -> ExpertLocationMetadata:
-    """Slot p holds logical expert p; no replicas."""
-    row = torch.arange(num_logical_experts)
+def trivial_location(
+    num_layers: int, num_logical_experts: int, num_physical_experts: int | None = None
+) -> ExpertLocationMetadata:
+    """Slot p holds logical expert p mod E: as many slots as experts unless told otherwise."""
+    row = torch.arange(num_physical_experts or num_logical_experts) % max(1, num_logical_experts)
     return ExpertLocationMetadata(row.expand(num_layers, -1).clone(), num_logical_experts)

@@ -26,7 +26,7 @@ class ExpertPlacement:
             [metadata.slots_of(layer, expert)[0] for expert in range(metadata.num_logical_experts)]
             for layer in range(metadata.num_layers)
         ]
-        self.is_identity = first_slots == [list(range(metadata.num_physical_experts))] * metadata.num_layers
+        self.is_identity = first_slots == [list(range(metadata.num_logical_experts))] * metadata.num_layers
         self._logical_to_physical_LE = torch.tensor(first_slots, dtype=torch.int64, device=device)
 
     @property
@@ -36,6 +36,10 @@ class ExpertPlacement:
     def local_slots(self, layer: int, logical_expert: int) -> list[int]:
         """Slots of this rank into which the weights of `logical_expert` of MoE layer `layer` must be written."""
         return self.metadata.slots_of(layer, logical_expert)
+
+    def slots_of_experts(self) -> torch.Tensor:
+        """A copy, on the host, of what routers go by: the slot of every logical expert [L, E] int64."""
+        return self._logical_to_physical_LE.to("cpu", copy=True)
 
     def table(self, layer: int) -> torch.Tensor | None:
         """Physical id of every logical expert [E] of MoE layer `layer`; None where they are the same."""
