@@ -4,13 +4,22 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench bench-peers install install-dev clean
+.PHONY: demo test nightly fault-matrix lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo
 
 test: install-dev lint
 	$(BIN)/python -m pytest
+
+# Thousands of random histories of requests and refreshes; `make test` plays hundreds.  SEED plays the same ones again.
+HISTORIES ?= 5000
+nightly: install-dev
+	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
+
+# Every fault of a weight refresh, wherever it can occur (about four minutes); `make test` plays a part.
+fault-matrix: install-dev
+	$(BIN)/python -m tests.faults
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,72 @@
+"""Many histories, or one again.
+
+python -m tests.history run --histories 5000 [--seed N]
+python -m tests.history replay '{"actions": ...}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.history.actions import History, decode, histories
+from tests.history.checker import Tally
+from tests.history.machine import HistoryFailed, Zoo, play
+from tests.history.transports import TRANSPORTS
+
+_REPORT_EVERY_S = 30.0
+
+
+def run(num_histories: int, seed: int, zoo: Zoo) -> None:
+    """Play random histories.  Raises `HistoryFailed` for the smallest one found that fails."""
+    print(f"{num_histories} histories over {', '.join(TRANSPORTS)}; --seed {seed}", flush=True)
+    tally = Tally()
+    started = said = time.monotonic()
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=num_histories, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(histories(tuple(TRANSPORTS), max_actions=24))
+    def many(history: History) -> None:
+        nonlocal said
+        tally.add(play(history, zoo))
+        if time.monotonic() - said > _REPORT_EVERY_S:
+            said = time.monotonic()
+            print(f"{said - started:.0f} s: {tally}", flush=True)
+
+    many()
+    print(f"all explained, in {time.monotonic() - started:.0f} s: {tally}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.history", description="The history checker.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run_parser = commands.add_parser("run", help="play random histories")
+    run_parser.add_argument("--histories", type=int, default=5000)
+    run_parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
+    replay_parser = commands.add_parser("replay", help="play one history again")
+    replay_parser.add_argument("history", help="its JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        zoo = Zoo(Path(folder) / "model")
+        try:
+            if args.command == "run":
+                run(args.histories, secrets.randbelow(2**32) if args.seed is None else args.seed, zoo)
+            else:
+                print(f"all explained: {play(decode(args.history), zoo)}")
+        except HistoryFailed as failure:
+            print(failure, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Every number that an engine returned about a request, against the reference.
+
+A `Trace` follows one request from step to step: in which step each of its tokens was sampled, and which version was
+in force when each position's KV was computed.  It sees of the engine how many positions and tokens there are and how
+often the request was retracted; which version was in force it is told by `Expected`.  So a version that the engine
+names, and every number that it returns, is a claim to be checked.
+
+KV given up in a retraction begins a new *life* of the request; the record keeps the rows of the first life that
+computed a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from rollout.core.io_struct import VersionSpan
+from rollout.core.model_config import ModelConfig
+from tests.history.actions import Submit
+from tests.history.expected import Expected, Violation
+from tests.history.reference import MixedOutput, MixedReference
+from tests.scheduler_harness import Result
+
+# Two float64 computations of one thing differ by the order of their sums; versions differ in the first digit.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """When a token was sampled: in which life, under which version and label."""
+
+    life: int
+    version: int
+    label: str
+
+
+@dataclass
+class Trace:
+    """`lives[i][p]`: the version in force when life i computed position p, or found it in the prefix cache."""
+
+    submit: Submit
+    lives: list[list[int]] = field(default_factory=lambda: [[]])
+    tokens: list[Sampled] = field(default_factory=list)
+    is_over: bool = False  # it had to be aborted
+    streamed: list[tuple[int, str]] = field(default_factory=list)  # tokens so far, version said of the last
+
+    def advance(self, expected: Expected, retractions: int, computed: int, tokens: int) -> None:
+        """After a step.  `computed`: positions with KV; `tokens`: tokens sampled so far."""
+        while len(self.lives) <= retractions:
+            self.lives.append([])
+        life = self.lives[-1]
+        life += [expected.current] * (computed - len(life))
+        new = tokens - len(self.tokens)
+        if new > 1:
+            raise Violation(f"{new} tokens in one step")
+        if new and expected.is_torn:
+            raise Violation("a token was sampled from weights of which a part is new")
+        if new and self.is_over:
+            raise Violation("a token was sampled for a request that had to be aborted")
+        lag = self.submit.lag
+        if new and lag is not None and 0 <= lag < expected.current - min(life):
+            raise Violation(f"a token was sampled on KV {expected.current - min(life)} versions old; {lag} are allowed")
+        if new and expected.paused:
+            raise Violation("a token was sampled while paused")
+        if new:
+            self.tokens.append(Sampled(len(self.lives) - 1, expected.current, expected.label))
+
+    def abort_below(self, version: int) -> None:
+        """What `abort_below_weight_version` asks for: no more tokens if anything of it is older."""
+        used = [token.version for token in self.tokens] + [version for life in self.lives for version in life]
+        self.is_over |= min(used, default=version) < version
+
+    def end(self, expected: Expected, result: Result) -> None:
+        """The request has finished: take in its last step."""
+        record = result.finished
+        assert record is not None
+        computed = len(self.lives[-1]) if record.num_retractions < len(self.lives) else 0
+        if record.reason.type != "abort":
+            computed = len(result.prompt_ids) + max(len(result.token_ids) - 1, 0)
+        self.advance(expected, record.num_retractions, computed, len(result.token_ids))
+
+
+@dataclass
+class Tally:
+    """What was checked, and what the histories were made of: a checker that sees nothing finds nothing."""
+
+    histories: int = 0
+    tokens: int = 0
+    on_mixed_kv: int = 0  # tokens sampled on KV of more than one version
+    rows: int = 0  # of routes
+    retractions: int = 0
+    commits: int = 0
+    refusals: int = 0  # weight verbs that had to be refused
+    poisonings: int = 0
+
+    def add(self, other: Tally) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{getattr(self, item.name)} {item.name.replace('_', ' ')}" for item in fields(self))
+
+
+class Checker:
+    """Raises `Violation` for the first thing that is wrong with a finished request, its tokens first."""
+
+    def __init__(self, config: ModelConfig, expected: Expected) -> None:
+        self._expected = expected
+        self._reference = MixedReference(config, expected.versions)  # type: ignore[arg-type]
+        self.tally = Tally()
+
+    def check(self, result: Result, trace: Trace) -> None:
+        record = result.finished
+        assert record is not None
+        if record.reason.status_code is not None:
+            return  # refused or given up with an error: nothing is claimed
+        sequence = result.prompt_ids + result.token_ids
+        lives = [self._forward(sequence, versions) for versions in trace.lives]
+        try:
+            self._check_spans(result, trace)
+            self._check_tokens(result, trace, lives)
+            self._check_prompt(result, trace, lives)
+            self._check_kv_versions(result, trace)
+            self._check_routes(result, trace, lives)
+        except Violation as violation:
+            raise Violation(f"request {result.rid} ({len(result.prompt_ids)} prompt tokens): {violation}") from None
+        first = len(result.prompt_ids)
+        self.tally.tokens += len(trace.tokens)
+        self.tally.on_mixed_kv += sum(
+            len(set(trace.lives[token.life][: first + index])) > 1 for index, token in enumerate(trace.tokens)
+        )
+        self.tally.rows += record.routed_experts.num_rows if record.routed_experts else 0
+        self.tally.retractions += record.num_retractions
+
+    def _forward(self, sequence: list[int], versions: list[int]) -> MixedOutput:
+        return self._reference.forward(sequence[: len(versions)], versions)
+
+    def _check_spans(self, result: Result, trace: Trace) -> None:
+        said = _labels(result.finished.weight_versions, len(result.token_ids))  # type: ignore[union-attr]
+        for index, (label, token) in enumerate(zip(said, trace.tokens, strict=True)):
+            if label != token.label:
+                known = "" if label in self._expected.labels else ", which was never committed"
+                raise Violation(f"token {index} is said to be of {label}{known}; in force was {token.label}")
+        for count, label in trace.streamed:
+            if count and label != trace.tokens[count - 1].label:
+                raise Violation(f"token {count - 1} was streamed as of {label}, not {trace.tokens[count - 1].label}")
+
+    def _check_tokens(self, result: Result, trace: Trace, lives: list[MixedOutput]) -> None:
+        temperature = trace.submit.temperature
+        first = len(result.prompt_ids) - 1
+        for index, token in enumerate(trace.tokens):
+            logits = lives[token.life].logits[first + index]
+            logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+            token_id, said = result.token_ids[index], result.logprobs[index]
+            if not _close(said, float(logprobs[token_id])):
+                raise Violation(
+                    f"token {index} has log-probability {said:.6f}; under {token.label}, with KV of "
+                    f"{_runs(trace.lives[token.life][: first + index + 1])}, it is {float(logprobs[token_id]):.6f}; "
+                    + self._explanation(result, index, temperature, said)
+                )
+            if not temperature and float(logits.max() - logits[token_id]) > TOLERANCE:
+                raise Violation(f"token {index} is not the most probable one")
+
+    def _explanation(self, result: Result, index: int, temperature: float, said: float) -> str:
+        """Which single version, if any, would give this log-probability."""
+        sequence = result.prompt_ids + result.token_ids[:index]
+        for version, content in enumerate(self._expected.versions):
+            if content is not None:
+                logits = self._forward(sequence, [version] * len(sequence)).logits[-1] / (temperature or 1.0)
+                if _close(said, float(logits.log_softmax(-1)[result.token_ids[index]])):
+                    return f"version {version} alone would give it"
+        return "no committed version gives it"
+
+    def _check_prompt(self, result: Result, trace: Trace, lives: list[MixedOutput]) -> None:
+        scores = result.finished.prompt_logprobs  # type: ignore[union-attr]
+        if scores is None:
+            return
+        temperature = trace.submit.temperature or 1.0
+        for position, said in enumerate(scores.values[1:], start=scores.start):
+            logits = lives[trace_life(trace, position)].logits[position] / temperature
+            real = float(logits.log_softmax(-1)[result.prompt_ids[position + 1]])
+            if said is None or not _close(said, real):
+                raise Violation(f"prompt token {position + 1} has log-probability {said}, not {real:.6f}")
+
+    def _check_kv_versions(self, result: Result, trace: Trace) -> None:
+        record = result.finished
+        assert record is not None
+        *earlier, last = trace.lives
+        given_up = next((life for life in reversed(earlier) if life), [])
+        expected = (last + given_up[len(last) :])[: len(result.prompt_ids)]
+        self._same_versions("the prompt's KV", record.prefill_weight_versions, expected)
+        everything = [version for life in trace.lives for version in life]
+        oldest = record.kv_weight_version_oldest
+        if (oldest is None) != (not everything) or (oldest and not self._expected.is_name(oldest, min(everything))):
+            raise Violation(f"the oldest KV is said to be of {oldest}; it is of {min(everything, default=None)}")
+
+    def _check_routes(self, result: Result, trace: Trace, lives: list[MixedOutput]) -> None:
+        payload = result.finished.routed_experts  # type: ignore[union-attr]
+        if payload is None:
+            raise Violation("routes were asked for and did not come")
+        num_rows = min(max(map(len, trace.lives)), max(len(result.prompt_ids) + len(result.token_ids) - 1, 0))
+        if payload.num_rows != num_rows:
+            raise Violation(f"{payload.num_rows} rows of routes, {num_rows} were computed")
+        rows = result.routes
+        owners = [trace_life(trace, position) for position in range(num_rows)]
+        for position, owner in enumerate(owners):
+            if not np.array_equal(rows[position], lives[owner].routes[position].numpy()):
+                version = trace.lives[owner][position]
+                raise Violation(f"row {position} of the routes is not the router's choice under version {version}")
+        self._same_versions("routes", payload.versions, [trace.lives[o][p] for p, o in enumerate(owners)])
+
+    def _same_versions(self, what: str, spans: Sequence[VersionSpan], versions: Sequence[int]) -> None:
+        said = _labels(spans, len(versions))
+        for place, (label, version) in enumerate(zip(said, versions, strict=True)):
+            if not self._expected.is_name(label, version):
+                raise Violation(f"{what}: place {place} is said to be of {label}; all are of {_runs(versions)}")
+
+
+def trace_life(trace: Trace, position: int) -> int:
+    """The first life that computed a position: the one whose row the record keeps."""
+    return next(index for index, life in enumerate(trace.lives) if len(life) > position)
+
+
+def _labels(spans: Sequence[VersionSpan], count: int) -> list[str]:
+    """One label a place; the spans must cover `0 .. count - 1` without gap or overlap."""
+    labels: list[str] = []
+    for span in spans:
+        if span.start != len(labels) or span.end <= span.start:
+            raise Violation(f"spans {[(s.version, s.start, s.end) for s in spans]} do not follow one another")
+        labels += [span.version] * (span.end - span.start)
+    if len(labels) != count:
+        raise Violation(f"spans {[(s.version, s.start, s.end) for s in spans]} do not cover {count} places")
+    return labels
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= TOLERANCE  # false for NaN
+
+
+def _runs(versions: Sequence[int]) -> str:
+    """`[0, 0, 0, 2]` -> `version 0 (3), version 2 (1)`."""
+    values, counts = torch.unique_consecutive(torch.tensor(versions, dtype=torch.int64), return_counts=True)
+    return ", ".join(f"version {v} ({n})" for v, n in zip(values.tolist(), counts.tolist())) or "nothing"

@@ -1,0 +1,333 @@
+"""Plays a history on a real engine and has everything checked.
+
+`play(history, zoo)` raises `HistoryFailed`, which shows the history and how to play it again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rollout.core.io_struct import (
+    AbortReqInput,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+)
+from rollout.core.weight_io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    ManifestEntry,
+    UpdateWeightVersionReqInput,
+)
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint, random_weights
+from tests.history.actions import (
+    Abort,
+    AbortUpdate,
+    AnyAction,
+    Begin,
+    Continue,
+    End,
+    Flush,
+    History,
+    Lapse,
+    Pause,
+    Refresh,
+    Relabel,
+    Steps,
+    Submit,
+    encode,
+)
+from tests.history.checker import Tally
+from tests.history.driver import FAILURES, LEASE_S, Driver
+from tests.history.expected import (
+    SentAbort,
+    SentBegin,
+    SentContinue,
+    SentEnd,
+    SentRelabel,
+    SentTensors,
+    Tensors,
+    Violation,
+)
+from tests.history.transports import TRANSPORTS, Call, Named, Transport
+from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.tensor_meta import dtype_name
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "layers": 2, "dense_first": 0, "heads": 2, "kv_heads": 1, "head_dim": 8,
+    "intermediate_size": 16, "experts": 4, "top_k": 2, "moe_intermediate_size": 8, "context_length": 64,
+    "vocab_size": 300, "dtype": "float64",
+}  # fmt: skip
+NUM_CONTENTS = 4
+# What a version on disk, which is whole by nature, cannot have wrong with it.
+_NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "repeated")
+
+
+class HistoryFailed(AssertionError):
+    """What went wrong, and the history in which it did."""
+
+
+class Zoo:
+    """A checkpoint, and `NUM_CONTENTS` random contents of its shape that differ in every tensor; the first is its."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = make_checkpoint(folder, CheckpointSpec(seed=0, **_SHAPE))
+        self.contents: list[Tensors] = [
+            dict(random_weights(CheckpointSpec(seed=seed, **_SHAPE))) for seed in range(NUM_CONTENTS)
+        ]
+
+
+def play(history: History, zoo: Zoo) -> Tally:
+    """Play and check."""
+    try:
+        with Driver(zoo.checkpoint, zoo.contents[0], history) as driver:
+            machine = Machine(driver, zoo)
+            for action in history.actions:
+                machine.play(action)
+            machine.conclude()
+            return driver.tally()
+    except Exception as error:
+        # Not only what the checker finds: an engine that raises has failed the history as well.
+        raise HistoryFailed(
+            f"{type(error).__name__}: {error}\n{history.text()}\n"
+            f"again: python -m tests.history replay '{encode(history)}'"
+        ) from error
+
+
+class Machine:
+    """Carries out actions.  Weight verbs that are sent while another is under way queue up behind it."""
+
+    def __init__(self, driver: Driver, zoo: Zoo) -> None:
+        self.driver = driver
+        self._contents = zoo.contents
+        self._meanwhile: deque[AnyAction] = deque()
+        self._num_labels = 0
+        self._num_calls = 0
+
+    def play(self, action: AnyAction) -> None:
+        driver = self.driver
+        match action:
+            case Submit():
+                driver.start(action)
+            case Steps():
+                for _ in range(action.count):
+                    driver.tick()
+            case Pause():
+                driver.control(PauseGenerationReqInput, mode=action.mode)
+            case Flush():
+                driver.control(FlushCacheReqInput)
+            case Abort():
+                rids = list(driver.results)
+                chosen = rids[action.index % len(rids)] if rids and action.index >= 0 else ""
+                driver.channel.inbox.append(AbortReqInput(rids=[chosen], abort_all=action.index < 0))
+            case Lapse():
+                driver.now += 2 * LEASE_S
+                driver.tick()
+                driver.expected.lapse()
+            case Refresh():
+                self._refresh(action)
+            case _:
+                self._post(action)
+                self._finish()
+
+    def conclude(self) -> None:
+        """Whatever happened: the engine goes on, answers everything, and takes a good refresh."""
+        driver = self.driver
+        self._resume()
+        if driver.expected.draft is not None:
+            self.play(AbortUpdate())
+        driver.run()
+        self._refresh(Refresh("distributed", content=1, calls=1))
+        driver.start(Submit([1, 2, 3, 4], new=4))
+        driver.run()
+        driver.check_idle()
+        expected = driver.expected.versions[driver.expected.current]
+        weights = driver.scheduler.runner.state.model.weights
+        wrong = [name for name in expected or () if not torch.equal(weights.read(name), expected[name])]  # type: ignore[index]
+        if expected is None or wrong:
+            raise Violation(f"tensors in memory that are not of {driver.expected.label}: {wrong}")
+
+    # --- weight verbs ---------------------------------------------------------------------------------------------
+
+    def _post(self, action: AnyAction) -> None:
+        driver = self.driver
+        match action:
+            case Continue():
+                labels = list(driver.expected.labels)
+                below = labels[action.below % len(labels)] if action.below >= 0 else None
+                driver.post_weights(SentContinue(below), ContinueGenerationReqInput, abort_below_weight_version=below)
+            case Relabel():
+                label = self._new_label()
+                fields = {"new_version": label, "abort_all_requests": action.abort}
+                driver.post_weights(SentRelabel(label), UpdateWeightVersionReqInput, **fields)
+            case Begin():
+                label = self._new_label()
+                sent = SentBegin(label, frozenset(self._contents[0]))
+                driver.post_weights(sent, BeginWeightUpdateReqInput, weight_version=label)
+            case End():
+                driver.post_weights(SentEnd(), EndWeightUpdateReqInput)
+            case AbortUpdate():
+                driver.post_weights(SentAbort(), AbortWeightUpdateReqInput)
+            case _:
+                raise AssertionError(f"{action} is no weight verb")
+
+    def _finish(self) -> None:
+        """Unless another verb is being finished further out, which will finish this one too."""
+        if not self.driver.executor.running and not self._in_seam:
+            self.driver.finish_weights(self._seam)
+
+    _in_seam = False
+
+    def _seam(self) -> None:
+        """The engine waits for something outside: time for one of the other actions."""
+        if self._meanwhile and not self._in_seam:
+            self._in_seam = True
+            try:
+                self.play(self._meanwhile.popleft())
+            finally:
+                self._in_seam = False
+
+    def _resume(self) -> None:
+        """As a client that insists: the first continue may be refused with what it should have settled."""
+        for _ in range(2):
+            if self.driver.expected.paused:
+                self.play(Continue())
+        if self.driver.expected.paused:
+            raise Violation("generation does not continue")
+
+    def _new_label(self) -> str:
+        self._num_labels += 1
+        return f"v{self._num_labels}"
+
+    # --- a refresh ------------------------------------------------------------------------------------------------
+
+    def _refresh(self, action: Refresh) -> None:
+        driver = self.driver
+        self._meanwhile = deque(action.meanwhile)
+        if TRANSPORTS[action.transport].is_pull:
+            action = msgspec.structs.replace(action, bracket=False)
+        if action.pause is not None:
+            self.play(Pause(action.pause))
+        if action.bracket and driver.expected.draft is not None:
+            self.play(AbortUpdate())
+        driver.failures.arm(action.fault if action.fault in FAILURES else None)  # type: ignore[arg-type]
+        goes_on = self._transfer(action) and action.fault != "no_end"
+        if goes_on and action.bracket:
+            for phase in ("verify", "commit") if action.phased else (None,):
+                driver.post_weights(SentEnd(phase), EndWeightUpdateReqInput, phase=phase)  # type: ignore[arg-type]
+                self._finish()
+        if action.fault != "no_end" and action.pause is not None:
+            self._resume()
+        driver.failures.arm(None)
+        while self._meanwhile:
+            self.play(self._meanwhile.popleft())
+
+    def _transfer(self, action: Refresh) -> bool:
+        """Begin, if the sender does, and the calls; False: the sender was refused and goes away."""
+        names = sorted(self._contents[0])[action.order % action.part :: action.part]
+        random.Random(action.order).shuffle(names)
+        content = self._contents[action.content]
+        label = self._new_label() if action.labelled else None
+        if action.bracket:
+            self._begin(action, label, [(name, content[name]) for name in names])
+            if action.fault == "wrong_base":
+                return False
+        transport = TRANSPORTS[action.transport]
+        num_calls = 1 if transport.is_refresh and not action.bracket else action.calls
+        cuts = [[(name, content[name]) for name in names[number::num_calls]] for number in range(num_calls)]
+        for number, named in enumerate(cuts):
+            if not action.bracket and label is not None and self.driver.expected.draft is None:
+                label = self._new_label()  # each call may become a version of its own
+            self._send(transport, action if number == action.at % num_calls else None, named, cuts[0][0], label)
+        return True
+
+    def _send(
+        self,
+        transport: Transport,
+        faulty: Refresh | None,
+        named: Named,
+        first: tuple[str, torch.Tensor],
+        label: str | None,
+    ) -> None:
+        """One call.  `faulty`: the refresh whose fault hits this call; `first`: a tensor of the first call."""
+        driver = self.driver
+        self._num_calls += 1
+        if faulty is not None and not (transport.is_pull and faulty.fault in _NOT_IN_A_VERSION):
+            named, refused = _with_fault(named, faulty, first, transport.casts)
+        else:
+            refused = None
+        fault = faulty.fault if faulty is not None and faulty.fault in ("died", "cut") else None
+        call = Call(self._num_calls, named, fault, self._seam)  # type: ignore[arg-type]
+        verb, fields = transport.make(driver, call)
+        tensors = driver.published[-1] if transport.is_pull else dict(named)
+        if transport.casts:
+            tensors = {name: tensor.double() for name, tensor in tensors.items()}
+        if refused is None and not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            refused = "a value is not finite"
+        sent = SentTensors(
+            tensors, label, refused, transport.is_refresh, transport.is_pull, is_delta=transport.is_delta
+        )
+        driver.post_weights(sent, verb, weight_version=label, **fields)
+        self._finish()
+
+    def _begin(self, action: Refresh, label: str | None, named: Named) -> None:
+        fields: dict[str, Any] = {"weight_version": label, "coverage": "full" if action.part == 1 else "partial"}
+        announced = frozenset(name for name, _ in named) if action.part == 1 or action.manifest else None
+        if action.manifest:
+            fields["manifest"] = [_manifest_entry(name, tensor) for name, tensor in named]
+        stated = dict(named) if action.manifest else {}
+        base = "nowhere" if action.fault == "wrong_base" else None
+        fields |= {"base_version": base, "lease_s": LEASE_S}
+        self.driver.post_weights(SentBegin(label, announced, base, stated), BeginWeightUpdateReqInput, **fields)
+        self._finish()
+
+
+def _manifest_entry(name: str, tensor: torch.Tensor) -> ManifestEntry:
+    return ManifestEntry(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=list(tensor.shape),
+        fingerprint=fingerprint_hex(fingerprint(tensor)),
+    )
+
+
+def _with_fault(
+    named: Named, action: Refresh, first: tuple[str, torch.Tensor], casts: bool
+) -> tuple[Named, str | None]:
+    """The call as it is really sent, and why the engine must refuse it.
+
+    `first`: a tensor of the first call; `casts`: the transport takes other floating-point types.
+    """
+    (name, tensor), rest = named[0], named[1:]
+    match action.fault:
+        case "nan":
+            return [(name, _with_value(tensor, float("nan"))), *rest], None  # found by who looks at the content
+        case "flipped":
+            return [(name, _with_value(tensor, 0.5)), *rest], None
+        case "renamed":
+            return [(name + ".other", tensor), *rest], f"{name}.other is unknown"
+        case "reshaped":
+            return [(name, tensor.unsqueeze(0)), *rest], f"{name} has another shape"
+        case "retyped":
+            return [*rest, (name, tensor.float())], None if casts else f"{name} has another dtype"
+        case "repeated":
+            twice = f"{first[0]} comes twice" if any(first[0] == other for other, _ in named) else None
+            return [*named, first], twice
+        case "missing":
+            return rest, None
+        case "died" | "cut":
+            return named, f"the transport {action.fault}"
+    return named, None
+
+
+def _with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[-1] = value
+    return changed

@@ -1,0 +1,134 @@
+"""One sequence in float64 in which every token has weights of its own: the judge of what was sampled across a refresh.
+
+Token t is computed with the weights of the version that wrote its KV; its query meets the keys and values that the
+earlier tokens got under theirs.  With one version throughout this is the plain forward of `tests.reference`, to which
+it is held.  No cache, no batching, no fused weights, nothing of the engine but its record of the config.
+
+Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k, E experts, H heads, hd head size, R rows of a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.core.model_config import ModelConfig
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class MixedOutput:
+    """`logits[t]` predict token t + 1; `routes[t, l]` are the experts of token t, best first."""
+
+    logits: torch.Tensor  # [T, V] float64
+    routes: torch.Tensor  # [T, L, K] int64, logical ids
+
+
+class MixedReference:
+    """`contents[v]` are the logical tensors of version v, float64, by checkpoint name; the list may grow."""
+
+    def __init__(self, config: ModelConfig, contents: Sequence[Tensors]) -> None:
+        self._config = config
+        self._contents = contents
+
+    def forward(self, input_ids: Sequence[int], version_T: Sequence[int]) -> MixedOutput:
+        """The whole sequence at once; token t under version `version_T[t]`."""
+        config = self._config
+        versions = torch.tensor(version_T)
+        ids = torch.tensor(input_ids)
+        hidden = torch.empty(len(input_ids), config.hidden_size, dtype=torch.float64)
+        for weights, rows in self._by_version(versions):
+            hidden[rows] = weights["model.embed_tokens.weight"][ids[rows]]
+        routes = []
+        for layer in range(config.num_hidden_layers):
+            hidden = hidden + self._attention(layer, hidden, versions)
+            update, chosen = self._feed_forward(layer, hidden, versions)
+            hidden = hidden + update
+            if chosen is not None:
+                routes.append(chosen)
+        logits = torch.empty(len(input_ids), config.vocab_size, dtype=torch.float64)
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        for weights, rows in self._by_version(versions):
+            logits[rows] = self._norm(hidden[rows], weights["model.norm.weight"]) @ weights[head].T
+        return MixedOutput(logits, torch.stack(routes, dim=1))
+
+    def _by_version(self, versions: torch.Tensor) -> Iterator[tuple[Tensors, torch.Tensor]]:
+        """Each version's tensors, and the tokens [R] that it computes."""
+        for version in versions.unique().tolist():
+            yield self._contents[version], (versions == version).nonzero().squeeze(1)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
+
+    def _rotate(self, heads_RHd: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+        size = self._config.head_dim
+        half = size // 2
+        exponents = [self._config.rope_theta ** (-2.0 * i / size) for i in range(half)]
+        frequencies = torch.tensor(exponents, dtype=torch.float64)
+        angles = positions_R.double()[:, None, None] * frequencies
+        first, second = heads_RHd[..., :half], heads_RHd[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def _attention(self, layer: int, hidden: torch.Tensor, versions: torch.Tensor) -> torch.Tensor:
+        config, prefix = self._config, f"model.layers.{layer}"
+        tokens, size = hidden.shape[0], config.head_dim
+        query = torch.empty(tokens, config.num_attention_heads, size, dtype=torch.float64)
+        key = torch.empty(tokens, config.num_key_value_heads, size, dtype=torch.float64)
+        value = torch.empty_like(key)
+        for weights, rows in self._by_version(versions):
+            normed = self._norm(hidden[rows], weights[f"{prefix}.input_layernorm.weight"])
+            q, k, v = (
+                (normed @ weights[f"{prefix}.self_attn.{part}_proj.weight"].T).unflatten(1, (-1, size))
+                for part in "qkv"
+            )
+            query[rows] = self._rotate(self._norm(q, weights[f"{prefix}.self_attn.q_norm.weight"]), rows)
+            key[rows] = self._rotate(self._norm(k, weights[f"{prefix}.self_attn.k_norm.weight"]), rows)
+            value[rows] = v
+        group = config.num_attention_heads // config.num_key_value_heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        scores = torch.einsum("thd,shd->hts", query, key) / size**0.5
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        mixed = torch.einsum("hts,shd->thd", scores.softmax(-1), value).flatten(1)
+        output = torch.empty_like(hidden)
+        for weights, rows in self._by_version(versions):
+            output[rows] = mixed[rows] @ weights[f"{prefix}.self_attn.o_proj.weight"].T
+        return output
+
+    def _feed_forward(
+        self, layer: int, hidden: torch.Tensor, versions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The block's output [T, D] and, of a MoE layer, the chosen experts [T, K]."""
+        config, prefix = self._config, f"model.layers.{layer}"
+        sparse = layer in config.moe_layer_ids
+        output = torch.empty_like(hidden)
+        chosen = torch.empty(hidden.shape[0], config.num_experts_per_tok, dtype=torch.int64) if sparse else None
+        for weights, rows in self._by_version(versions):
+            normed = self._norm(hidden[rows], weights[f"{prefix}.post_attention_layernorm.weight"])
+            if chosen is None:
+                output[rows] = _swiglu(weights, f"{prefix}.mlp", normed)
+            else:
+                output[rows], chosen[rows] = self._moe(weights, f"{prefix}.mlp", normed)
+        return output, chosen
+
+    def _moe(self, weights: Tensors, prefix: str, x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self._config
+        probabilities_RE = (x_RD @ weights[f"{prefix}.gate.weight"].T).softmax(-1)
+        order = probabilities_RE.argsort(dim=-1, descending=True, stable=True)
+        chosen_RK = order[:, : config.num_experts_per_tok]
+        scores_RK = probabilities_RE.gather(1, chosen_RK)
+        if config.norm_topk_prob:
+            scores_RK = scores_RK / scores_RK.sum(-1, keepdim=True)
+        scores_RE = torch.zeros_like(probabilities_RE).scatter(1, chosen_RK, scores_RK)
+        output = torch.zeros_like(x_RD)
+        for expert in chosen_RK.unique().tolist():
+            output += scores_RE[:, expert, None] * _swiglu(weights, f"{prefix}.experts.{expert}", x_RD)
+        return output, chosen_RK
+
+
+def _swiglu(weights: Tensors, prefix: str, x: torch.Tensor) -> torch.Tensor:
+    gate, up = (x @ weights[f"{prefix}.{part}_proj.weight"].T for part in ("gate", "up"))
+    return (gate * torch.sigmoid(gate) * up) @ weights[f"{prefix}.down_proj.weight"].T

@@ -1,0 +1,177 @@
+"""Engines that break one rule each.  The checker must catch every one.
+
+A variant is a context in which engines are built wrong; nothing else of the engine or the checker changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_state import ModelState
+from rollout.scheduler import build
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.records import RecordReader
+from rollout.scheduler.req import OutputRecord, Req
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_control import WeightControl
+from rollout.scheduler.weight_queue import WeightQueue
+from weight_sync.transaction import TransactionState, WeightTransaction
+
+Variant = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _patched(*replacements: tuple[type, str, Callable]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def publishes_before_the_vote() -> AbstractContextManager[None]:
+    """The new label is in force before all ranks have written."""
+    commit = WeightControl._commit
+
+    def wrong(self: WeightControl) -> Any:
+        state = self._scheduler.runner.state
+        with state.mutate("weight refresh"):
+            state.relabel(self._updater.pending_version or "unnamed")
+        return commit(self)
+
+    return _patched((WeightControl, "_commit", wrong))
+
+
+def first_bucket_bumps_the_version() -> AbstractContextManager[None]:
+    """As engines do that take `weight_version` from the first call that carries it."""
+    plan = WeightControl._receive
+
+    def wrong(self: WeightControl, verb: Any) -> Any:
+        if verb.weight_version is not None:
+            state = self._scheduler.runner.state
+            with state.mutate("version update"):
+                state.relabel(verb.weight_version)
+        return plan(self, verb)
+
+    return _patched((WeightControl, "_receive", wrong))
+
+
+def writes_buckets_in_place() -> AbstractContextManager[None]:
+    """As engines do that have no transaction: what came serves at once, under the old label."""
+    receive = WeightTransaction.receive
+
+    def wrong(self: WeightTransaction, named_tensors: Any) -> None:
+        named = list(named_tensors)
+        receive(self, named)
+        for name, tensor in named:
+            self._weights.write(name, tensor)
+
+    return _patched((WeightTransaction, "receive", wrong))
+
+
+def end_after_a_failure_commits() -> AbstractContextManager[None]:
+    """What came by the end is put in force, whatever went wrong on the way."""
+
+    def verify(self: WeightTransaction) -> None:
+        self._staging.prepare()
+        self._state = TransactionState.VERIFIED
+
+    return _patched((WeightTransaction, "fail", lambda self, reason: None), (WeightTransaction, "verify", verify))
+
+
+def believes_that_restoring_worked() -> AbstractContextManager[None]:
+    """A commit that failed without a way back does not stop generation."""
+    take_back = WeightTransaction._take_back
+
+    def wrong(self: WeightTransaction, reason: str) -> None:
+        take_back(self, reason)
+        self.torn = None
+
+    return _patched((WeightTransaction, "_take_back", wrong))
+
+
+class _OneNamespace(CacheManager):
+    def attach(self, req: Req, weight_epoch: int) -> None:
+        super().attach(req, 0)
+
+    def share_prompt(self, req: Req, weight_epoch: int) -> None:
+        super().share_prompt(req, 0)
+
+    def detach(self, req: Req, weight_epoch: int) -> None:
+        super().detach(req, 0)
+
+
+def shares_kv_across_versions() -> AbstractContextManager[None]:
+    """The prefix cache knows tokens only, and is not emptied by a refresh."""
+    return _patched((build, "CacheManager", _OneNamespace), (RadixCache, "retire", lambda self, epoch: None))  # type: ignore[arg-type]
+
+
+def recomputes_routes_after_a_retraction() -> AbstractContextManager[None]:
+    """The rows returned are those of the last forward over a token, not of the one that it was sampled by."""
+    save_rows = RecordReader.save_rows
+
+    def wrong(self: RecordReader, req: Req) -> None:
+        save_rows(self, req)
+        req.saved_rows = None
+
+    return _patched((RecordReader, "save_rows", wrong))
+
+
+def commits_in_the_middle_of_a_step() -> AbstractContextManager[None]:
+    """Between the layers and the output head."""
+    boundary: list[Callable[[], bool]] = []
+    logits = ModelRunner.logits
+
+    def add_between_steps(self: Scheduler, advance: Callable[[], bool]) -> None:
+        def only_when_idle() -> bool:
+            return False if self.has_work else advance()
+
+        if isinstance(getattr(advance, "__self__", None), WeightQueue):
+            boundary.append(advance)
+        self._between_steps.append(only_when_idle)
+
+    def wrong(self: ModelRunner, hidden_ND: torch.Tensor) -> torch.Tensor:
+        boundary[-1]()
+        return logits(self, hidden_ND)
+
+    return _patched((Scheduler, "add_between_steps", add_between_steps), (ModelRunner, "logits", wrong))
+
+
+def shifts_spans_by_one() -> AbstractContextManager[None]:
+    """The token sampled first under new weights is said to be of the old ones."""
+
+    def wrong(self: OutputRecord, weight_version: str) -> None:
+        if not self.version_marks:
+            self.version_marks.append((weight_version, 0))
+        elif self.version_marks[-1][0] != weight_version:
+            self.version_marks.append((weight_version, len(self.token_ids) + 1))
+
+    return _patched((OutputRecord, "mark_version", wrong))
+
+
+def kv_claims_to_be_new() -> AbstractContextManager[None]:
+    """All KV is said to be of the version in force."""
+    return _patched((ModelState, "version_of", lambda self, epoch: self.epoch.weight_version))
+
+
+WRONG_VARIANTS: dict[str, Variant] = {
+    variant.__name__: variant
+    for variant in (
+        publishes_before_the_vote,
+        first_bucket_bumps_the_version,
+        writes_buckets_in_place,
+        end_after_a_failure_commits,
+        believes_that_restoring_worked,
+        shares_kv_across_versions,
+        recomputes_routes_after_a_retraction,
+        commits_in_the_middle_of_a_step,
+        shifts_spans_by_one,
+        kv_claims_to_be_new,
+    )
+}

@@ -1,0 +1,73 @@
+"""Random histories of requests, pauses and refreshes with faults: every token is explained by one committed version.
+
+`make nightly` plays thousands more, of other seeds.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.history.actions import History, Pause, Refresh, Steps, Submit, decode, encode, histories
+from tests.history.checker import Tally
+from tests.history.machine import HistoryFailed, Zoo, play
+from tests.history.transports import TRANSPORTS
+from tests.history.wrong_variants import WRONG_VARIANTS
+
+NUM_HISTORIES = 300
+NUM_TO_CATCH = 100  # histories within which a wrong variant must be noticed
+
+_quiet = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("history") / "model")
+
+
+def test_every_token_of_random_histories_is_explained(zoo: Zoo) -> None:
+    tally = Tally()
+
+    @settings(_quiet, max_examples=NUM_HISTORIES)
+    @given(histories(tuple(TRANSPORTS)))
+    def many(history: History) -> None:
+        tally.add(play(history, zoo))
+
+    many()
+    # Enough happened for the checks to mean something.
+    assert tally.histories >= NUM_HISTORIES and tally.commits > 2 * NUM_HISTORIES and tally.refusals > NUM_HISTORIES
+    assert tally.tokens > 10 * NUM_HISTORIES and tally.on_mixed_kv > NUM_HISTORIES and tally.poisonings > 10
+
+
+@pytest.mark.parametrize("variant", WRONG_VARIANTS)
+def test_wrong_variants_are_caught(zoo: Zoo, variant: str) -> None:
+    @settings(_quiet, max_examples=NUM_TO_CATCH, phases=[Phase.generate])
+    @given(histories(tuple(TRANSPORTS)))
+    def many(history: History) -> None:
+        play(history, zoo)
+
+    with WRONG_VARIANTS[variant](), pytest.raises(HistoryFailed):
+        many()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("pause", [None, "retract", "in_place"])
+def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: str | None) -> None:
+    """What the random histories rely on: without a fault each transport brings new weights in the midst of requests."""
+    refresh = Refresh(transport, content=2, pause=pause, meanwhile=[Steps(2), Steps(2)])  # type: ignore[arg-type]
+    history = History(
+        [Submit([5, 6, 7, 8], new=24, stream=True, temperature=1.0), Steps(4), refresh, Steps(4)], pool=200
+    )
+    tally = play(decode(encode(history)), zoo)
+    assert tally.commits == 2 and tally.refusals == 0 and tally.tokens == 28
+
+
+def test_a_failure_shows_the_history_and_how_to_play_it_again(zoo: Zoo) -> None:
+    history = History(
+        [Submit([5, 6, 7], new=16), Steps(3), Pause("retract"), Refresh("distributed", content=1), Steps(1)], pool=200
+    )
+    with WRONG_VARIANTS["recomputes_routes_after_a_retraction"](), pytest.raises(HistoryFailed) as failure:
+        play(history, zoo)
+    text = str(failure.value)
+    assert "row 0 of the routes" in text and '2 ["Pause","retract"]' in text
+    assert decode(text.rpartition("replay '")[2].rstrip("'")) == history
