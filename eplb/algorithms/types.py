@@ -1,0 +1,157 @@
+"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`.
+
+Knows shapes and invariants.  Does not know how a map is chosen.
+
+Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eplb.errors import LayoutError, LoadsError, MapError
+from eplb.expert_location import ExpertLocationMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """How many of everything.  Slot p is on rank `p // slots_per_rank`, rank g on node `g // (num_ranks / num_nodes)`.
+
+    `num_groups` is the number of expert groups of a group-limited router; 1 where there are none.
+    Raises `LayoutError`.
+    """
+
+    num_logical_experts: int
+    num_physical_experts: int
+    num_ranks: int
+    num_nodes: int = 1
+    num_groups: int = 1
+
+    def __post_init__(self) -> None:
+        experts, slots, ranks = self.num_logical_experts, self.num_physical_experts, self.num_ranks
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if slots < experts:
+            raise LayoutError(f"{slots} slots cannot hold {experts} logical experts")
+        if slots % ranks:
+            raise LayoutError(f"{slots} slots do not divide over {ranks} ranks")
+        if slots > experts * ranks:
+            raise LayoutError(f"{slots} slots: more than one for each of {experts} logical experts on {ranks} ranks")
+        if ranks % self.num_nodes:
+            raise LayoutError(f"{ranks} ranks do not divide over {self.num_nodes} nodes")
+        if experts % self.num_groups:
+            raise LayoutError(f"{experts} logical experts do not divide into {self.num_groups} groups")
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_physical_experts // self.num_ranks
+
+    @property
+    def num_redundant_experts(self) -> int:
+        return self.num_physical_experts - self.num_logical_experts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every slot holds, and how the tokens of an expert are divided over its slots.
+
+    `split_LP[l, p]` is the share of the tokens of its expert that slot p takes: at least 0, and 1 in all over the slots
+    of an expert.  `reason` says why this algorithm, in one sentence.
+    """
+
+    algorithm: str
+    reason: str
+    layout: ExpertLayout
+    physical_to_logical_LP: np.ndarray  # [L, P] int64
+    split_LP: np.ndarray  # [L, P] float64
+
+    def location(self) -> ExpertLocationMetadata:
+        """The map as an engine holds it."""
+        return ExpertLocationMetadata(torch.from_numpy(self.physical_to_logical_LP), self.layout.num_logical_experts)
+
+
+def even_split(physical_to_logical_LP: np.ndarray, num_logical_experts: int) -> np.ndarray:
+    """[L, P] float64: one over the number of slots of the slot's expert."""
+    replicas_LE = replica_counts(physical_to_logical_LP, num_logical_experts)
+    return 1.0 / np.take_along_axis(replicas_LE, physical_to_logical_LP, axis=1)
+
+
+def replica_counts(physical_to_logical_LP: np.ndarray, num_logical_experts: int) -> np.ndarray:
+    """[L, E] int64: slots of every logical expert."""
+    layers = physical_to_logical_LP.shape[0]
+    flat = physical_to_logical_LP + np.arange(layers)[:, None] * num_logical_experts
+    counts = np.bincount(flat.ravel(), minlength=layers * num_logical_experts)
+    return counts.reshape(layers, num_logical_experts)
+
+
+def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -> np.ndarray:
+    """Counts of tokens [L, E] as float64.  Raises `LoadsError`."""
+    counts = np.asarray(counts_LE, dtype=np.float64)
+    if counts.ndim != 2 or counts.shape[1] != layout.num_logical_experts or counts.shape[0] < 1:
+        wanted = f"[layers, {layout.num_logical_experts}]"
+        raise LoadsError(f"counts have the shape {list(counts.shape)}, wanted {wanted}")
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        raise LoadsError("counts must be finite and not negative")
+    return counts
+
+
+def shares_of(counts_LE: np.ndarray) -> np.ndarray:
+    """Counts [L, E] divided by their sum in each layer; a layer without counts counts as uniform."""
+    total_L = counts_LE.sum(axis=1, keepdims=True)
+    uniform = np.full_like(counts_LE, 1.0 / counts_LE.shape[1])
+    return np.divide(counts_LE, total_L, out=uniform, where=total_L > 0)
+
+
+def checked_map(
+    physical_to_logical_LP: np.ndarray | torch.Tensor,
+    layout: ExpertLayout,
+    num_layers: int,
+    *,
+    duplicates: bool = False,
+) -> np.ndarray:
+    """The map [L, P] as int64.  `duplicates` allows two slots of one rank to hold the same expert.
+
+    Raises `MapError` for another shape, an id out of range, an expert without a slot or (unless allowed) with two on
+    one rank.
+    """
+    given = np.asarray(physical_to_logical_LP)
+    wanted = (num_layers, layout.num_physical_experts)
+    if given.shape != wanted:
+        raise MapError(f"the map has the shape {list(given.shape)}, wanted {list(wanted)}")
+    if given.dtype.kind not in "iu":
+        raise MapError(f"the map must be of integers, got {given.dtype}")
+    physical_to_logical = given.astype(np.int64)
+    experts = layout.num_logical_experts
+    outside = (physical_to_logical < 0) | (physical_to_logical >= experts)
+    if outside.any():
+        layer, slot = np.argwhere(outside)[0]
+        raise MapError(f"layer {layer}: slot {slot} holds expert {given[layer, slot]}; the model has {experts}")
+    missing = replica_counts(physical_to_logical, experts) == 0
+    if missing.any():
+        layer, expert = np.argwhere(missing)[0]
+        raise MapError(f"layer {layer}: no slot holds expert {expert}")
+    repeated = find_duplicate(physical_to_logical, layout)
+    if repeated is not None and not duplicates:
+        layer, rank, expert = repeated
+        raise MapError(f"layer {layer}: rank {rank} holds expert {expert} twice")
+    return physical_to_logical
+
+
+def find_duplicate(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -> tuple[int, int, int] | None:
+    """(layer, rank, expert) of the first expert that a rank holds twice."""
+    by_rank = np.sort(physical_to_logical_LP.reshape(-1, layout.num_ranks, layout.slots_per_rank), axis=2)
+    equal = np.argwhere(by_rank[:, :, 1:] == by_rank[:, :, :-1])
+    if not len(equal):
+        return None
+    layer, rank, index = equal[0]
+    return int(layer), int(rank), int(by_rank[layer, rank, index])
+
+
+def count_duplicates(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -> int:
+    """Slots, over all layers, that hold an expert which another slot of the same rank holds already."""
+    by_rank = np.sort(physical_to_logical_LP.reshape(-1, layout.num_ranks, layout.slots_per_rank), axis=2)
+    return int((by_rank[:, :, 1:] == by_rank[:, :, :-1]).sum())

@@ -1,0 +1,34 @@
+"""Errors of expert placement.  `status_code` is the HTTP status under which an engine reports them.
+
+EplbError             500
++-- EplbRequestError  400  the call is wrong; nothing was changed
+    +-- LayoutError   400  numbers of experts, slots, ranks or nodes that do not fit together
+    +-- LoadsError    400  counts of another shape, negative or not finite
+    +-- MapError      400  a map that misses an expert, repeats one on a rank, or is of another shape
+"""
+
+from __future__ import annotations
+
+
+class EplbError(Exception):
+    """Base of every error of this library."""
+
+    status_code = 500
+
+
+class EplbRequestError(EplbError):
+    """The call is wrong; nothing was changed."""
+
+    status_code = 400
+
+
+class LayoutError(EplbRequestError):
+    """Numbers of experts, slots, ranks, nodes or groups that do not fit together."""
+
+
+class LoadsError(EplbRequestError):
+    """Counts of another shape than the layout's, negative or not finite."""
+
+
+class MapError(EplbRequestError):
+    """A map of slots to experts that cannot be served from."""
