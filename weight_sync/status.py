@@ -1,4 +1,4 @@
-"""What is told of a weight update: the open one, and the last that failed.
+"""What is told of a weight update: the open one, the one that came into force, and the last that failed.
 
 Knows transactions and leases.  Does not know endpoints.
 """
@@ -17,6 +17,17 @@ _OF_THE_OPEN_ONE = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
     *("num_bytes", "lease_s", "lease_left_s", "failed"),
 )
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What one commit put into force."""
+
+    weight_version: str | None  # None: the sender named none
+    names: list[str]  # logical tensors written
+    num_bytes: int
+    seconds: float  # time that the step thread spent
+    content_digest: str | None = None  # of the whole content now, as far as it is known
 
 
 @dataclass(frozen=True)

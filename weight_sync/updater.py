@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,28 +25,18 @@ from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
 from weight_sync.groups import WeightUpdateGroups
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
+from weight_sync.lost_updates import LostUpdates
 from weight_sync.receivers.base import BucketSource, RefusableSource
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.staging import StagingMode, split_wire
 from weight_sync.staging_modes import new_staging
-from weight_sync.status import UpdateFailure, update_status
+from weight_sync.status import CommitResult, UpdateFailure, update_status
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.wire import Manifest
 
 _MIN_CALL_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class CommitResult:
-    """What one commit put into force."""
-
-    weight_version: str | None  # None: the sender named none
-    names: list[str]  # logical tensors written
-    num_bytes: int
-    seconds: float  # time that the step thread spent
-    content_digest: str | None = None  # of the whole content now, as far as it is known
 
 
 class WeightUpdater:
@@ -83,6 +72,7 @@ class WeightUpdater:
         self._lease: Lease | None = None
         self._is_implicit = False
         self._last_failure: UpdateFailure | None = None
+        self._lost = LostUpdates()
         self._torn: str | None = None
 
     # --- groups ------------------------------------------------------------------------------------------------
@@ -130,6 +120,11 @@ class WeightUpdater:
     def open_implicit(self, coverage: Coverage = "partial") -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
         self._open(None, coverage, None, implicit=True, lease_s=DEFAULT_LEASE_S)
+
+    def spoil_if_lost(self, weight_version: str | None) -> None:
+        """Fail the open transaction if the call that it is for belongs to an update that was begun and lost."""
+        if self._transaction is not None and (reason := self._lost.reason_against(weight_version)) is not None:
+            self._transaction.fail(reason)
 
     def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
         """Receive one call's tensors into the open transaction.
@@ -208,7 +203,7 @@ class WeightUpdater:
             raise
         finally:
             if not agreed or failure is not None:
-                self.drop(str(failure or "another rank could not verify the weight update"))
+                self.drop(str(failure or "another rank could not verify the weight update"), told=True)
         if failure is not None:
             raise failure
         if not agreed:
@@ -217,15 +212,16 @@ class WeightUpdater:
 
     def abort(self) -> None:
         """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""
-        transaction = self._require_transaction("abort")
-        self._transaction = None
+        transaction = self._close(told=True)
         transaction.abort()
         self._note_torn(transaction)
 
-    def drop(self, reason: str) -> None:
-        """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`."""
-        transaction = self._require_transaction("drop")
-        self._transaction = None
+    def drop(self, reason: str, *, told: bool = False) -> None:
+        """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
+
+        `told`: its sender learns of it by the answer to its call.
+        """
+        transaction = self._close(told=told)
         transaction.abort(reason)
         self._note_failure(transaction, reason)
 
@@ -251,11 +247,12 @@ class WeightUpdater:
         try:
             names = transaction.commit(self._vote)
         except CommitError as error:
-            self._transaction = None
+            self._close(told=True)
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
         self._transaction = None
+        self._lost.forget(transaction.weight_version)
         if len(names) == len(self._weights.metas()):
             self._torn = None
         self._content.note(transaction.fingerprints)
@@ -342,6 +339,15 @@ class WeightUpdater:
         self._transaction = WeightTransaction(self._weights, weight_version, coverage, manifest, staging)
         self._lease = lease
         self._is_implicit = implicit
+        if not implicit:
+            self._lost.forget(weight_version)
+
+    def _close(self, *, told: bool) -> WeightTransaction:
+        transaction = self._require_transaction("abort")
+        self._transaction = None
+        if not self._is_implicit:
+            self._lost.note(transaction.weight_version, told=told)
+        return transaction
 
     def _renew_lease(self) -> None:
         if self._lease is not None:
@@ -361,6 +367,7 @@ class WeightUpdater:
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:
+            self._lost.tell(verb)
             last = "" if self._last_failure is None else f"; the last one failed: {self._last_failure.reason}"
             raise TransactionStateError(f"cannot {verb}: no weight update is open{last}")
         return self._transaction

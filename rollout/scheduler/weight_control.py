@@ -171,6 +171,8 @@ class WeightControl:
                 self._updater.drop("a new pause and a new bucket came before the update was settled")
             if opens:
                 self._updater.open_implicit("partial" if settles else "full")
+            if settles:
+                self._updater.spoil_if_lost(verb.weight_version)
             try:
                 source = SOURCES[type(verb)](verb, self._updater)
                 self._updater.receive(source, verb.weight_version)

@@ -23,8 +23,8 @@ from rollout.scheduler.weight_queue import Answer, Job
 from weight_sync.checkpoint_folder import open_checkpoint_folder, require_folder
 from weight_sync.delta.local_checkpoint import PullResult, collect_patches, pull
 from weight_sync.delta.local_state import LocalVersion
-from weight_sync.delta.version_dir import chain_of
-from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.delta.version_dir import TensorPatch, chain_of
+from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.delta import PatchSource, whole_tensors
 from weight_sync.receivers.disk import DiskSource, check_against_model
@@ -141,14 +141,12 @@ class DiskRefresh:
         if start == verb.target_version and start > 0:
             return "unchanged"
         if start is not None and start < verb.target_version:
-            deltas, _, chain_start = chain_of(source, verb.target_version, lambda number: number == start)
-            if chain_start == start:
-                patches = collect_patches(deltas)
-                headers = [meta for meta in open_checkpoint_folder(local).metas if meta.name in patches]
-                names = whole_tensors(weights, headers)
-                if patches and names is not None:
-                    self._refresh(PatchSource(patches, names, weights), "partial", version)
-                    return "delta"
+            patches = _patches_since(start, source, verb.target_version)
+            headers = [meta for meta in open_checkpoint_folder(local).metas if meta.name in patches]
+            names = whole_tensors(weights, headers)
+            if patches and names is not None:
+                self._refresh(PatchSource(patches, names, weights), "partial", version)
+                return "delta"
         folder = DiskSource(local, weights, complete=True, timeout_s=self._timeout_s)
         try:
             self._refresh(folder, "full", version)
@@ -178,6 +176,15 @@ class DiskRefresh:
     def _note_origin(self, version: int, source: str | None) -> None:
         if source is not None:
             self._origin = MemoryOrigin(self._scheduler.runner.state.epoch.weight_epoch, version, source)
+
+
+def _patches_since(start: int, source: Path, target: int) -> dict[str, list[TensorPatch]]:
+    """What leads memory from `start` to `target`; nothing where that is no longer published, or was never."""
+    try:
+        deltas, _, found = chain_of(source, target, lambda number: number == start)
+        return collect_patches(deltas) if found == start else {}
+    except (WeightRequestError, TransportError):
+        return {}  # the local checkpoint, which is at the target, is read instead
 
 
 def require_same_model(path: Path, running: ModelConfig) -> None:
