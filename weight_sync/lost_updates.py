@@ -34,7 +34,7 @@ class LostUpdates:
     def forget(self, label: str | None) -> None:
         """An update with this label is begun, or committed; whoever was not told of a loss has been overtaken."""
         self._untold = False
-        if label in self._labels:
+        if label is not None and label in self._labels:
             self._labels.remove(label)
 
     def reason_against(self, label: str | None) -> str | None:

@@ -1,0 +1,190 @@
+"""An engine under test, and what it serves: a real scheduler with a real model, turned by the test.
+
+Serving means three things at once: what it answers to a fixed request, under which label, and which bits lie in
+memory.  They must all be of one version, or the engine must say that it is poisoned, in all three places.
+
+Knows engines and versions.  Does not know transports or faults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    GetStateReqInput,
+)
+from rollout.core.message import ControlReqInput
+from rollout.core.weight_io_struct import AbortWeightUpdateReqInput
+from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings
+from tests.local_refresh import updater_of
+from tests.scheduler_harness import Harness, Result
+from weight_sync.lease import DEFAULT_LEASE_S
+from weight_sync.staging import StagingMode
+
+Outcome = Literal["old", "new", "POISONED"]
+
+DEADLINE_S = 20.0  # of any call, whatever its fault; far beyond the engine's own deadlines
+WEIGHT_UPDATE_TIMEOUT_S = 2.0
+
+
+class Wrong(Exception):
+    """The engine did what no engine may do."""
+
+
+class Engine(Harness):
+    """`in_force`: the version that serves, as the matrix has last established it.
+
+    `at_clean_up` takes what is to be done between cells.
+    """
+
+    def __init__(self, zoo: Zoo, staging: StagingMode, scratch: Path) -> None:
+        super().__init__(
+            zoo.checkpoints[0],
+            **harness_settings(),
+            weight_version="v0",
+            weight_staging=staging,
+            weight_journal_dir=str(scratch),
+            weight_update_timeout=WEIGHT_UPDATE_TIMEOUT_S,
+            enable_memory_saver=True,
+        )
+        self.zoo = zoo
+        self.staging = staging
+        self.scratch = scratch
+        self.in_force = Version("v0", 0)
+        self.updater = updater_of(self)
+        self.weights = self.scheduler.runner.state.model.weights
+        self.now = 0.0  # of the clock that leases go by
+        self.updater._clock = lambda: self.now
+        self.updater._groups._timeout_s = DEADLINE_S  # torch may take seconds to look up a host's name
+        self._numbers = itertools.count(1)
+        self._exit = ExitStack()
+
+    def at_clean_up(self, call: Callable[[], Any]) -> None:
+        self._exit.callback(call)
+
+    def clean_up(self) -> None:
+        """Between cells."""
+        self._exit.close()
+
+    def number(self) -> int:
+        """One that was not given before."""
+        return next(self._numbers)
+
+    def next_version(self, offset: int) -> Version:
+        """A new label for the content `offset` further than the one in force."""
+        return Version(f"v{self.number()}", (self.in_force.content + offset) % len(self.zoo.contents))
+
+    # --- verbs ----------------------------------------------------------------------------------------------------
+
+    def call(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
+        """The engine's answer.  Raises `Wrong` when there is none within the deadline."""
+        return self.answer_to(self.post(verb, **fields), verb.__name__)
+
+    def answer_to(self, request_id: str, what: str) -> ControlReqOutput:
+        self.turn_until(lambda: request_id in self.answers, f"{what} was answered")
+        return self.answers.pop(request_id)
+
+    def turn_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Turn the loop.  Raises `Wrong` at the deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            ran = self.tick()
+            if time.monotonic() > deadline:
+                raise Wrong(f"{DEADLINE_S:g} s went by before {what}")
+            if not ran and not condition():
+                time.sleep(0.0002)
+
+    def lapse(self) -> None:
+        """More time than a lease passes without a call."""
+        self.now += 2 * DEFAULT_LEASE_S
+        self.tick()
+
+    def require_closed(self) -> None:
+        """Raises `Wrong` while an update is open."""
+        if self.call(GetStateReqInput).data["weight_update"]["open"]:
+            raise Wrong("the weight update of a trainer that died is still open after its lease")
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def start_request(self, new_tokens: int) -> Result:
+        """The fixed request, of which nothing is cached."""
+        rid = self.submit(
+            PROMPT, params={"max_new_tokens": new_tokens}, extra_key=f"n{self.number()}", logprob_start_len=0
+        )
+        return self.results[rid]
+
+    def settle(self) -> None:
+        """Whatever a fault left: generation goes on, and the update that is still open, if any, is over."""
+        if self.call(GetStateReqInput).data["weight_update"]["open"]:
+            self.call(AbortWeightUpdateReqInput)
+        for _ in range(2):
+            if self.scheduler.paused:
+                self.call(ContinueGenerationReqInput)
+        if self.scheduler.paused:
+            raise Wrong("generation does not continue")
+
+    def finish(self, result: Result) -> None:
+        self.turn_until(lambda: result.finished is not None, "a request ended")
+        self.results.pop(result.rid, None)
+
+    # --- what is served -------------------------------------------------------------------------------------------
+
+    def outcome(self, old: Version, new: Version) -> Outcome:
+        """Which of the two versions serves, bit for bit.  Raises `Wrong` when it is neither, or not one."""
+        probe = self.start_request(NEW_TOKENS)
+        self.finish(probe)
+        state = self.call(GetStateReqInput).data
+        poisoned = state["poisoned"]
+        if poisoned is not None:
+            _require_refusal(probe, poisoned)
+            return "POISONED"
+        label = state["weight_version"]
+        if label not in (old.label, new.label):
+            raise Wrong(f"the version in force is called {label}")
+        version, outcome = (old, "old") if label == old.label else (new, "new")
+        self.require_answer(probe, version)
+        self.require_content(version)
+        if state["weight_update"]["open"] or state["weight_update"]["steps_held"] or state["paused"]:
+            raise Wrong("something is still open, held or paused")
+        return outcome  # type: ignore[return-value]
+
+    def require_answer(self, probe: Result, version: Version) -> None:
+        """Raises `Wrong` unless it is what a fresh engine of this version answers, under this label."""
+        record = probe.finished
+        assert record is not None
+        if record.reason.type != "length" or record.prompt_logprobs is None:
+            raise Wrong(f"a request ended with {record.reason}")
+        expected = self.zoo.answers[version.content]
+        count = len(probe.token_ids)
+        answer = Answer(tuple(probe.token_ids), tuple(probe.logprobs), tuple(record.prompt_logprobs.values))
+        wanted = Answer(expected.token_ids[:count], expected.logprobs[:count], expected.prompt_logprobs)
+        if answer != wanted:
+            raise Wrong(f"log-probabilities under the label {version.label} are not those of its content")
+        if {span.version for span in record.weight_versions} != {version.label}:
+            raise Wrong(f"spans of {record.weight_versions} while {version.label} is in force")
+
+    def require_content(self, version: Version) -> None:
+        expected = self.zoo.contents[version.content]
+        odd = [name for name, tensor in expected.items() if not _same_bits(self.weights.read(name), tensor)]
+        if odd:
+            raise Wrong(f"{len(odd)} of {len(expected)} tensors in memory are not of {version.label}: {odd[:3]}")
+
+
+def _require_refusal(probe: Result, reason: str) -> None:
+    assert probe.finished is not None
+    end = probe.finished.reason
+    if end.status_code != 503 or not reason or reason not in (end.message or "") or probe.token_ids:
+        raise Wrong(f"poisoned ({reason!r}), and a request ended with {end}")
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

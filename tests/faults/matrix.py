@@ -1,0 +1,108 @@
+"""Plays cells, and says what came of each.
+
+    fault -> whoever died is over its lease -> what serves?  -> a good refresh over the same transport -> what serves?
+
+Knows cells and engines.  Does not know the table.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.cells import Cell
+from tests.faults.contents import Version, Zoo
+from tests.faults.engines import Engine, Outcome, Wrong
+from tests.faults.trainers import Trainer
+from tests.scheduler_harness import Result
+
+
+@dataclass(frozen=True)
+class Played:
+    """`outcome` None: `wrong` says why the cell is."""
+
+    fault: str
+    point: str
+    transport: str
+    staging: str
+    outcome: Outcome | None
+    wrong: str | None = None
+    seconds: float = 0.0
+
+
+def play_all(
+    zoo: Zoo, scratch: Path, cells: Iterable[Cell], trainer_class: type[Trainer] = Trainer
+) -> Iterator[Played]:
+    """Cells of one transport and staging mode, on one engine; after a wrong one on a new engine."""
+    engine: Engine | None = None
+    trainer: Trainer | None = None
+    for cell in cells:
+        start = time.perf_counter()
+        outcome, wrong = None, None
+        try:
+            if engine is None or trainer is None:
+                folder = Path(tempfile.mkdtemp(dir=scratch))
+                engine = Engine(zoo, cell.staging, folder)
+                trainer = trainer_class(engine, cell.transport)
+                good_refresh(engine, trainer)
+            outcome = play(engine, trainer, cell)
+        except Wrong as error:
+            wrong = str(error)
+        except Exception:
+            wrong = f"the engine broke: {traceback.format_exc(limit=-4)}"
+        if engine is not None:
+            engine.clean_up()
+        if wrong is not None:
+            engine = None  # and it may hang, so nothing more is asked of it
+        seconds = time.perf_counter() - start
+        yield Played(cell.fault.title, cell.point, cell.transport, cell.staging, outcome, wrong, seconds)
+    if engine is not None:
+        engine.updater.close()
+
+
+def play(engine: Engine, trainer: Trainer, cell: Cell) -> Outcome:
+    """One cell.  Raises `Wrong`."""
+    old, new = engine.in_force, engine.next_version(1)
+    trainer.fail(new, cell.sabotage)
+    if trainer.gone:
+        engine.lapse()
+        engine.require_closed()
+    engine.settle()
+    rider = trainer.rider
+    if rider is not None:
+        engine.finish(rider)
+    outcome = engine.outcome(old, new)
+    if rider is not None:
+        _check_rider(engine, cell, rider, old, new, outcome)
+    if outcome not in cell.allowed:
+        raise Wrong(f"{outcome} serves, and not {' or '.join(sorted(cell.allowed))}")
+    engine.in_force = new if outcome == "new" else old
+    if outcome == "POISONED" and cell.transport == "delta":
+        good_refresh(engine, Trainer(engine, "flattened"))  # a delta of weights that are no version cannot be
+    good_refresh(engine, trainer, 1 if outcome == "new" else 2)
+    return outcome
+
+
+def good_refresh(engine: Engine, trainer: Trainer, offset: int = 1) -> None:
+    """To the content `offset` further.  Raises `Wrong` unless it comes into force."""
+    good = engine.next_version(offset)
+    trainer.refresh(good)
+    engine.outcome(good, good)
+    engine.in_force = good
+
+
+def _check_rider(engine: Engine, cell: Cell, rider: Result, old: Version, new: Version, outcome: Outcome) -> None:
+    """The request that was under way: of one version, or aborted by what aborts requests, or refused as poisoned."""
+    record = rider.finished
+    assert record is not None
+    if record.reason.status_code == 503 and outcome == "POISONED":
+        return
+    if record.reason.type == "abort" and cell.fault.aborts:
+        return
+    labels = {span.version for span in record.weight_versions}
+    version = new if labels == {new.label} else old
+    engine.require_answer(rider, version)

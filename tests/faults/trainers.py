@@ -1,0 +1,218 @@
+"""A refresh as a trainer does it, with a fault in it.
+
+    begin (manifest, fingerprints)  ->  first, middle, last bucket  ->  end: verify  ->  end: commit
+
+A trainer whose calls are refused goes on regardless: an engine must not rely on its manners.  Only one that was killed
+says no more.
+
+Knows the order of a refresh and where a fault comes into it.  Does not know which faults there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    ManifestEntry,
+    UpdateWeightsFromDiskReqInput,
+)
+from tests.faults.contents import Tensors, Version
+from tests.faults.engines import Engine, Wrong
+from tests.faults.pulls import Publisher
+from tests.faults.transports import SENDS, Call, Damage, Named
+from tests.scheduler_harness import Result
+from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.tensor_meta import dtype_name
+
+Point = Literal["first", "middle", "last", "between", "verify", "commit"]
+"""A bucket, the gap between the two halves of end, or one of the two."""
+BUCKETS: tuple[Point, ...] = ("first", "middle", "last")
+
+PULL = "pull_weights"
+TRANSPORTS = (*SENDS, PULL)
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """What goes wrong at `point`.
+
+    `change`: the tensors that are sent; `said`: the manifest was made of them.  `damage`: their bytes.  `twice`: the
+    bucket comes once more.  `inject`: in the engine, while it carries out the call.  `event`: after the call, or, for a
+    pull, in the middle of it.  `dies`: the trainer says no more.
+    """
+
+    point: Point
+    change: Callable[[Named], Named] | None = None
+    said: bool = False
+    damage: Damage | None = None
+    twice: bool = False
+    inject: Callable[[Engine, Point], AbstractContextManager[Any]] | None = None
+    event: Callable[[Trainer], None] | None = None
+    dies: bool = False
+
+    @property
+    def is_of_content(self) -> bool:
+        return self.change is not None or self.damage is not None or self.twice
+
+
+class Trainer:
+    """One trainer of one engine over one transport, for as long as the engine lives.
+
+    `rider`: a request that is under way when the fault comes.
+    """
+
+    def __init__(self, engine: Engine, transport: str) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.rider: Result | None = None
+        self.gone = False
+        self._publisher = Publisher(engine) if transport == PULL else None
+        self._base: Tensors = {}
+
+    # --- a good one -----------------------------------------------------------------------------------------------
+
+    def refresh(self, target: Version) -> None:
+        """Without a fault.  Raises `Wrong` when it is refused."""
+        self.gone, self.rider = False, None
+        self._base = self.engine.zoo.contents[self.engine.in_force.content]
+        if self.transport == PULL:
+            answers = [self._pull(target, None)]
+        elif self.transport == "disk":
+            path = str(self.engine.zoo.checkpoints[target.content])
+            fields = {"model_path": path, "weight_version": target.label}
+            answers = [self.engine.call(UpdateWeightsFromDiskReqInput, **fields)]
+        else:
+            answers = self._transaction(target, None)
+        refused = [answer.message for answer in answers if not answer.success]
+        if refused:
+            raise Wrong(f"a good refresh is refused: {refused[0]}")
+
+    # --- a bad one ------------------------------------------------------------------------------------------------
+
+    def fail(self, target: Version, sabotage: Sabotage) -> list[ControlReqOutput]:
+        """With a fault; the engine's answers."""
+        self.gone, self.rider = False, None
+        self._base = self.engine.zoo.contents[self.engine.in_force.content]
+        if self.transport == PULL:
+            return [self._pull(target, sabotage)]
+        return self._transaction(target, sabotage)
+
+    # --- begin, buckets, end --------------------------------------------------------------------------------------
+
+    def _transaction(self, target: Version, sabotage: Sabotage | None) -> list[ControlReqOutput]:
+        content = self.engine.zoo.contents[target.content]
+        names = sorted(content)
+        buckets = [[(name, content[name]) for name in names[start :: len(BUCKETS)]] for start in range(len(BUCKETS))]
+        answers = [self._begin(target, [item for bucket in self._announced(buckets, sabotage) for item in bucket])]
+        for point, bucket in zip(BUCKETS, buckets, strict=True):
+            with self._at(point, sabotage) as hit:
+                answers += self._send(bucket, target, hit)
+        with self._at("verify", sabotage):
+            answers += self._end("verify")
+        with self._at("between", sabotage) as hit:
+            if hit is not None and hit.is_of_content:
+                answers += self._send(buckets[0], target, hit)
+        with self._at("commit", sabotage):
+            answers += self._end("commit")
+        return answers
+
+    def _announced(self, buckets: list[Named], sabotage: Sabotage | None) -> list[Named]:
+        if sabotage is None or sabotage.change is None or not sabotage.said or sabotage.point not in BUCKETS:
+            return buckets
+        hit = BUCKETS.index(sabotage.point)
+        return [sabotage.change(bucket) if number == hit else bucket for number, bucket in enumerate(buckets)]
+
+    def _begin(self, target: Version, named: Named) -> ControlReqOutput:
+        return self.engine.call(
+            BeginWeightUpdateReqInput,
+            weight_version=target.label,
+            manifest=[_manifest_entry(name, tensor) for name, tensor in named],
+        )
+
+    def _send(self, bucket: Named, target: Version, sabotage: Sabotage | None) -> list[ControlReqOutput]:
+        answers: list[ControlReqOutput] = []
+        for time in range(2 if sabotage is not None and sabotage.twice else 1):
+            if not self.gone:
+                sent = bucket if sabotage is None or sabotage.change is None else sabotage.change(bucket)
+                damage = sabotage.damage if sabotage is not None and time == 0 else None
+                self.gone = self.gone or (damage == "killed")
+                answers += self.send(sent, target.label, damage)
+        return answers
+
+    def send(self, named: Named, label: str, damage: Damage | None = None) -> list[ControlReqOutput]:
+        """One bucket; no answer when the sender died before it could call."""
+        call = SENDS[self.transport](self.engine, Call(named, self._base, damage))
+        return [] if call is None else [self.engine.call(call[0], weight_version=label, **call[1])]
+
+    def _end(self, phase: Literal["verify", "commit"]) -> list[ControlReqOutput]:
+        return [] if self.gone else [self.engine.call(EndWeightUpdateReqInput, phase=phase)]
+
+    @contextmanager
+    def _at(self, point: Point, sabotage: Sabotage | None) -> Iterator[Sabotage | None]:
+        """The fault, if it is at this point: what is injected is in force meanwhile, what happens, happens after it."""
+        if sabotage is None or sabotage.point != point or self.gone:
+            yield None
+            return
+        self.rider = self.engine.start_request(1)
+        with nullcontext() if sabotage.inject is None else sabotage.inject(self.engine, point):
+            yield sabotage
+        if sabotage.event is not None:
+            sabotage.event(self)
+        self.gone = self.gone or sabotage.dies
+
+    # --- pull_weights ---------------------------------------------------------------------------------------------
+
+    def _pull(self, target: Version, sabotage: Sabotage | None) -> ControlReqOutput:
+        engine, publisher = self.engine, self._publisher
+        assert publisher is not None
+        content = engine.zoo.contents[target.content]
+        change = None if sabotage is None else sabotage.change
+        names = sorted(content)
+        part = 0.0 if sabotage is None or sabotage.point not in BUCKETS else BUCKETS.index(sabotage.point) / 2
+        if change is None:
+            folder = publisher.publish(content)
+        else:
+            near = names[int(part * (len(names) - 2)) :]
+            changed = dict(change([(name, content[name]) for name in near]))
+            kept = {name: content[name] for name in names if name not in near}
+            folder = publisher.publish(kept | changed)
+        if sabotage is not None and sabotage.damage is not None:
+            publisher.damage(folder, sabotage.damage, part)
+        answer = self._pull_now(target, sabotage)
+        if sabotage is not None and (sabotage.damage is not None or (change is not None and not sabotage.said)):
+            publisher.retract()
+        return answer
+
+    def _pull_now(self, target: Version, sabotage: Sabotage | None) -> ControlReqOutput:
+        engine, publisher = self.engine, self._publisher
+        assert publisher is not None
+        verb, fields = publisher.verb()
+        if sabotage is None:
+            return engine.call(verb, weight_version=target.label, **fields)
+        self.rider = engine.start_request(1)
+        with nullcontext() if sabotage.inject is None else sabotage.inject(engine, sabotage.point):
+            request_id = engine.post(verb, weight_version=target.label, **fields)
+            if sabotage.event is not None:
+                engine.tick()
+                sabotage.event(self)
+            answer = engine.answer_to(request_id, verb.__name__)
+        if sabotage.twice:
+            answer = engine.call(verb, weight_version=target.label, **fields)
+        return answer
+
+
+def _manifest_entry(name: str, tensor: torch.Tensor) -> ManifestEntry:
+    return ManifestEntry(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=list(tensor.shape),
+        fingerprint=fingerprint_hex(fingerprint(tensor)),
+    )

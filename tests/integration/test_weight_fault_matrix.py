@@ -1,0 +1,89 @@
+"""A part of the fault matrix that has every fault, transport and staging mode in it; `make fault-matrix` plays all."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults import killed, ranks
+from tests.faults.cells import FAULTS, STAGINGS, Cell, cells
+from tests.faults.contents import Zoo
+from tests.faults.matrix import play_all
+from tests.faults.report import table
+from tests.faults.trainers import TRANSPORTS
+from tests.faults.wrong_engines import WRONG_ENGINES
+from weight_sync.staging import StagingMode
+
+STRIDE = 7  # of cells that differ in transport and staging mode only, one of so many
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    torch.set_num_threads(1)
+    return Zoo(tmp_path_factory.mktemp("faults"))
+
+
+def part_of_the_matrix() -> list[Cell]:
+    """Every fault at every point, by turns over other transports and into other staging modes."""
+    alike: dict[tuple[str, str], list[Cell]] = {}
+    for transport, staging in itertools.product(TRANSPORTS, STAGINGS):
+        for cell in cells(staging, transport):
+            alike.setdefault((cell.fault.title, cell.point), []).append(cell)
+    groups = list(alike.values())
+    return [cell for turn, group in enumerate(groups) for cell in group[turn % min(STRIDE, len(group)) :: STRIDE]]
+
+
+def test_the_part_has_all_faults_transports_and_staging_modes() -> None:
+    part = part_of_the_matrix()
+    assert {cell.fault.title for cell in part} == {fault.title for fault in FAULTS}
+    assert {(cell.transport, cell.staging) for cell in part} == set(itertools.product(TRANSPORTS, STAGINGS))
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_cells(zoo: Zoo, tmp_path: Path, transport: str, staging: StagingMode) -> None:
+    chosen = [cell for cell in part_of_the_matrix() if (cell.transport, cell.staging) == (transport, staging)]
+    played = list(play_all(zoo, tmp_path, chosen))
+    assert played
+    assert not [cell for cell in played if cell.wrong is not None]
+
+
+@pytest.mark.parametrize("transport", killed.TRANSPORTS)
+def test_trainers_that_are_killed(zoo: Zoo, tmp_path: Path, transport: str) -> None:
+    chosen = list(killed.cells("host", transport))[1::2]
+    played = list(play_all(zoo, tmp_path, chosen, killed.ProcessTrainer))
+    assert len(played) == 2
+    assert not [cell for cell in played if cell.wrong is not None]
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("step", ["middle", "commit"])
+def test_ranks_that_raise_or_are_killed(how: str, step: str) -> None:
+    (cell,) = [cell for cell in ranks.cells("host", 2) if (cell.how, cell.step) == (how, step)]
+    played = ranks.play(cell)
+    assert played.wrong is None and played.outcome == "old"
+
+
+@pytest.mark.parametrize("wrong", WRONG_ENGINES)
+def test_wrong_engines_are_found(zoo: Zoo, tmp_path: Path, wrong: str) -> None:
+    titles = {
+        "sender killed", "byte flipped", "repeated", "vote lost", "restoring fails too", "flush of the cache",
+        "two trainers: the second sends",
+    }  # fmt: skip
+    with WRONG_ENGINES[wrong]():
+        chosen = [cell for cell in cells("host", "flattened") if cell.fault.title in titles]
+        assert any(cell.wrong is not None for cell in play_all(zoo, tmp_path, chosen))
+
+
+def test_the_table_shows_what_is_wrong_and_what_cannot_occur(zoo: Zoo, tmp_path: Path) -> None:
+    chosen = [cell for cell in cells("host", "flattened") if cell.fault.title == "byte flipped"]
+    with WRONG_ENGINES["compares_no_fingerprints"]():
+        played = list(play_all(zoo, tmp_path, chosen))
+    only = [cell for cell in cells("in_place", "pull_weights") if cell.fault.title == "disk full"]
+    grid = table([*played, *play_all(zoo, tmp_path, only)], "title")
+    columns = {column.header: list(column.cells) for column in grid.columns}
+    assert columns["flattened"][0] == "WRONG" and columns["flattened"][-1] == "-"
+    assert columns["pull\nweights"][0] == "-" and columns["pull\nweights"][-1] == "old"
