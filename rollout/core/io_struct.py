@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout.core.expert_io_struct import ExpertVerb
 from rollout.core.message import ControlReqInput, Message
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.weight_io_struct import WeightVerb
@@ -99,6 +100,7 @@ SchedulerInput = (
     | GetStateReqInput
     | ShutdownReqInput
     | WeightVerb
+    | ExpertVerb
 )
 
 # --- scheduler -> main -------------------------------------------------------------------------------------------

@@ -61,6 +61,14 @@ class ServerArgs:
         False, "return routed experts to every request, also where a proxy dropped the field; implies recording"
     )
 
+    init_expert_location: str = _arg(
+        "trivial", "which expert is in which slot: trivial, or JSON text or a file with a map or with counts"
+    )
+    ep_num_redundant_experts: int = _arg(0, "expert slots of each MoE layer beyond one for each expert")
+    expert_distribution_recorder_mode: Literal["stat", "per_pass", "per_token"] | None = _arg(
+        None, "what /start_expert_distribution_record records unless told otherwise; default: stat"
+    )
+
     weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
@@ -117,6 +125,7 @@ class ServerArgs:
             self.enable_memory_saver or not self.enable_weights_cpu_backup,
             "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
         )
+        _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
         _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
         _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
@@ -166,10 +175,10 @@ def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
 
 
 def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     return hint, None
 
 

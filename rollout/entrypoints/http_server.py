@@ -17,6 +17,7 @@ from starlette.responses import Response
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.entrypoints.auth import KeyMiddleware
 from rollout.entrypoints.control_routes import ControlRoutes
+from rollout.entrypoints.expert_routes import ExpertRoutes
 from rollout.entrypoints.http_io import describe_query, error_response
 from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
@@ -34,16 +35,23 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
     control = ControlRoutes(manager).router()
     weights = WeightRoutes(manager, metrics).router()
+    experts = ExpertRoutes(manager).router()
     app.include_router(NativeRoutes(manager).router())
     app.include_router(OpenAIRoutes(manager).router())
     app.include_router(InfoRoutes(manager, metrics).router())
     app.include_router(control)
     app.include_router(weights)
+    app.include_router(experts)
     app.add_middleware(
         KeyMiddleware,
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
-        control_paths={route.path for route in [*control.routes, *weights.routes] if isinstance(route, APIRoute)},
+        control_paths={
+            route.path
+            for router in (control, weights, experts)
+            for route in router.routes
+            if isinstance(route, APIRoute)
+        },
     )
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.tokenizer_manager.sample import SampleRecord
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Metrics:
             buckets=_LATENCY_BUCKETS,
             registry=self._registry,
         )
+        self._experts = ExpertMetrics(model_name, self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, ["model_name"], registry=self._registry).labels(**self._labels)
@@ -93,6 +95,7 @@ class Metrics:
         for name, (key, _) in _GAUGES.items():
             if key in state:
                 self._gauges[name].set(float(state[key]))
+        self._experts.update(state.get("expert_distribution"))
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:

@@ -123,6 +123,18 @@ class MemoryOccupationRequest(Body):
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
+class StartExpertDistributionRequest(Body):
+    mode: Literal["stat", "per_pass", "per_token"] | None = None
+
+
+class DumpExpertDistributionRequest(Body):
+    """POST /dump_expert_distribution_record.  `path` is on the server's machine and must not exist."""
+
+    format: Literal["json", "safetensors"] | None = None
+    path: str | None = Field(default=None, min_length=1)
+    reset: bool = True
+
+
 class InitWeightsUpdateGroupRequest(Body):
     master_address: str
     master_port: int = Field(ge=0, le=65535)

@@ -1,7 +1,7 @@
 """`ModelRunner`: one forward pass, and the rows that it leaves behind.
 
-Owns the KV pool, the attention backend and the route recorder.  Knows no requests: it gets a `ForwardBatch` and gives
-back hidden states.
+Owns the KV pool, the attention backend, the route recorder and, while it records, the load recorder.  Knows no
+requests: it gets a `ForwardBatch` and gives back hidden states.
 
 Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabulary.
 """
@@ -14,6 +14,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
+from eplb.load_recorder import LoadRecorder
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
@@ -44,20 +45,34 @@ class ModelRunner:
         self.state = state
         self.kv_pool = kv_pool
         self.recorder = recorder
+        self.load_recorder: LoadRecorder | None = None
         self._attention = attention
+        config = state.model.config
+        layers, top_k = len(config.moe_layer_ids), config.num_experts_per_tok
+        self._capturer = recorder.capturer if recorder else RoutedExpertsCapturer(layers, top_k)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] of the step.  Route rows and weight epochs of its tokens are stored by KV slot."""
+        """Hidden states [T, D] of the step.
+
+        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees the same rows.
+        """
+        wants_routes = self.recorder is not None or self.load_recorder is not None
         hooks = []
-        if self.recorder is not None:
-            self.recorder.capturer.begin_step(batch.num_tokens)
-            hooks.append(self.recorder.capturer.record)
+        if wants_routes:
+            self._capturer.begin_step(batch.num_tokens)
+            hooks.append(self._capturer.record)
         self._attention.plan(batch)
         hidden_TD = self.state.model(batch, ForwardContext(batch, self._attention, hooks))
-        if self.recorder is not None:
-            self.recorder.store.write(batch.out_cache_loc, self.recorder.capturer.finish_step())
+        if wants_routes:
+            self._keep_routes(batch, self._capturer.finish_step())
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD
+
+    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
+        if self.recorder is not None:
+            self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
+        if self.load_recorder is not None:
+            self.load_recorder.note(ids_by_layer, self.state.epoch, batch.input_ids, batch.positions)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of chosen rows."""

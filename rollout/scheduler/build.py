@@ -15,7 +15,9 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
-from eplb.expert_location import trivial_location
+from eplb.errors import EplbError
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.init_location import TRIVIAL, load_location
 from eplb.placement import ExpertPlacement
 from rollout.attention.registry import choose_attention_backend, create_attention_backend
 from rollout.core.errors import StartupError
@@ -38,6 +40,7 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.policy import Policy, RequestQueues
@@ -70,11 +73,11 @@ def build_scheduler(
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
-    placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts), device)
+    placement = ExpertPlacement(_location(args, config), device)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
     model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
-    model_bytes = sum(meta.nbytes for meta in model.weights.metas().values())
+    model_bytes = _bytes_of(model)
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
     limits = _limits(args, config, token_bytes, model_bytes)
     state = ModelState(model, placement, args.weight_version)
@@ -110,7 +113,8 @@ def build_scheduler(
     saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
     memory = MemoryControl(scheduler, weights, updater, saver, keeps_copy=args.enable_weights_cpu_backup)
     KVAgeLimit(scheduler, args.max_kv_version_lag)
-    Control(scheduler, weights, memory, static_state)
+    experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
+    Control(scheduler, weights, memory, experts, static_state)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
@@ -120,6 +124,28 @@ def build_scheduler(
         model_bytes=model_bytes,
         weight_version=args.weight_version,
     )
+
+
+def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
+    """The expert map at start, empty for a dense model.  Raises `StartupError`."""
+    given = {
+        "--init-expert-location": args.init_expert_location != TRIVIAL,
+        "--ep-num-redundant-experts": args.ep_num_redundant_experts > 0,
+        "--expert-distribution-recorder-mode": args.expert_distribution_recorder_mode is not None,
+    }
+    for flag, is_given in given.items():
+        if is_given and not config.is_moe:
+            raise StartupError(f"{config.architecture} has no experts: start without {flag}")
+    try:
+        return load_location(args.init_expert_location, recorded_model(config), args.ep_num_redundant_experts)
+    except EplbError as error:
+        raise StartupError(f"--init-expert-location: {error}") from None
+
+
+def _bytes_of(model: DecoderForCausalLM) -> int:
+    """Of the weights, every slot of an expert counted."""
+    weights = model.weights
+    return sum(meta.nbytes * len(weights.places(name)) for name, meta in weights.metas().items())
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:

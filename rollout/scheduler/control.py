@@ -17,6 +17,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
+from rollout.scheduler.expert_distribution import ExpertDistribution
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
@@ -26,11 +27,17 @@ class Control:
     """Handlers of the verbs above, and the drain at the end of the server's life."""
 
     def __init__(
-        self, scheduler: Scheduler, weights: WeightControl, memory: MemoryControl, static_state: dict[str, Any]
+        self,
+        scheduler: Scheduler,
+        weights: WeightControl,
+        memory: MemoryControl,
+        experts: ExpertDistribution,
+        static_state: dict[str, Any],
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
         self._memory = memory
+        self._experts = experts
         self._static_state = static_state
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
@@ -113,6 +120,7 @@ class Control:
                 for epoch in state.recent_epochs
             ],
             "weight_update": self._weights.status(),
+            "expert_distribution": self._experts.status(),
         }
         return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
 

@@ -1,0 +1,125 @@
+"""The verbs of the load recorder and of the expert map: start, stop, dump, and which expert is where.
+
+They are answered between two steps, without a turn in the weight verbs' queue, so that what they say belongs to one
+moment.  Knows when something is recorded.  What is counted is `eplb.load_recorder`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eplb.init_location import RecordedModel
+from eplb.load_recorder import LoadRecorder, RecorderMode
+from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
+from rollout.core.expert_io_struct import (
+    DumpExpertDistributionReqInput,
+    GetExpertLocationReqInput,
+    StartExpertDistributionReqInput,
+    StopExpertDistributionReqInput,
+)
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
+from rollout.core.model_config import ModelConfig
+from rollout.scheduler.scheduler import Scheduler
+
+
+def recorded_model(config: ModelConfig) -> RecordedModel:
+    """What a dump says of a model, and compares."""
+    return RecordedModel(config.architecture, config.moe_layer_ids, config.num_experts, config.num_experts_per_tok)
+
+
+class ExpertDistribution:
+    """Holder of the recorder.  It records while the runner has it.  `default_mode`: of a start that names none."""
+
+    def __init__(self, scheduler: Scheduler, default_mode: RecorderMode) -> None:
+        self._scheduler = scheduler
+        self._runner = scheduler.runner
+        self._state = scheduler.runner.state
+        self._default_mode = default_mode
+        self._recorder: LoadRecorder | None = None
+        scheduler.add_verbs(
+            {
+                StartExpertDistributionReqInput: self._start,
+                StopExpertDistributionReqInput: self._stop,
+                DumpExpertDistributionReqInput: self._dump,
+                GetExpertLocationReqInput: self._location,
+            }
+        )
+
+    def status(self) -> dict[str, Any] | None:
+        """What metrics show; None before the first start."""
+        if self._recorder is None:
+            return None
+        layer_ids = list(self._state.model.config.moe_layer_ids)
+        return self._recorder.status() | {"recording": self._is_recording, "moe_layer_ids": layer_ids}
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._runner.load_recorder is not None
+
+    def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput:
+        config = self._require_moe()
+        mode = verb.mode or self._default_mode
+        if self._is_recording:
+            assert self._recorder is not None
+            if self._recorder.mode != mode:
+                raise Conflict(f"already recording in mode {self._recorder.mode}; stop it before mode {mode}")
+            return _done(verb, "Already recording the expert distribution; nothing changed.", {"mode": mode})
+        dropped = 0 if self._recorder is None else self._recorder.num_passes
+        self._recorder = LoadRecorder(len(config.moe_layer_ids), config.num_experts, self._state.placement, mode)
+        self._runner.load_recorder = self._recorder
+        return _done(verb, "Start recording the expert distribution.", {"mode": mode, "num_passes_dropped": dropped})
+
+    def _stop(self, verb: StopExpertDistributionReqInput) -> ControlReqOutput:
+        self._require_moe()
+        if not self._is_recording:
+            raise Conflict("the expert distribution is not being recorded")
+        recorder = self._require_recorder()
+        self._runner.load_recorder = None
+        data = {"mode": recorder.mode, "num_passes": recorder.num_passes}
+        return _done(verb, "Stop recording the expert distribution.", data)
+
+    def _dump(self, verb: DumpExpertDistributionReqInput) -> ControlReqOutput:
+        config = self._require_moe()
+        recorder = self._require_recorder()
+        dump = recorder.dump(recorded_model(config).to_header())
+        if verb.most_numbers is not None and dump.num_numbers > verb.most_numbers:
+            raise TooLarge(f"the dump has {dump.num_numbers} numbers, too many for JSON: take format safetensors")
+        if verb.reset:
+            recorder.reset()
+        return _done(verb, "Dump the expert distribution.", {"dump": dump.to_message()})
+
+    def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput:
+        self._require_moe()
+        placement, epoch = self._state.placement, self._state.epoch
+        metadata = placement.metadata
+        return _done(
+            verb,
+            "",
+            {
+                "placement_epoch": placement.epoch,
+                "weight_version": epoch.weight_version,
+                "weight_epoch": epoch.weight_epoch,
+                "ep_size": 1,
+                "num_logical_experts": metadata.num_logical_experts,
+                "num_physical_experts": metadata.num_physical_experts,
+                "moe_layer_ids": list(self._state.model.config.moe_layer_ids),
+                "physical_to_logical_map": metadata.physical_to_logical_map.tolist(),
+                "logical_to_physical_map": placement.slots_of_experts().tolist(),
+            },
+        )
+
+    def _require_moe(self) -> ModelConfig:
+        config = self._state.model.config
+        if not config.is_moe:
+            raise UnsupportedFeature(f"{config.architecture} has no experts")
+        return config
+
+    def _require_recorder(self) -> LoadRecorder:
+        if self._recorder is None:
+            raise Conflict("nothing was recorded: POST /start_expert_distribution_record first")
+        return self._recorder
+
+
+def _done(verb: ControlReqInput, message: str, data: dict[str, Any]) -> ControlReqOutput:
+    return ControlReqOutput(request_id=verb.request_id, success=True, message=message, data=data)
