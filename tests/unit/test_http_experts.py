@@ -20,6 +20,7 @@ from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
 
 BASE = "expert_distribution_record"
+SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_threads": 1}
 GAUGES = {
     "sglang:eplb_balancedness", "lockstep:expert_slot_balancedness", "lockstep:expert_load_drift",
     "lockstep:expert_load_drift_by_chance", "lockstep:expert_load_passes",
@@ -29,7 +30,7 @@ GAUGES = {
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("http") / "model")
-    settings: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2048, "skip_tokenizer_init": True, "num_threads": 1}
+    settings = SETTINGS | {"max_total_tokens": 2048}
     with live_server(folder, with_tokenizer=False, engine=EngineThread, **settings) as server:
         yield server
 
@@ -141,7 +142,7 @@ def test_the_location_over_http(live: Live) -> None:
 
 def test_the_admin_key_guards_the_recorder(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model")
-    settings: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 512, "skip_tokenizer_init": True, "num_threads": 1}
+    settings = SETTINGS | {"max_total_tokens": 512}
     keys: dict[str, Any] = {"api_key": "user", "admin_api_key": "admin"}
     with live_server(folder, with_tokenizer=False, engine=EngineThread, **settings, **keys) as server:
         for path, method in ((f"/start_{BASE}", "POST"), (f"/dump_{BASE}", "GET"), ("/expert_location", "GET")):
