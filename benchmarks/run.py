@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, delta, memory, scaling, throughput, weight_refresh
+from benchmarks import capture, delta, eplb_planners, memory, scaling, throughput, weight_refresh
 
-PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta")
+PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners")
 
 
 def main() -> None:
@@ -46,6 +46,8 @@ def main() -> None:
             rows += weight_refresh.run(shape, args.rounds, console)
         if "delta" in args.only:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
+    if "planners" in args.only:
+        rows += eplb_planners.run(console)
     if args.json is not None:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

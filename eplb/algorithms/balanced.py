@@ -25,7 +25,7 @@ ENOUGH = 0.9997  # a layer this balanced is not refined further
 ROUNDS = {1: 40, 2: 60}  # most rounds of exchanges of so many items
 PATIENCE = 16  # rounds without progress, each with other pairs, after which larger exchanges are tried
 RETRIED = 0.9992  # a layer less balanced than this is tried with other numbers of replicas
-ATTEMPTS, VARIANTS, SPREAD = 4, 12, 0.3  # times, numbers tried each time, standard deviation of their logarithms
+ATTEMPTS, VARIANTS, SPREAD = 3, 12, 0.3  # times, numbers tried each time, standard deviation of their logarithms
 MOST_SUBSETS = 200  # of a rank; larger exchanges are not searched
 
 

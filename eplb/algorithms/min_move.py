@@ -20,9 +20,10 @@ from eplb.algorithms.split import NEGLIGIBLE, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, checked_map, shares_of
 
 ENOUGH_GAIN = 1e-3  # load under which a move is not worth its copy
-WIDTH = 1  # placements kept after each copy
+SLOTS_KEPT = 100  # placements kept after each copy times slots; at least one
 TRIED = 12  # moves judged exactly from each placement; more where there are few slots
 SLOTS_TRIED = 5000  # moves judged exactly times slots: what small layers can afford
+SMALL, SMALL_COPIES = 9, 4  # slots up to which all moves are tried, worse ones too, and so many copies at most
 TARGETS, SOURCES = 10, 8  # ranks with most room, and experts to move, that are combined
 
 
@@ -91,32 +92,42 @@ def _search(start: LayerSplit, cap: float, num_slots: int) -> LayerSplit:
     tried = max(TRIED, SLOTS_TRIED // num_slots)
     excess, stuck = start.relieve(cap)
     best, best_excess = start, excess
+    expanded = []
     by_copies: dict[int, list[_Node]] = {0: [_Node(excess, start, stuck)]}
     copies = 0
-    while by_copies and best_excess > NEGLIGIBLE and copies <= num_slots:
-        for node in _kept(by_copies.pop(copies, [])):
+    while by_copies and best_excess > NEGLIGIBLE and copies <= (SMALL_COPIES if num_slots <= SMALL else num_slots):
+        for node in _kept(by_copies.pop(copies, []), max(1, SLOTS_KEPT // num_slots)):
+            expanded.append(node.state)
             better = 0
             for index, move in enumerate(_moves(node, cap)):
                 if best_excess <= NEGLIGIBLE or (index >= tried and better):
                     break
                 after = _moved(node.state, move)
                 left, stuck = after.relieve(cap)
-                if left < node.excess - ENOUGH_GAIN:
+                if left < node.excess - ENOUGH_GAIN or num_slots <= SMALL:
                     better += 1
                     by_copies.setdefault(copies + move.copies, []).append(_Node(left, after, stuck))
                 if left < best_excess:
                     best, best_excess = after, left
         copies += 1
     best.settle()
-    return best
+    return best if best_excess <= NEGLIGIBLE else _nearest([*expanded, best])
 
 
-def _kept(nodes: list[_Node]) -> list[_Node]:
+def _nearest(states: list[LayerSplit]) -> LayerSplit:
+    """The first, so the one with the fewest copies, whose largest load is about as small as any one's."""
+    for state in states:
+        state.settle()
+    least = min(max(state.loads) for state in states)
+    return next(state for state in states if max(state.loads) <= least + ENOUGH_GAIN)
+
+
+def _kept(nodes: list[_Node], most: int) -> list[_Node]:
     """The best few placements that differ."""
     kept: dict[tuple[tuple[int, ...], ...], _Node] = {}
     for node in sorted(nodes, key=lambda node: node.excess):
         kept.setdefault(tuple(tuple(sorted(experts)) for experts in node.state.held), node)
-        if len(kept) == WIDTH:
+        if len(kept) == most:
             break
     return list(kept.values())
 
@@ -132,10 +143,26 @@ def _moved(state: LayerSplit, move: Move) -> LayerSplit:
 
 def _moves(node: _Node, cap: float) -> list[Move]:
     """Moves out of the set of ranks that load is stuck on, best estimate first."""
+    if sum(map(len, node.state.held)) <= SMALL:
+        return list(_all_moves(node.state))
     targets = _targets(node.state, node.stuck, cap)
     found = [*_copies(node, targets, cap), *_exchanges(node, cap)]
     found.sort(key=lambda entry: (-entry[0], entry[1].rank, entry[1].slot, entry[1].expert))
     return [move for _, move in found]
+
+
+def _all_moves(state: LayerSplit) -> Iterator[Move]:
+    """Every copy onto a replica that can be given up, and every exchange of two experts that have one slot each."""
+    for rank, held in enumerate(state.held):
+        for slot, victim in enumerate(held):
+            for source, others in enumerate(state.held):
+                for source_slot, expert in enumerate(others):
+                    if expert in held:
+                        continue
+                    if victim in state.flows:
+                        yield Move(rank, slot, expert, source)
+                    elif source < rank and expert not in state.flows:
+                        yield Move(rank, slot, expert, source, source_slot)
 
 
 def _targets(state: LayerSplit, stuck: list[bool], cap: float) -> list[tuple[float, float, int, int]]:

@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": ("rollout.entrypoints.demo.run", "run one whole step of reinforcement learning on a small model"),
     "make-checkpoint": ("rollout.entrypoints.make_checkpoint", "write a small random checkpoint"),
     "bench": ("rollout.entrypoints.bench.run", "measure throughput, the breakdown of a step, and each operator"),
+    "eplb-plan": ("rollout.entrypoints.eplb_plan", "plan a placement of experts offline"),
     "build-kernels": ("rollout.entrypoints.build_kernels", "compile the CPU operators for this machine"),
 }
 

@@ -1,0 +1,202 @@
+"""`lockstep eplb-plan`: run a planner on recorded or synthetic loads of experts, and show what it would change.
+
+Knows files and tables.  Does not talk to a server and moves nothing.
+
+Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from eplb.algorithms.auto import ALGORITHMS, TARGET, make_plan
+from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
+from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, even_split
+from eplb.errors import EplbError, EplbRequestError, LoadsError
+from eplb.loads import drift, synthetic
+from rollout.entrypoints.eplb_heatmap import Panel, heatmap_svg
+
+COUNTS, MAP, SPLIT = "logical_count", "physical_to_logical_map", "split"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except (EplbError, OSError) as error:
+        print(f"lockstep eplb-plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lockstep eplb-plan", description="Plan a placement of experts offline.")
+    add = parser.add_argument
+    add("dump", metavar="FILE", nargs="?", help=f"JSON or safetensors with {COUNTS} [L, E] or [steps, L, E]")
+    add("--synthetic", metavar="LOADS", help="zipf:EXPONENT or lognormal:SIGMA instead of a file")
+    add("--layers", type=int, default=58, help="MoE layers of synthetic loads (default: 58)")
+    add("--experts", type=int, default=256, help="logical experts of synthetic loads (default: 256)")
+    add("--drift", type=float, help="synthetic: a balanced placement is in force, and loads moved by this since")
+    add("--seed", type=int, default=0, help="of synthetic loads (default: 0)")
+    add("--ranks", type=int, required=True)
+    add("--nodes", type=int, default=1, help="(default: 1)")
+    add("--groups", type=int, default=1, help="expert groups of the router (default: 1)")
+    add("--redundant", type=int, default=0, help="slots beyond one for each logical expert (default: 0)")
+    add("--current", metavar="FILE", help=f"JSON or safetensors with the {MAP} [L, P] in force")
+    add("--algorithm", choices=ALGORITHMS, default="auto")
+    add("--target", type=float, default=TARGET, help=f"balancedness that min_move is to reach (default: {TARGET})")
+    add("--refresh", action="store_true", help="every slot is written anyway, as in a full weight refresh")
+    add("--expert-bytes", type=float, default=44e6, help="bytes of the weights of one expert (default: 44e6)")
+    add("--bandwidth", type=float, default=50.0, help="GB/s that a rank receives (default: 50)")
+    add("--svg", type=Path, help="write a picture of the load of each rank and layer")
+    add("--output", type=Path, help=f"write {MAP} and {SPLIT} as JSON")
+    add("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.bandwidth <= 0 or args.expert_bytes <= 0:
+        raise EplbRequestError("--bandwidth and --expert-bytes must be more than 0")
+    recorded = _counts(args)
+    layout = ExpertLayout(
+        num_logical_experts=recorded.shape[1],
+        num_physical_experts=recorded.shape[1] + args.redundant,
+        num_ranks=args.ranks,
+        num_nodes=args.nodes,
+        num_groups=args.groups,
+    )
+    current, counts = _current(args, layout, recorded)
+    started = time.perf_counter()
+    plan = make_plan(args.algorithm, counts, layout, current, target=args.target, copies_are_free=args.refresh)
+    seconds = time.perf_counter() - started
+    before = None
+    if current is not None:
+        before = Plan("in force", "", layout, current, even_split(current, layout.num_logical_experts))
+    report = plan_report(counts, before, plan, args.expert_bytes, args.bandwidth) | {"planning_s": seconds}
+    if args.svg is not None:
+        panels = [] if before is None else [Panel("in force, even split", rank_loads(counts, before))]
+        args.svg.write_text(heatmap_svg([*panels, Panel(plan.algorithm, rank_loads(counts, plan))]))
+    if args.output is not None:
+        content = {MAP: plan.physical_to_logical_LP.tolist(), SPLIT: plan.split_LP.tolist()}
+        args.output.write_text(json.dumps(content) + "\n")
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        Console().print(_table(report))
+
+
+def plan_report(
+    counts_LE: np.ndarray, before: Plan | None, plan: Plan, expert_bytes: float, bandwidth_gb: float
+) -> dict[str, Any]:
+    """Numbers of a plan: balancedness before and after, copies between ranks, their bytes and time.
+
+    Without a placement in force every slot is received.  The time is that of the rank that receives most.
+    """
+    layout = plan.layout
+    after_LG = plan.physical_to_logical_LP
+    if before is None:
+        received_LG = np.full((len(counts_LE), layout.num_ranks), layout.slots_per_rank)
+    else:
+        received_LG = cross_rank_copies(before.physical_to_logical_LP, after_LG, layout)
+    copies = int(received_LG.sum())
+    return {
+        "algorithm": plan.algorithm,
+        "reason": plan.reason,
+        "layers": len(counts_LE),
+        "logical_experts": layout.num_logical_experts,
+        "slots": layout.num_physical_experts,
+        "ranks": layout.num_ranks,
+        "balancedness_before": None if before is None else _mean_and_least(balancedness(counts_LE, before)),
+        "balancedness_after": _mean_and_least(balancedness(counts_LE, plan)),
+        "even_split_bound": _mean_and_least(even_split_bound(counts_LE, layout)),
+        "duplicates_on_a_rank": count_duplicates(after_LG, layout),
+        "copies": copies,
+        "copied_share_of_slots": copies / after_LG.size,
+        "bytes": copies * expert_bytes,
+        "seconds": float(received_LG.sum(axis=0).max() * expert_bytes / (bandwidth_gb * 1e9)),
+    }
+
+
+def _mean_and_least(values_L: np.ndarray) -> dict[str, float]:
+    return {"mean": float(values_L.mean()), "least": float(values_L.min())}
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{report['layers']} layers, {report['logical_experts']} experts in {report['slots']} slots "
+        f"on {report['ranks']} ranks"
+    )
+    table.add_column("fact")
+    table.add_column("value", justify="right")
+    table.add_row("reason", report["reason"])
+    for name in ("balancedness_before", "balancedness_after", "even_split_bound"):
+        value = report[name]
+        text = "-" if value is None else f"{value['mean']:.4f} (least {value['least']:.4f})"
+        table.add_row(name.replace("_", " "), text)
+    table.add_row("experts twice on a rank", str(report["duplicates_on_a_rank"]))
+    table.add_row("copies between ranks", f"{report['copies']} ({report['copied_share_of_slots']:.2%} of slots)")
+    table.add_row("bytes", f"{report['bytes'] / 1e9:.2f} GB")
+    table.add_row("time of the busiest rank", f"{report['seconds'] * 1e3:.1f} ms")
+    table.add_row("planning", f"{report['planning_s']:.2f} s")
+    return table
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+def _counts(args: argparse.Namespace) -> np.ndarray:
+    if (args.dump is None) == (args.synthetic is None):
+        raise EplbRequestError("give either a file or --synthetic")
+    if args.drift is not None and args.synthetic is None:
+        raise EplbRequestError("--drift goes with --synthetic")
+    if args.synthetic is not None:
+        if args.layers < 1 or args.experts < 1:
+            raise EplbRequestError("--layers and --experts must be at least 1")
+        return synthetic(args.synthetic, args.layers, args.experts, args.seed)
+    counts = _read(args.dump, COUNTS)
+    if counts.ndim == 3:
+        counts = counts.sum(axis=0)
+    if counts.ndim != 2 or not counts.size:
+        raise LoadsError(f"{COUNTS} in {args.dump} has the shape {list(counts.shape)}, wanted [layers, experts]")
+    return counts
+
+
+def _current(
+    args: argparse.Namespace, layout: ExpertLayout, recorded_LE: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """The placement in force [L, P], if any, and the counts to plan for."""
+    if args.current is not None:
+        given = checked_map(_read(args.current, MAP), layout, len(recorded_LE), duplicates=True)
+        return given, recorded_LE
+    if args.drift is not None:
+        in_force = make_plan("balanced", recorded_LE, layout).physical_to_logical_LP
+        return in_force, drift(recorded_LE, args.drift, args.seed + 1)
+    return None, recorded_LE
+
+
+def _read(file: str, name: str) -> np.ndarray:
+    """One array of a JSON or safetensors file.  Nothing that is read is executed."""
+    path = Path(file)
+    try:
+        content = load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+        if not isinstance(content, dict) or name not in content:
+            raise EplbRequestError(f"{path} has no {name}")
+        array = np.asarray(content[name])
+    except (SafetensorError, ValueError) as error:
+        raise EplbRequestError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    if array.dtype.kind not in "iuf":
+        raise EplbRequestError(f"{name} in {path} is not an array of numbers")
+    return array

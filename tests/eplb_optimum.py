@@ -1,0 +1,47 @@
+"""Exact optima for small layers by enumeration: the best even placement, and the fewest copies under a weighted split.
+
+A division of tokens over replicas gets every rank under a cap if and only if, for every set of ranks, the experts that
+live only among them have no more load than the cap allows in all (Hall's condition), so no solver is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+
+Placement = tuple[frozenset[int], ...]  # experts of every rank
+
+
+def weighted_maximum(shares: list[float], placement: Placement) -> float:
+    """The least possible largest load of a rank."""
+    worst = 0.0
+    ranks = range(len(placement))
+    for size in range(1, len(placement) + 1):
+        for inside in combinations(ranks, size):
+            outside = set().union(*(placement[rank] for rank in ranks if rank not in inside))
+            only = sum(share for expert, share in enumerate(shares) if expert not in outside)
+            worst = max(worst, only / size)
+    return worst
+
+
+def even_maximum(shares: list[float], placement: Placement) -> float:
+    counts = [sum(expert in held for held in placement) for expert in range(len(shares))]
+    return max(sum(shares[expert] / counts[expert] for expert in held) for held in placement)
+
+
+def placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Placement]:
+    """Every placement without duplicates that covers every expert."""
+    choices = [frozenset(choice) for choice in combinations(range(num_experts), slots)]
+    for placement in product(choices, repeat=num_ranks):
+        if len(frozenset().union(*placement)) == num_experts:
+            yield placement
+
+
+def fewest_copies(shares: list[float], current: Placement, cap: float) -> int | None:
+    """Copies of the cheapest placement whose weighted split is under the cap; None where there is none."""
+    best: int | None = None
+    for placement in placements(len(shares), len(current), len(current[0])):
+        copies = sum(len(after - before) for before, after in zip(current, placement, strict=True))
+        if (best is None or copies < best) and weighted_maximum(shares, placement) <= cap:
+            best = copies
+    return best

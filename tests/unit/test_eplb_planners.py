@@ -1,0 +1,230 @@
+"""`balanced`, `min_move` and `auto`: invariants on random inputs, exact optima on small ones, targets on large ones."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb.algorithms.auto import ALGORITHMS, auto, make_plan
+from eplb.algorithms.balanced import balanced
+from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
+from eplb.algorithms.deepseek import deepseek
+from eplb.algorithms.min_move import min_move
+from eplb.algorithms.split import LayerSplit
+from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
+from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
+from eplb.loads import drift, log_normal, synthetic, zipf
+from tests.eplb_optimum import even_maximum, fewest_copies, placements, weighted_maximum
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ExpertLayout:
+    ranks = draw(st.integers(1, 6))
+    experts = draw(st.integers(1, 16))
+    least = -(-experts // ranks)
+    slots = draw(st.integers(least, min(experts, least + 3)))
+    return ExpertLayout(num_logical_experts=experts, num_physical_experts=slots * ranks, num_ranks=ranks)
+
+
+def counts_for(layout: ExpertLayout) -> st.SearchStrategy[np.ndarray]:
+    count = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
+    row = st.lists(count, min_size=layout.num_logical_experts, max_size=layout.num_logical_experts)
+    return st.lists(row, min_size=1, max_size=3).map(np.array)
+
+
+def require_valid(plan: Plan, counts_LE: np.ndarray) -> None:
+    """I1 and what else holds for every plan of ours."""
+    layout, placed = plan.layout, plan.physical_to_logical_LP
+    checked_map(placed, layout, len(counts_LE))  # coverage, range, no duplicates
+    location = plan.location()
+    for layer, row in enumerate(placed):
+        for expert in range(layout.num_logical_experts):
+            slots = location.slots_of(layer, expert)
+            assert [row[slot] for slot in slots] == [expert] * len(slots)
+            assert len({slot // layout.slots_per_rank for slot in slots}) == len(slots)
+            assert plan.split_LP[layer, slots].sum() == pytest.approx(1.0)
+    assert (plan.split_LP >= 0).all()
+    assert replica_counts(placed, layout.num_logical_experts).sum() == placed.size
+    assert rank_loads(counts_LE, plan).mean(axis=1) == pytest.approx(np.ones(len(counts_LE)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    counts = data.draw(counts_for(layout))
+    plan = balanced(counts, layout)
+    require_valid(plan, counts)
+    assert (balancedness(counts, plan) <= even_split_bound(counts, layout) + 1e-9).all()
+    for factor in (1, 3, 1000):
+        assert np.array_equal(balanced(counts * factor, layout).physical_to_logical_LP, plan.physical_to_logical_LP)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_min_move_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    before, after = data.draw(counts_for(layout)), data.draw(counts_for(layout))
+    before, after = before[: len(after)], after[: len(before)]
+    current = balanced(before, layout).physical_to_logical_LP
+    plan = min_move(after, layout, current)
+    require_valid(plan, after)
+    stale = Plan("stale", "", layout, current, balanced(before, layout).split_LP)
+    assert (balancedness(after, plan) >= np.minimum(0.98, balancedness(after, stale)) - 1e-3).all()
+    again = min_move(after * 7, layout, current)
+    assert np.array_equal(again.physical_to_logical_LP, plan.physical_to_logical_LP)
+    assert again.split_LP == pytest.approx(plan.split_LP)
+
+
+def test_no_move_where_the_split_alone_is_enough() -> None:
+    layout = ExpertLayout(num_logical_experts=4, num_physical_experts=6, num_ranks=2)
+    current = np.array([[0, 1, 2, 0, 1, 3]])
+    plan = min_move(np.array([[50, 10, 5, 35]]), layout, current)
+    assert np.array_equal(plan.physical_to_logical_LP, current)
+    assert balancedness(np.array([[50, 10, 5, 35]]), plan)[0] > 0.999
+    assert plan.split_LP[0, 0] > plan.split_LP[0, 3]  # the rank that has less else takes more of expert 0
+
+
+def small_case(seed: int, experts: int, ranks: int, slots: int) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
+    """A layout, loads now, and a placement made for loads of before."""
+    layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=ranks * slots, num_ranks=ranks)
+    counts = log_normal(1, experts, 0.7, seed)
+    return layout, drift(counts, 0.6, seed + 1000), balanced(counts, layout).physical_to_logical_LP
+
+
+SHAPES = [(5, 3, 2), (4, 3, 2), (5, 3, 3), (7, 2, 4)]
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
+def test_min_move_is_within_one_copy_of_the_optimum(experts: int, ranks: int, slots: int) -> None:
+    for seed in range(5):
+        layout, counts, current = small_case(seed, experts, ranks, slots)
+        shares = (counts[0] / counts[0].sum() * ranks).tolist()
+        plan = min_move(counts, layout, current)
+        copies = int(cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum())
+        held = tuple(frozenset(row) for row in current.reshape(ranks, slots).tolist())
+        # The cap that it was asked for, or the one that it reached where that cannot be had.
+        cap = max(1 / 0.98, 1 / float(balancedness(counts, plan)[0])) + 1e-3
+        optimum = fewest_copies(shares, held, cap)
+        assert optimum is not None and copies <= optimum + 1, (seed, copies, optimum)
+        if fewest_copies(shares, held, 1 / 0.98) is not None and cap > 1 / 0.98 + 2e-3:
+            pytest.fail(f"seed {seed}: the target can be reached, and was not: {1 / cap:.4f}")
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
+def test_balanced_against_the_best_even_placement(experts: int, ranks: int, slots: int) -> None:
+    for seed in range(4):
+        layout, counts, _ = small_case(seed, experts, ranks, slots)
+        shares = (counts[0] / counts[0].sum() * ranks).tolist()
+        best = min(even_maximum(shares, placement) for placement in placements(experts, ranks, slots))
+        plan = balanced(counts, layout)
+        assert even_split_bound(counts, layout)[0] >= 1 / best - 1e-9  # the bound is one
+        assert balancedness(counts, plan)[0] >= 0.85 / best
+
+
+def test_a_settled_split_is_the_exact_optimum() -> None:
+    generator = random.Random(0)
+    for _ in range(60):
+        ranks, slots, experts = 4, 3, generator.randint(4, 9)
+        held = [generator.sample(range(experts), slots) for _ in range(ranks)]
+        shares = [generator.random() if any(e in row for row in held) else 0.0 for e in range(experts)]
+        shares = [share * ranks / sum(shares) for share in shares]
+        split = LayerSplit(shares, held)
+        split.settle()
+        optimum = weighted_maximum(shares, tuple(frozenset(row) for row in held))
+        assert max(split.loads) == pytest.approx(optimum, abs=5e-3)
+        for cap in (optimum * 1.01, optimum * 0.9):
+            excess, stuck = LayerSplit(shares, held).relieve(cap)
+            assert (excess < 1e-3) == (cap > optimum) and any(stuck) == (cap < optimum)
+
+
+SERVED = [(256, 288, 32), (384, 416, 32), (384, 448, 64), (128, 160, 32)]
+
+
+@pytest.mark.parametrize(("experts", "slots", "ranks"), SERVED)
+@pytest.mark.parametrize("loads", ["zipf:0.5", "zipf:0.8", "zipf:1.2", "lognormal:1"])
+def test_targets_on_served_models(experts: int, slots: int, ranks: int, loads: str) -> None:
+    layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks)
+    counts = synthetic(loads, 3, experts)
+    fresh = balanced(counts, layout)
+    assert count_duplicates(fresh.physical_to_logical_LP, layout) == 0
+    wanted = np.minimum(0.99 if ranks == 64 else 0.998, even_split_bound(counts, layout) - 0.0005)
+    assert (balancedness(counts, fresh) >= wanted).all()
+    later = drift(counts, 0.3)
+    moved = min_move(later, layout, fresh.physical_to_logical_LP)
+    copies = cross_rank_copies(fresh.physical_to_logical_LP, moved.physical_to_logical_LP, layout)
+    assert (balancedness(later, moved) >= 0.9795).all()
+    assert copies.sum() / (3 * slots) < 0.04
+    reference = deepseek(later, layout)
+    others = cross_rank_copies(fresh.physical_to_logical_LP, reference.physical_to_logical_LP, layout)
+    assert others.sum() / (3 * slots) > 0.8
+
+
+def test_auto_picks_and_says_why() -> None:
+    layout = ExpertLayout(num_logical_experts=16, num_physical_experts=24, num_ranks=4)
+    counts = zipf(2, 16, 0.8)
+    current = balanced(counts, layout).physical_to_logical_LP
+    assert auto(counts, layout).reason == "balanced: no placement is in force"
+    assert auto(counts, layout, current).algorithm == "min_move"
+    free = auto(counts, layout, current, copies_are_free=True)
+    assert free.algorithm == "balanced" and "every slot is written anyway" in free.reason
+    twice = current.copy()
+    rank = twice[0, :6]
+    single = next(slot for slot in range(6) if (twice[0] == rank[slot]).sum() > 1)
+    rank[single] = rank[(single + 1) % 6]
+    plan = auto(counts, layout, twice)
+    assert plan.algorithm == "balanced" and "twice on rank 0 of layer 0" in plan.reason
+
+
+def test_wrong_inputs_are_one_clear_line() -> None:
+    def layout(experts: int, slots: int, ranks: int, **more: int) -> ExpertLayout:
+        return ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks, **more)
+
+    for arguments, more, words in [
+        ((256, 288, 31), {}, "288 slots do not divide over 31 ranks"),
+        ((256, 224, 32), {}, "224 slots cannot hold 256 logical experts"),
+        ((2, 12, 4), {}, "more than one for each of 2 logical experts on 4 ranks"),
+        ((16, 24, 4), {"num_nodes": 3}, "4 ranks do not divide over 3 nodes"),
+        ((16, 24, 4), {"num_groups": 5}, "16 logical experts do not divide into 5 groups"),
+        ((16, 24, 0), {}, "num_ranks must be at least 1, got 0"),
+    ]:
+        with pytest.raises(LayoutError, match=words):
+            layout(*arguments, **more)
+    small = layout(3, 4, 2)
+    counts = np.array([[1, 2, 3]])
+    for given_map, words in [
+        ([[0, 1, 0, 1]], "layer 0: no slot holds expert 2"),
+        ([[0, 0, 1, 2]], "layer 0: rank 0 holds expert 0 twice"),
+        ([[0, 1, 2, 3]], "slot 3 holds expert 3; the model has 3"),
+        ([[0, 1, 2]], r"the map has the shape \[1, 3\], wanted \[1, 4\]"),
+        ([[0.0, 1.0, 2.0, 0.0]], "the map must be of integers"),
+    ]:
+        with pytest.raises(MapError, match=words):
+            min_move(counts, small, np.array(given_map))
+    for wrong in ([[1, 2]], [[1, -2, 3]], [[1, float("nan"), 3]], [1, 2, 3]):
+        with pytest.raises(LoadsError):
+            balanced(np.array(wrong), small)
+    with pytest.raises(EplbRequestError, match=f"one of {', '.join(ALGORITHMS)}"):
+        make_plan("best", counts, small)
+    with pytest.raises(EplbRequestError, match="needs the placement in force"):
+        make_plan("min_move", counts, small)
+    with pytest.raises(EplbRequestError, match="target balancedness"):
+        make_plan("auto", counts, small, target=1.5)
+    with pytest.raises(LoadsError, match="zipf:EXPONENT"):
+        synthetic("pareto:1", 1, 4)
+
+
+def test_the_checks_see_wrong_plans() -> None:
+    layout = ExpertLayout(num_logical_experts=3, num_physical_experts=4, num_ranks=2)
+    counts = np.array([[1, 2, 3]])
+    good = balanced(counts, layout)
+    require_valid(good, counts)
+    wrong_split = Plan("x", "", layout, good.physical_to_logical_LP, np.ones((1, 4)))
+    twice = Plan("x", "", layout, np.array([[2, 2, 0, 1]]), np.array([[0.5, 0.5, 1, 1]]))
+    for plan in (wrong_split, twice):
+        with pytest.raises((AssertionError, MapError)):
+            require_valid(plan, counts)
