@@ -73,7 +73,7 @@ class LocalRun:
         weights = [layer.local_weights() for layer in layers]
         self._run = LayerRun([w for w in weights if w], range(first_layer, first_layer + len(layers)))
         assert len(self._run.layers) == len(layers), "layers of a run are local"
-        self._ops = layers[0].self_attn.ops
+        self._attention = layers[0].self_attn
         self._blocks = [layer.mlp for layer in layers if isinstance(layer.mlp, MoELayer)]
 
     def __call__(
@@ -85,7 +85,7 @@ class LocalRun:
     ) -> torch.Tensor:
         tables = [block.placement.table(block.moe_layer) for block in self._blocks]
         slots_T = context.batch.out_cache_loc
-        hidden_TD, chosen = self._ops.decoder_layers(
+        hidden_TD, chosen = self._attention.ops.decoder_layers(
             residual_TD, hidden_TD, self._run, tables, angles, context.attention, slots_T
         )
         for block, logical_ids_TK in zip(self._blocks, chosen):
