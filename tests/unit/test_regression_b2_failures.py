@@ -28,7 +28,9 @@ def live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":  # asking an object itself may warn
+        if not issubclass(type(item), torch.Tensor):  # asking an object itself may warn
+            continue
+        if item.device.type == "cpu" and item.layout == torch.strided:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
