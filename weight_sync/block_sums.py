@@ -6,13 +6,13 @@ Two ways to the same integers:
 
 * 64-bit products that wrap, on any device: eight bytes of scratch a word.
 * On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
-  multiplier `b(j) * 256^k`, in one int8 x int8 -> int32 product.  A byte is shifted to [-128, 127] and a digit lies in
-  [-64, 63], so a block's sum stays below 2^28, and no instruction that adds pairs in 16 bits can saturate
-  (255 * 64 * 2 < 2^15).  It is used where torch has such a product and a trial at first use gave the same sums.
+  multiplier `b(j) * 256^k`, in one uint8 x int8 -> int32 product.  A digit lies in [-64, 63], so a block's sum stays
+  below 2^30, and no instruction that adds pairs in 16 bits can saturate (255 * 64 * 2 < 2^15).  It is used where torch
+  has such a product and a trial at first use gave the same sums.
 
 Knows words and multipliers.  Does not know tensors' names, dtypes or where a block lies in a tensor.
 
-Shapes: N blocks, W bytes of a block (BLOCK times the word's width).
+Shapes: N blocks, W bytes of a block (BLOCK times the word's width), M digits of a multiplier.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import torch
 
 BLOCK = 4096
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}  # int64 wraps like uint64
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TOP_BITS = {1: -(1 << 7), 2: -0x7F80, 4: -0x7F7F7F80, 8: -0x7F7F7F7F7F7F7F80}  # 0x80 in every byte
 _WRAPPING_BLOCKS = 128  # of one chunk: a 4 MiB scratch, which stays in a CPU cache
-_DIGIT_BLOCKS = 256  # of one chunk: enough rows for the product, 2 MiB of bfloat16
+_DIGIT_BLOCKS = 1024  # of one chunk: 8 MiB of bfloat16, 64 KiB of sums
 _NUM_DIGITS = 10  # of 7 bits each, 64 bits in all
+_COLUMNS = 16  # a vector of int32
 _MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
 _VECTOR_PRODUCTS = ("AVX2", "AVX512")  # as torch names them; elsewhere oneDNN may go byte by byte
 
@@ -56,19 +55,17 @@ def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """`block_sums` by one int8 matrix product a chunk; on a CPU."""
-    width = words.element_size()
+    """`block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
+    num_blocks, width = words.shape[0], words.element_size()
     digits_WM, constant = _digits(width)
-    shifted = words.view(_SIGNED[width])
-    num_blocks = words.shape[0]
-    scratch = torch.empty(min(num_blocks, _DIGIT_BLOCKS), BLOCK, dtype=_SIGNED[width])
-    sums_NM = torch.empty(num_blocks, digits_WM.shape[1], dtype=torch.int32)
+    bytes_NW = words.view(torch.uint8)
+    sums = torch.empty(num_blocks, dtype=torch.int64)
+    part_NM = torch.empty(min(num_blocks, _DIGIT_BLOCKS), digits_WM.shape[1], dtype=torch.int32)
     for start in range(0, num_blocks, _DIGIT_BLOCKS):
-        chunk = shifted[start : start + _DIGIT_BLOCKS]
-        part = scratch[: chunk.shape[0]]
-        torch.bitwise_xor(chunk, _TOP_BITS[width], out=part)
-        torch._int_mm(part.view(torch.int8), digits_WM, out=sums_NM[start : start + chunk.shape[0]])
-    return _recompose(sums_NM).add_(constant)
+        chunk = bytes_NW[start : start + _DIGIT_BLOCKS]
+        part = torch._int_mm(chunk, digits_WM, out=part_NM[: chunk.shape[0]])
+        torch.sum(part.to(torch.int64).mul_(_powers()), 1, out=sums[start : start + chunk.shape[0]])
+    return sums.add_(constant)
 
 
 @functools.lru_cache(maxsize=16)
@@ -90,33 +87,33 @@ def mix_odd(k: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _digits(width: int) -> tuple[torch.Tensor, int]:
-    """Digits [W, M] int8 of the multiplier of every byte of a block, and what the shift and the "+ 1" add up to."""
+    """Digits [W, M] int8 of the multiplier of every byte of a block, and what the "+ 1" of all words adds up to."""
     table = multipliers("cpu")
     rest = torch.stack([table * _signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
-    constant = 128 * rest.sum() + table.sum()
-    digits_WM = torch.zeros(BLOCK * width, 16, dtype=torch.int8)
+    digits_WM = torch.zeros(BLOCK * width, _COLUMNS, dtype=torch.int8)
     for position in range(_NUM_DIGITS):
         digit = ((rest + 64) & 127) - 64
         digits_WM[:, position] = digit
         rest = (rest - digit) >> 7
-    return digits_WM, int(constant)
+    return digits_WM, int(table.sum())
 
 
-def _recompose(sums_NM: torch.Tensor) -> torch.Tensor:
-    powers = torch.tensor([_signed((1 << (7 * position)) % (1 << 64)) for position in range(_NUM_DIGITS)])
-    return (sums_NM[:, :_NUM_DIGITS].to(torch.int64) * powers).sum(1)
+@functools.lru_cache(maxsize=1)
+def _powers() -> torch.Tensor:
+    """128^position mod 2^64 of every column [M]; 0 for those that only fill a vector."""
+    return torch.tensor([_signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
 
 
 @functools.lru_cache(maxsize=4)
 def _digits_serve(width: int) -> bool:
-    """Whether torch multiplies int8 matrices with vector instructions here, and digits give the right sums.
+    """Whether torch multiplies 8-bit matrices with vector instructions here, and digits give the right sums.
 
     By capability and not by a trial of speed: what a few milliseconds say on a busy machine would decide for good.
     """
     if torch.backends.cpu.get_cpu_capability() not in _VECTOR_PRODUCTS or not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(width)
-    raw = torch.randint(-128, 128, (_MIN_DIGIT_BLOCKS, BLOCK * width), dtype=torch.int8, generator=generator)
+    raw = torch.randint(0, 256, (_MIN_DIGIT_BLOCKS, BLOCK * width), dtype=torch.uint8, generator=generator)
     words = raw.view(UNSIGNED[width])
     try:
         return torch.equal(digit_block_sums(words), wrapping_block_sums(words))
