@@ -28,15 +28,21 @@ _REPORT_EVERY_S = 30.0
 def run(num_histories: int, seed: int, zoo: Zoo) -> None:
     """Play random histories.  Raises `HistoryFailed` for the smallest one found that fails."""
     print(f"{num_histories} histories over {', '.join(TRANSPORTS)}; --seed {seed}", flush=True)
-    tally = Tally()
+    tally, failed = Tally(), False
     started = said = time.monotonic()
 
     @hypothesis.seed(seed)
     @settings(max_examples=num_histories, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(histories(tuple(TRANSPORTS), max_actions=24))
     def many(history: History) -> None:
-        nonlocal said
-        tally.add(play(history, zoo))
+        nonlocal said, failed
+        try:
+            tally.add(play(history, zoo))
+        except HistoryFailed as failure:
+            if not failed:
+                print(f"{failure}\nfailed; looking for a smaller one", file=sys.stderr, flush=True)
+            failed = True
+            raise
         if time.monotonic() - said > _REPORT_EVERY_S:
             said = time.monotonic()
             print(f"{said - started:.0f} s: {tally}", flush=True)

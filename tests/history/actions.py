@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from weight_sync.staging import StagingMode
 
+Dtype = Literal["float64", "float32"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
 # What a sender or a rank can do wrong in one refresh.
@@ -34,6 +35,7 @@ Fault = Literal[
     "write",  # writing fails half-way; the old content can be put back
     "restore",  # writing fails half-way, and so does putting back
 ]
+DTYPES: tuple[Dtype, ...] = Dtype.__args__  # type: ignore[attr-defined]
 FAULTS: tuple[Fault, ...] = Fault.__args__  # type: ignore[attr-defined]
 
 
@@ -128,18 +130,26 @@ AnyAction = Small | Lapse | Refresh
 
 
 class History(msgspec.Struct, frozen=True):
-    """Settings of the engine and what happens to it."""
+    """Settings of the engine and what happens to it.
+
+    float64 runs on plain torch and leaves no room for doubt; float32 on the compiled operators, whose weights are
+    packed, where there is a compiler.
+    """
 
     actions: list[AnyAction]
     pool: int = 56  # KV slots
     chunk: int = 6  # prompt tokens a step
     radix: bool = True
     staging: StagingMode = "host"
+    dtype: Dtype = "float64"
 
     def text(self) -> str:
         """For people: one action a line."""
         lines = [f"{number:3} {msgspec.json.encode(action).decode()}" for number, action in enumerate(self.actions)]
-        return f"pool={self.pool} chunk={self.chunk} radix={self.radix} staging={self.staging}\n" + "\n".join(lines)
+        return (
+            f"pool={self.pool} chunk={self.chunk} radix={self.radix} staging={self.staging} dtype={self.dtype}\n"
+            + "\n".join(lines)
+        )
 
 
 def encode(history: History) -> str:
@@ -217,8 +227,8 @@ def refreshes(transports: tuple[str, ...]) -> st.SearchStrategy[Refresh]:
 
 def histories(transports: tuple[str, ...], max_actions: int = 20) -> st.SearchStrategy[History]:
     """Random histories that begin with a request, as nothing can go wrong before one."""
-    refresh = refreshes(transports)
-    action = st.one_of(refresh, refresh, refresh, submits(), submits(), *_common(), st.just(Lapse()))
+    often = [refreshes(transports)] * 6 + [submits()] * 4
+    action = st.one_of(*often, *_common(), st.just(Lapse()))
     return st.builds(
         lambda first, rest, **settings: History([first, *rest], **settings),
         submits(),
@@ -227,4 +237,5 @@ def histories(transports: tuple[str, ...], max_actions: int = 20) -> st.SearchSt
         chunk=st.sampled_from([3, 6, 64]),
         radix=st.sampled_from([True, True, True, False]),
         staging=st.sampled_from(["host", "host", "journal", "in_place"]),
+        dtype=st.sampled_from(["float64", "float64", "float32"]),
     )

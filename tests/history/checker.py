@@ -19,13 +19,15 @@ import torch
 
 from rollout.core.io_struct import VersionSpan
 from rollout.core.model_config import ModelConfig
-from tests.history.actions import Submit
+from tests.history.actions import Dtype, Submit
 from tests.history.expected import Expected, Violation
 from tests.history.reference import MixedOutput, MixedReference
 from tests.scheduler_harness import Result
 
-# Two float64 computations of one thing differ by the order of their sums; versions differ in the first digit.
-TOLERANCE = 1e-9
+# Two computations of one thing differ by the order of their sums; versions differ in the first digit.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+# Where two experts are closer than this, float32 may take the other one, and everything after it is another token's.
+CLOSEST = {"float64": 1e-13, "float32": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Tally:
     commits: int = 0
     refusals: int = 0  # weight verbs that had to be refused
     poisonings: int = 0
+    undecided: int = 0  # requests whose numbers the engine's precision leaves open
 
     def add(self, other: Tally) -> None:
         for item in fields(self):
@@ -107,8 +110,9 @@ class Tally:
 class Checker:
     """Raises `Violation` for the first thing that is wrong with a finished request, its tokens first."""
 
-    def __init__(self, config: ModelConfig, expected: Expected) -> None:
+    def __init__(self, config: ModelConfig, expected: Expected, dtype: Dtype) -> None:
         self._expected = expected
+        self._tolerance, self._closest = TOLERANCE[dtype], CLOSEST[dtype]
         self._reference = MixedReference(config, expected.versions)  # type: ignore[arg-type]
         self.tally = Tally()
 
@@ -121,9 +125,12 @@ class Checker:
         lives = [self._forward(sequence, versions) for versions in trace.lives]
         try:
             self._check_spans(result, trace)
+            self._check_kv_versions(result, trace)
+            if min(life.margin for life in lives) < self._closest:
+                self.tally.undecided += 1
+                return
             self._check_tokens(result, trace, lives)
             self._check_prompt(result, trace, lives)
-            self._check_kv_versions(result, trace)
             self._check_routes(result, trace, lives)
         except Violation as violation:
             raise Violation(f"request {result.rid} ({len(result.prompt_ids)} prompt tokens): {violation}") from None
@@ -155,13 +162,13 @@ class Checker:
             logits = lives[token.life].logits[first + index]
             logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
             token_id, said = result.token_ids[index], result.logprobs[index]
-            if not _close(said, float(logprobs[token_id])):
+            if not self._close(said, float(logprobs[token_id])):
                 raise Violation(
                     f"token {index} has log-probability {said:.6f}; under {token.label}, with KV of "
                     f"{_runs(trace.lives[token.life][: first + index + 1])}, it is {float(logprobs[token_id]):.6f}; "
                     + self._explanation(result, index, temperature, said)
                 )
-            if not temperature and float(logits.max() - logits[token_id]) > TOLERANCE:
+            if not temperature and float(logits.max() - logits[token_id]) > self._tolerance:
                 raise Violation(f"token {index} is not the most probable one")
 
     def _explanation(self, result: Result, index: int, temperature: float, said: float) -> str:
@@ -170,7 +177,7 @@ class Checker:
         for version, content in enumerate(self._expected.versions):
             if content is not None:
                 logits = self._forward(sequence, [version] * len(sequence)).logits[-1] / (temperature or 1.0)
-                if _close(said, float(logits.log_softmax(-1)[result.token_ids[index]])):
+                if self._close(said, float(logits.log_softmax(-1)[result.token_ids[index]])):
                     return f"version {version} alone would give it"
         return "no committed version gives it"
 
@@ -182,7 +189,7 @@ class Checker:
         for position, said in enumerate(scores.values[1:], start=scores.start):
             logits = lives[trace_life(trace, position)].logits[position] / temperature
             real = float(logits.log_softmax(-1)[result.prompt_ids[position + 1]])
-            if said is None or not _close(said, real):
+            if said is None or not self._close(said, real):
                 raise Violation(f"prompt token {position + 1} has log-probability {said}, not {real:.6f}")
 
     def _check_kv_versions(self, result: Result, trace: Trace) -> None:
@@ -212,6 +219,9 @@ class Checker:
                 raise Violation(f"row {position} of the routes is not the router's choice under version {version}")
         self._same_versions("routes", payload.versions, [trace.lives[o][p] for p, o in enumerate(owners)])
 
+    def _close(self, a: float, b: float) -> bool:
+        return abs(a - b) <= self._tolerance  # false for NaN
+
     def _same_versions(self, what: str, spans: Sequence[VersionSpan], versions: Sequence[int]) -> None:
         said = _labels(spans, len(versions))
         for place, (label, version) in enumerate(zip(said, versions, strict=True)):
@@ -234,10 +244,6 @@ def _labels(spans: Sequence[VersionSpan], count: int) -> list[str]:
     if len(labels) != count:
         raise Violation(f"spans {[(s.version, s.start, s.end) for s in spans]} do not cover {count} places")
     return labels
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= TOLERANCE  # false for NaN
 
 
 def _runs(versions: Sequence[int]) -> str:

@@ -143,7 +143,7 @@ class Driver(Harness):
             self._patch(ShadowStaging, "exchange", staticmethod(self._make_exchange(ShadowStaging.exchange)))
             super().__init__(
                 checkpoint,
-                dtype="float64",
+                dtype=history.dtype,
                 weight_version="v0",
                 skip_tokenizer_init=True,
                 max_total_tokens=history.pool,
@@ -155,7 +155,7 @@ class Driver(Harness):
                 weight_update_timeout=5.0,
             )
             self._patches = self._patches.pop_all()
-        self.checker = Checker(self.scheduler.runner.state.model.config, self.expected)
+        self.checker = Checker(self.scheduler.runner.state.model.config, self.expected, history.dtype)
 
     def __enter__(self) -> Driver:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint, random_weights
 from tests.history.actions import (
+    DTYPES,
     Abort,
     AbortUpdate,
     AnyAction,
     Begin,
     Continue,
+    Dtype,
     End,
     Flush,
     History,
@@ -63,9 +66,10 @@ from weight_sync.tensor_meta import dtype_name
 _SHAPE: dict[str, Any] = {
     "hidden_size": 16, "layers": 2, "dense_first": 0, "heads": 2, "kv_heads": 1, "head_dim": 8,
     "intermediate_size": 16, "experts": 4, "top_k": 2, "moe_intermediate_size": 8, "context_length": 64,
-    "vocab_size": 300, "dtype": "float64",
+    "vocab_size": 300,
 }  # fmt: skip
 NUM_CONTENTS = 4
+_MAX_TICKS = 3000
 # What a version on disk, which is whole by nature, cannot have wrong with it.
 _NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "repeated")
 
@@ -75,20 +79,25 @@ class HistoryFailed(AssertionError):
 
 
 class Zoo:
-    """A checkpoint, and `NUM_CONTENTS` random contents of its shape that differ in every tensor; the first is its."""
+    """By dtype: a checkpoint, and `NUM_CONTENTS` random contents of its shape that differ in every tensor; the first
+    is the checkpoint's.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.checkpoint = make_checkpoint(folder, CheckpointSpec(seed=0, **_SHAPE))
-        self.contents: list[Tensors] = [
-            dict(random_weights(CheckpointSpec(seed=seed, **_SHAPE))) for seed in range(NUM_CONTENTS)
-        ]
+        self.checkpoints: dict[Dtype, Path] = {}
+        self.contents: dict[Dtype, list[Tensors]] = {}
+        for dtype in DTYPES:
+            specs = [CheckpointSpec(seed=seed, dtype=dtype, **_SHAPE) for seed in range(NUM_CONTENTS)]
+            self.checkpoints[dtype] = make_checkpoint(folder / dtype, specs[0])
+            self.contents[dtype] = [dict(random_weights(spec)) for spec in specs]
 
 
 def play(history: History, zoo: Zoo) -> Tally:
     """Play and check."""
     try:
-        with Driver(zoo.checkpoint, zoo.contents[0], history) as driver:
-            machine = Machine(driver, zoo)
+        contents = zoo.contents[history.dtype]
+        with Driver(zoo.checkpoints[history.dtype], contents[0], history) as driver:
+            machine = Machine(driver, contents)
             for action in history.actions:
                 machine.play(action)
             machine.conclude()
@@ -104,9 +113,9 @@ def play(history: History, zoo: Zoo) -> Tally:
 class Machine:
     """Carries out actions.  Weight verbs that are sent while another is under way queue up behind it."""
 
-    def __init__(self, driver: Driver, zoo: Zoo) -> None:
+    def __init__(self, driver: Driver, contents: Sequence[Tensors]) -> None:
         self.driver = driver
-        self._contents = zoo.contents
+        self._contents = contents
         self._meanwhile: deque[AnyAction] = deque()
         self._num_labels = 0
         self._num_calls = 0
@@ -129,8 +138,8 @@ class Machine:
                 driver.channel.inbox.append(AbortReqInput(rids=[chosen], abort_all=action.index < 0))
             case Lapse():
                 driver.now += 2 * LEASE_S
-                driver.tick()
                 driver.expected.lapse()
+                driver.tick()
             case Refresh():
                 self._refresh(action)
             case _:
@@ -143,10 +152,10 @@ class Machine:
         self._resume()
         if driver.expected.draft is not None:
             self.play(AbortUpdate())
-        driver.run()
+        driver.run(max_ticks=_MAX_TICKS)
         self._refresh(Refresh("distributed", content=1, calls=1))
         driver.start(Submit([1, 2, 3, 4], new=4))
-        driver.run()
+        driver.run(max_ticks=_MAX_TICKS)
         driver.check_idle()
         expected = driver.expected.versions[driver.expected.current]
         weights = driver.scheduler.runner.state.model.weights
@@ -268,7 +277,7 @@ class Machine:
         verb, fields = transport.make(driver, call)
         tensors = driver.published[-1] if transport.is_pull else dict(named)
         if transport.casts:
-            tensors = {name: tensor.double() for name, tensor in tensors.items()}
+            tensors = {name: tensor.to(first[1].dtype) for name, tensor in tensors.items()}
         if refused is None and not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             refused = "a value is not finite"
         sent = SentTensors(
@@ -316,7 +325,7 @@ def _with_fault(
         case "reshaped":
             return [(name, tensor.unsqueeze(0)), *rest], f"{name} has another shape"
         case "retyped":
-            return [*rest, (name, tensor.float())], None if casts else f"{name} has another dtype"
+            return [*rest, (name, tensor.half())], None if casts else f"{name} has another dtype"
         case "repeated":
             twice = f"{first[0]} comes twice" if any(first[0] == other for other, _ in named) else None
             return [*named, first], twice

@@ -21,22 +21,29 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class MixedOutput:
-    """`logits[t]` predict token t + 1; `routes[t, l]` are the experts of token t, best first."""
+    """`logits[t]` predict token t + 1; `routes[t, l]` are the experts of token t, best first.
+
+    `margin`: the smallest difference between two probabilities on which the order or the set of experts depends.
+    """
 
     logits: torch.Tensor  # [T, V] float64
     routes: torch.Tensor  # [T, L, K] int64, logical ids
+    margin: float
 
 
 class MixedReference:
-    """`contents[v]` are the logical tensors of version v, float64, by checkpoint name; the list may grow."""
+    """`contents[v]` are the logical tensors of version v by checkpoint name; the list may grow."""
 
     def __init__(self, config: ModelConfig, contents: Sequence[Tensors]) -> None:
         self._config = config
         self._contents = contents
+        self._widened: dict[int, Tensors] = {}
+        self._margin = torch.inf
 
     def forward(self, input_ids: Sequence[int], version_T: Sequence[int]) -> MixedOutput:
         """The whole sequence at once; token t under version `version_T[t]`."""
         config = self._config
+        self._margin = torch.inf
         versions = torch.tensor(version_T)
         ids = torch.tensor(input_ids)
         hidden = torch.empty(len(input_ids), config.hidden_size, dtype=torch.float64)
@@ -53,12 +60,14 @@ class MixedReference:
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         for weights, rows in self._by_version(versions):
             logits[rows] = self._norm(hidden[rows], weights["model.norm.weight"]) @ weights[head].T
-        return MixedOutput(logits, torch.stack(routes, dim=1))
+        return MixedOutput(logits, torch.stack(routes, dim=1), self._margin)
 
     def _by_version(self, versions: torch.Tensor) -> Iterator[tuple[Tensors, torch.Tensor]]:
         """Each version's tensors, and the tokens [R] that it computes."""
         for version in versions.unique().tolist():
-            yield self._contents[version], (versions == version).nonzero().squeeze(1)
+            if version not in self._widened:
+                self._widened[version] = {name: each.double() for name, each in self._contents[version].items()}
+            yield self._widened[version], (versions == version).nonzero().squeeze(1)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
@@ -117,9 +126,11 @@ class MixedReference:
     def _moe(self, weights: Tensors, prefix: str, x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config = self._config
         probabilities_RE = (x_RD @ weights[f"{prefix}.gate.weight"].T).softmax(-1)
-        order = probabilities_RE.argsort(dim=-1, descending=True, stable=True)
-        chosen_RK = order[:, : config.num_experts_per_tok]
-        scores_RK = probabilities_RE.gather(1, chosen_RK)
+        ranked_RE, order_RE = probabilities_RE.sort(dim=-1, descending=True, stable=True)
+        gaps = -ranked_RE[:, : config.num_experts_per_tok + 1].diff(dim=1)
+        self._margin = min(self._margin, float(gaps.min()))
+        chosen_RK = order_RE[:, : config.num_experts_per_tok]
+        scores_RK = ranked_RE[:, : config.num_experts_per_tok]
         if config.norm_topk_prob:
             scores_RK = scores_RK / scores_RK.sum(-1, keepdim=True)
         scores_RE = torch.zeros_like(probabilities_RE).scatter(1, chosen_RK, scores_RK)

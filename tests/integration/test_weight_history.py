@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.history.actions import History, Pause, Refresh, Steps, Submit, decode, encode, histories
+from tests.history.actions import DTYPES, Dtype, History, Pause, Refresh, Steps, Submit, decode, encode, histories
 from tests.history.checker import Tally
 from tests.history.machine import HistoryFailed, Zoo, play
 from tests.history.transports import TRANSPORTS
@@ -34,9 +34,10 @@ def test_every_token_of_random_histories_is_explained(zoo: Zoo) -> None:
         tally.add(play(history, zoo))
 
     many()
-    # Enough happened for the checks to mean something.
-    assert tally.histories >= NUM_HISTORIES and tally.commits > 2 * NUM_HISTORIES and tally.refusals > NUM_HISTORIES
-    assert tally.tokens > 10 * NUM_HISTORIES and tally.on_mixed_kv > NUM_HISTORIES and tally.poisonings > 10
+    # Enough happened for the checks to mean something, and little was left open.
+    assert tally.histories >= NUM_HISTORIES and tally.undecided < NUM_HISTORIES // 10
+    assert tally.commits > 2 * NUM_HISTORIES and tally.refusals > NUM_HISTORIES and tally.poisonings > 10
+    assert tally.tokens > 10 * NUM_HISTORIES and tally.on_mixed_kv > NUM_HISTORIES // 2
 
 
 @pytest.mark.parametrize("variant", WRONG_VARIANTS)
@@ -52,7 +53,8 @@ def test_wrong_variants_are_caught(zoo: Zoo, variant: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("pause", [None, "retract", "in_place"])
-def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: str | None) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: str | None, dtype: Dtype) -> None:
     """What the random histories rely on: without a fault each transport brings new weights in the midst of requests."""
     refresh = Refresh(transport, content=2, pause=pause, meanwhile=[Steps(2), Steps(2)])  # type: ignore[arg-type]
     history = History(
