@@ -21,8 +21,8 @@ from weight_sync.staging_modes import new_staging
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 from weight_sync.transaction import WeightTransaction
 
-# 7 packed matrices of 42 MB, in buckets of two: too large for malloc to keep when they are let go.
-COUNT, ROWS, COLUMNS, PER_BUCKET = 7, 20480, 1024, 2
+# 8 packed matrices of 42 MB, in full buckets of two: too large for malloc to keep when they are let go.
+COUNT, ROWS, COLUMNS, PER_BUCKET = 8, 20480, 1024, 2
 
 
 class Matrices:
