@@ -14,18 +14,21 @@ C subsets of the slots of a rank.
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 
 from eplb.algorithms.replicas import greedy_replica_order
-from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, shares_of
+from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, replica_counts, shares_of
 
 ENOUGH = 0.9997  # a layer this balanced is not refined further
 ROUNDS = {1: 40, 2: 60}  # most rounds of exchanges of so many items
 PATIENCE = 16  # rounds without progress, each with other pairs, after which larger exchanges are tried
 RETRIED = 0.9992  # a layer less balanced than this is tried with other numbers of replicas
 ATTEMPTS, VARIANTS, SPREAD = 3, 12, 0.3  # times, numbers tried each time, standard deviation of their logarithms
+import os
+SLACK = float(os.environ.get("SLACK", "0.1"))
+NEARLY_FULL = float(os.environ.get("NF", "0.97"))
 MOST_SUBSETS = 200  # of a rank; larger exchanges are not searched
 
 
@@ -88,14 +91,27 @@ def _place(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -
     rank_loads = np.zeros((layers, ranks))  # infinite when full
     filled = np.zeros((layers, ranks), dtype=np.int64)
     every = np.arange(layers)
+    links = np.broadcast_to(np.arange(ranks), (layers, ranks)).copy()
+    first_rank = np.full((layers, layout.num_logical_experts), -1)
     for expert, load in zip(experts_LP.T, loads_LP.T, strict=True):
         open_loads = np.where(holds[every, expert], np.inf, rank_loads)
-        rank = open_loads.argmin(axis=1)
+        first = first_rank[every, expert]
+        again = first >= 0
+        if again.any():
+            own = links[every, first]
+            inside = again[:, None] & (links == own[:, None])
+            rank = (open_loads + np.where(inside, SLACK, 0.0) + (open_loads + load[:, None] > NEARLY_FULL)).argmin(axis=1)
+        else:
+            rank = open_loads.argmin(axis=1)
         for layer in np.flatnonzero(np.isinf(open_loads[every, rank])):
             rank[layer] = _make_room(
                 int(expert[layer]), placed[layer], placed_loads[layer], holds[layer], filled[layer]
             )
             rank_loads[layer] = np.where(filled[layer] == slots, np.inf, placed_loads[layer].sum(axis=1))
+        if again.any():
+            other = np.where(again, links[every, rank], -1)
+            links = np.where(links == other[:, None], own[:, None], links)
+        first_rank[every, expert] = np.where(again, first, rank)
         slot = filled[every, rank]
         placed[every, rank, slot] = expert
         placed_loads[every, rank, slot] = load
@@ -129,7 +145,8 @@ def _make_room(
 def _refine(experts_LGS: np.ndarray, loads_LGS: np.ndarray) -> None:
     """Exchange items between ranks, in place.  The largest load of a rank never grows."""
     ranks, slots = loads_LGS.shape[1:]
-    for size, most in ROUNDS.items():
+    counts = replica_counts(experts_LGS.reshape(len(loads_LGS), -1), int(experts_LGS.max()) + 1)
+    for single, (size, most) in product((True, False), ROUNDS.items()):
         subsets = list(combinations(range(slots), size))
         if ranks == 1 or not subsets or len(subsets) > MOST_SUBSETS:
             continue
@@ -141,13 +158,13 @@ def _refine(experts_LGS: np.ndarray, loads_LGS: np.ndarray) -> None:
             if not len(active) or stalled >= PATIENCE:
                 break
             experts, loads = experts_LGS[active], loads_LGS[active]
-            _exchange(experts, loads, np.array(subsets), stalled)
+            _exchange(experts, loads, np.array(subsets), stalled, counts[active] if single else None)
             progress = loads.sum(axis=2).max(axis=1) < loads_LGS[active].sum(axis=2).max(axis=1) - 1e-7
             stalled = 0 if progress.any() else stalled + 1
             experts_LGS[active], loads_LGS[active] = experts, loads
 
 
-def _exchange(experts_LGS: np.ndarray, loads_LGS: np.ndarray, subsets_CX: np.ndarray, shift: int) -> None:
+def _exchange(experts_LGS: np.ndarray, loads_LGS: np.ndarray, subsets_CX: np.ndarray, shift: int, counts_LE: np.ndarray | None) -> None:
     """One round: every pair of a heavy and a light rank exchanges the subsets that leave the two most equal, in place.
 
     `shift` turns the light ranks against the heavy ones, so that other ranks meet.  Items whose expert the other rank
@@ -161,8 +178,12 @@ def _exchange(experts_LGS: np.ndarray, loads_LGS: np.ndarray, subsets_CX: np.nda
     experts_heavy, experts_light = experts_LGS[every, heavy], experts_LGS[every, light]  # [L, Q, S]
     loads_heavy, loads_light = loads_LGS[every, heavy], loads_LGS[every, light]
     shared = experts_heavy[..., :, None] == experts_light[..., None, :]
-    give = np.where(shared.any(axis=3), np.inf, loads_heavy)[..., subsets_CX].sum(axis=3)  # [L, Q, C]
-    take = np.where(shared.any(axis=2), -np.inf, loads_light)[..., subsets_CX].sum(axis=3)
+    stay_heavy, stay_light = shared.any(axis=3), shared.any(axis=2)
+    if counts_LE is not None:
+        stay_heavy |= counts_LE[every[..., None], experts_heavy] > 1
+        stay_light |= counts_LE[every[..., None], experts_light] > 1
+    give = np.where(stay_heavy, np.inf, loads_heavy)[..., subsets_CX].sum(axis=3)  # [L, Q, C]
+    take = np.where(stay_light, -np.inf, loads_light)[..., subsets_CX].sum(axis=3)
     gap = rank_loads_LG[every, heavy] - rank_loads_LG[every, light]
     left = np.abs((give[..., :, None] - take[..., None, :]) - gap[..., None, None] / 2)
     left = left.reshape(*gap.shape, -1)

@@ -26,6 +26,7 @@ LAYERS = {
     "eplb": 0,
     "weight_sync": 0,
     "rollout.core": 1,
+    "rollout.distributed": 2,
     "rollout.mem_cache": 2,
     "rollout.kernels": 2,
     "rollout.attention": 3,

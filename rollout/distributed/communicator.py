@@ -1,0 +1,210 @@
+"""`Communicator`: the collectives of one process group, each with a deadline, each counted.
+
+Sums run in rank order, in float32 or better, whatever the message size: all ranks get the same bits, and a token's sum
+does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over: what
+the ranks hold no longer agrees.
+
+Not thread-safe, and one order of calls for all ranks: every thread that communicates has a communicator of its own.
+
+Knows tensors and ranks.  Does not know what is exchanged.  Shapes: N ranks of the group.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rollout.core.errors import LockstepError
+
+_GATHERED_SUM_BYTES = 64 << 10  # up to here one round of everything is quicker than two of a share each
+
+
+class RankLostError(LockstepError):
+    """A collective failed or was late: another rank is gone."""
+
+
+@dataclass
+class CollectiveCount:
+    """Calls so far, and the bytes that this rank sent to others."""
+
+    calls: int = 0
+    num_bytes: int = 0
+
+
+class Communicator:
+    """`process_group` is None for a group of one."""
+
+    def __init__(
+        self, name: str, rank: int, size: int, process_group: dist.ProcessGroup | None = None, timeout_s: float = 120.0
+    ) -> None:
+        assert (process_group is None) == (size == 1)
+        self.name, self.rank, self.size = name, rank, size
+        self.timeout_s = timeout_s
+        self.counts: dict[str, CollectiveCount] = {}
+        self._process_group = process_group
+
+    # --- tensors ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """`tensor` of rank `root`, in place."""
+        if self._process_group is None:
+            return tensor
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._start("broadcast", tensor.nbytes, lambda group: group.broadcast([tensor], options))
+        self._finish("broadcast", work)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, of one shape and dtype: [N, ...]."""
+        if self._process_group is None:
+            return tensor.unsqueeze(0)
+        mine = _as_bytes(tensor)
+        out = mine.new_empty(self.size * mine.numel())
+        sent = tensor.nbytes * (self.size - 1)
+        # gloo lays the ranks out along the first dimension; bytes spare it the dtypes that it does not know.
+        work = self._start("all_gather", sent, lambda group: group._allgather_base(out, mine))
+        self._finish("all_gather", work)
+        return out.view(tensor.dtype).view(self.size, *tensor.shape)
+
+    def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The rows of all ranks one after the other [sum of counts, ...]; this rank's are `counts[rank]` many."""
+        if self.size == 1:
+            return tensor
+        assert tensor.shape[0] == counts[self.rank]
+        most = max(counts)
+        if most == 0:
+            return tensor
+        padded = tensor.new_zeros(most, *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        gathered = self.all_gather(padded)
+        if min(counts) == most:
+            return gathered.flatten(0, 1)
+        return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
+
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
+        """`send_counts[r]` rows for each rank r, in rank order; the rows from each, in rank order."""
+        if self._process_group is None:
+            return rows
+        rows = rows.contiguous()
+        width = rows[0].nbytes if rows.shape[0] else rows.new_empty(1, *rows.shape[1:]).nbytes
+        out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+        if width == 0:
+            return out
+        send, receive = _as_bytes(rows).view(-1, width), _as_bytes(out).view(-1, width)
+        sent = width * (sum(send_counts) - send_counts[self.rank])
+        work = self._start(
+            "all_to_all",
+            sent,
+            lambda group: group.alltoall_base(receive, send, list(receive_counts), list(send_counts)),
+        )
+        self._finish("all_to_all", work)
+        return out
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in their order: a new tensor."""
+        if self.size == 1:
+            return tensor
+        if tensor.nbytes <= _GATHERED_SUM_BYTES or tensor.shape[0] < self.size:
+            return _sum_in_order(self.all_gather(tensor), tensor.dtype)
+        counts = share_sizes(tensor.shape[0], self.size)
+        return self.all_gather_rows(self.reduce_scatter_rows(tensor, counts), counts)
+
+    def reduce_scatter_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Of the sum over all ranks, in their order, this rank's `counts[rank]` rows; `counts` cover all rows."""
+        if self.size == 1:
+            return tensor
+        mine = counts[self.rank]
+        received = self.all_to_all(tensor, counts, [mine] * self.size)
+        return _sum_in_order(received.view(self.size, mine, *tensor.shape[1:]), tensor.dtype)
+
+    def send_receive(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Point-to-point: `sends` (tensor, to) and `receives` (tensor, from), pairs of two ranks in one order on both.
+
+        The tensors are contiguous and stay untouched by others until this returns.
+        """
+        assert self._process_group is not None or not (sends or receives)
+        works = []
+        for tensor, peer in receives:
+            out = _as_bytes(tensor)
+            works.append(self._start("receive", 0, lambda group, out=out, peer=peer: group.recv([out], peer, 0)))
+        for tensor, peer in sends:
+            out = _as_bytes(tensor)
+            works.append(self._start("send", out.nbytes, lambda group, out=out, peer=peer: group.send([out], peer, 0)))
+        for work in works:
+            self._finish("send_receive", work)
+
+    # --- host values ------------------------------------------------------------------------------------------------
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """The same number of integers from every rank, by rank."""
+        if self.size == 1:
+            return [list(values)]
+        return self.all_gather(torch.tensor(values, dtype=torch.int64)).tolist()
+
+    def all_agree(self, mine: bool) -> bool:
+        """Whether all ranks say yes."""
+        return mine if self.size == 1 else all(flag for (flag,) in self.gather_ints([int(mine)]))
+
+    def any_of(self, mine: bool) -> bool:
+        """Whether any rank says yes."""
+        return mine if self.size == 1 else any(flag for (flag,) in self.gather_ints([int(mine)]))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """A message of every rank, by rank."""
+        if self.size == 1:
+            return [data]
+        sizes = [size for (size,) in self.gather_ints([len(data)])]
+        mine = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        gathered = self.all_gather_rows(mine, sizes).numpy().tobytes()
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        return [gathered[end - size : end] for size, end in zip(sizes, ends)]
+
+    def reset_counts(self) -> None:
+        self.counts.clear()
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _start(self, verb: str, num_bytes: int, call) -> dist.Work:  # type: ignore[no-untyped-def]
+        count = self.counts.setdefault(verb, CollectiveCount())
+        count.calls += 1
+        count.num_bytes += num_bytes
+        try:
+            return call(self._process_group)
+        except RuntimeError as error:
+            raise self._lost(verb, error) from error
+
+    def _finish(self, verb: str, work: dist.Work) -> None:
+        try:
+            work.wait(datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self._lost(verb, error) from error
+
+    def _lost(self, verb: str, error: RuntimeError) -> RankLostError:
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        return RankLostError(f"rank {self.rank} of group {self.name!r}: {verb} failed, a rank is lost: {reason}")
+
+
+def share_sizes(total: int, parts: int) -> list[int]:
+    """`total` rows dealt out to `parts` ranks as evenly as it goes, the first ones getting one more."""
+    least, more = divmod(total, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _sum_in_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum over the first dimension, one after the other."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part.to(wide)
+    return total.to(dtype)
