@@ -2,9 +2,12 @@
 
 EplbError             500
 +-- EplbRequestError  400  the call is wrong; nothing was changed
-    +-- LayoutError   400  numbers of experts, slots, ranks or nodes that do not fit together
-    +-- LoadsError    400  counts of another shape, negative or not finite
-    +-- MapError      400  a map that misses an expert, repeats one on a rank, or is of another shape
+|   +-- LayoutError   400  numbers of experts, slots, ranks or nodes that do not fit together
+|   +-- LoadsError    400  counts of another shape, negative or not finite
+|   +-- MapError      400  a map that misses an expert, repeats one on a rank, or is of another shape
++-- RebalanceRefused  409  not now; nothing was changed
++-- TransferError     500  experts could not be moved; every slot holds what it held before
++-- TornTransferError 503  slots hold something else than the map says, and could not be restored
 """
 
 from __future__ import annotations
@@ -32,3 +35,19 @@ class LoadsError(EplbRequestError):
 
 class MapError(EplbRequestError):
     """A map of slots to experts that cannot be served from."""
+
+
+class RebalanceRefused(EplbError):
+    """Experts cannot be moved in the present state; nothing was changed."""
+
+    status_code = 409
+
+
+class TransferError(EplbError):
+    """Experts could not be moved; every slot of every rank holds what it held before."""
+
+
+class TornTransferError(EplbError):
+    """Some rank's slots hold something else than the map in force says: nothing may be computed from them."""
+
+    status_code = 503
