@@ -1,6 +1,6 @@
 """Where each logical expert lives: the map between logical experts and physical slots, layer by layer.
 
-Knows the map and its invariant.  Does not know weights, ranks' process groups or how a map is chosen.
+Knows the map and its invariants.  Does not know weights, ranks' process groups or how a map is chosen.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
 """
@@ -8,8 +8,11 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots over all rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from eplb.errors import LayoutError, MapError
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,32 @@ class ExpertLocationMetadata:
 
     def slots_of(self, layer: int, logical_expert: int) -> list[int]:
         """Physical slots that hold `logical_expert` in MoE layer `layer`, ascending."""
-        return (self.physical_to_logical_map[layer] == logical_expert).nonzero().flatten().tolist()
+        return list(self._slots_LE[layer][logical_expert])
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Whether slots can be spread over `num_ranks` ranks, P / ranks on each.
+
+        Raises `LayoutError` where they do not divide, `MapError` for an expert that is twice on one rank; with one rank
+        that is allowed.
+        """
+        if self.num_physical_experts % num_ranks:
+            raise LayoutError(f"{self.num_physical_experts} slots do not divide over {num_ranks} ranks")
+        if num_ranks == 1:
+            return
+        by_rank = self.physical_to_logical_map.view(self.num_layers, num_ranks, -1).sort(dim=2).values
+        repeated = (by_rank[:, :, 1:] == by_rank[:, :, :-1]).nonzero()
+        if len(repeated):
+            layer, rank, place = repeated[0].tolist()
+            expert = int(by_rank[layer, rank, place])
+            raise MapError(f"MoE layer {layer}: rank {rank} of {num_ranks} holds expert {expert} twice")
+
+    @cached_property
+    def _slots_LE(self) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = [[[] for _ in range(self.num_logical_experts)] for _ in range(self.num_layers)]
+        for layer, row in enumerate(self.physical_to_logical_map.tolist()):
+            for slot, expert in enumerate(row):
+                found[layer][expert].append(slot)
+        return found
 
 
 def trivial_location(

@@ -23,6 +23,7 @@ from eplb.drift import expected_by_chance, total_variation
 from eplb.load_dump import LoadDump
 from eplb.load_windows import WINDOWS, LoadWindows
 from eplb.placement import ExpertPlacement
+from eplb.split_table import SplitTable
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]
 MODES: tuple[RecorderMode, ...] = get_args(RecorderMode)
@@ -81,15 +82,14 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A placement as it was: what slots hold [L, P], and the slot of each expert [L, E]."""
+    """A placement as it was: what slots hold [L, P], and how an expert's tokens are divided over its slots."""
 
     physical_to_logical: torch.Tensor
-    slots_LE: torch.Tensor
+    split: SplitTable
 
     def slot_loads(self, counts_SLE: torch.Tensor) -> torch.Tensor:
         """Tokens of each slot [S, L, P] int64."""
-        loads = counts_SLE.new_zeros((*counts_SLE.shape[:2], self.physical_to_logical.shape[1]), dtype=torch.int64)
-        return loads.scatter_add_(2, self.slots_LE.expand(counts_SLE.shape), counts_SLE.long())
+        return self.split.slot_loads(counts_SLE, self.physical_to_logical.shape[1])
 
 
 class LoadRecorder:
@@ -145,7 +145,7 @@ class LoadRecorder:
         placement_epoch = self._placement.epoch
         if placement_epoch not in self._placed:
             located = self._placement.metadata.physical_to_logical_map.clone()
-            self._placed[placement_epoch] = _Placed(located, self._placement.slots_of_experts())
+            self._placed[placement_epoch] = _Placed(located, self._placement.split())
         tokens = (input_ids.to("cpu", copy=True), positions.to("cpu", copy=True)) if self.mode == "per_token" else None
         self._noted.append(_Noted(ids_by_layer, facts, placement_epoch, tokens))
         self._tokens_noted += ids_by_layer[0].shape[0]

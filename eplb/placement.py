@@ -1,51 +1,129 @@
-"""`ExpertPlacement`: the one holder of the expert map in force.
+"""`ExpertPlacement`: the one holder of the expert map in force, as one rank sees it.
 
-Routers read its device table, weight loaders ask it for slots; because it is one object they cannot disagree.
+Routers read its device tables, weight loaders ask it for slots; because it is one object they cannot disagree.
 Does not know how a map is planned or how weights are moved.
 
-Shapes: L MoE layers, E logical experts, K top-k, T tokens.
+    slot p of all P      on rank p // (P / ranks), there at local slot p % (P / ranks)
+
+Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), K top-k, T tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from eplb.errors import MapError
 from eplb.expert_location import ExpertLocationMetadata
+from eplb.split_table import PICKS, SplitTable
 
 
 class ExpertPlacement:
-    """The map in force and its epoch.
+    """The map in force and its epoch.  The device tables keep their addresses for the life of the object.
 
-    The device table keeps its address for the life of the object.
+    `ep_rank` of `ep_size` ranks over which slots are spread.  With one rank an expert's first slot takes all of its
+    tokens: further replicas would be the same weights read twice.
+
+    Raises `LayoutError` for slots that do not divide over the ranks, `MapError` for an expert twice on one rank.
     """
 
-    def __init__(self, metadata: ExpertLocationMetadata, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        metadata: ExpertLocationMetadata,
+        device: torch.device | str = "cpu",
+        ep_rank: int = 0,
+        ep_size: int = 1,
+    ) -> None:
+        assert 0 <= ep_rank < ep_size
+        metadata.check_ranks(ep_size)
         self.metadata = metadata
         self.epoch = 0
-        first_slots = [
-            [metadata.slots_of(layer, expert)[0] for expert in range(metadata.num_logical_experts)]
-            for layer in range(metadata.num_layers)
-        ]
-        self.is_identity = first_slots == [list(range(metadata.num_logical_experts))] * metadata.num_layers
-        self._logical_to_physical_LE = torch.tensor(first_slots, dtype=torch.int64, device=device)
+        self.ep_rank, self.ep_size = ep_rank, ep_size
+        self._room = metadata.num_physical_experts - metadata.num_logical_experts + 1 if ep_size > 1 else 1
+        table = self._new_table(metadata, None)
+        self._split = table.to(device)
+        self._note_table(table)
 
     @property
     def num_physical_experts(self) -> int:
+        """Slots over all ranks."""
         return self.metadata.num_physical_experts
 
+    @property
+    def num_local_experts(self) -> int:
+        """Slots of this rank."""
+        return self.num_physical_experts // self.ep_size
+
     def local_slots(self, layer: int, logical_expert: int) -> list[int]:
-        """Slots of this rank into which the weights of `logical_expert` of MoE layer `layer` must be written."""
-        return self.metadata.slots_of(layer, logical_expert)
+        """Slots of this rank, by its own numbering, into which `logical_expert` of MoE layer `layer` is written.
+
+        None, if other ranks hold it.
+        """
+        first = self.ep_rank * self.num_local_experts
+        slots = self.metadata.slots_of(layer, logical_expert)
+        return [slot - first for slot in slots if 0 <= slot - first < self.num_local_experts]
+
+    def adopt(
+        self,
+        metadata: ExpertLocationMetadata,
+        split_weights: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Another map from now on, of the same sizes; the epoch is one higher.
+
+        `split_weights` [L, P]: how an expert's tokens are divided over its slots; None for evenly.  `layers`: take only
+        these of the map and the weights.  Raises as the constructor, and `MapError` for another shape; nothing changed.
+        """
+        located_LP = metadata.physical_to_logical_map
+        if located_LP.shape != self.metadata.physical_to_logical_map.shape:
+            wanted = list(self.metadata.physical_to_logical_map.shape)
+            raise MapError(f"the map has the shape {list(located_LP.shape)}, the one in force has {wanted}")
+        if metadata.num_logical_experts != self.metadata.num_logical_experts:
+            raise MapError(f"the map is of {metadata.num_logical_experts} experts, not {self.num_logical_experts}")
+        metadata.check_ranks(self.ep_size)
+        chosen = list(range(metadata.num_layers)) if layers is None else list(layers)
+        table = self._new_table(metadata, split_weights)
+        merged_LP = self.metadata.physical_to_logical_map.clone()
+        merged_LP[chosen] = located_LP[chosen]
+        self.metadata = ExpertLocationMetadata(merged_LP, metadata.num_logical_experts)
+        self._split.copy_layers(table, chosen)
+        self._note_table(self._split.host_copy())
+        self.epoch += 1
+
+    @property
+    def num_logical_experts(self) -> int:
+        return self.metadata.num_logical_experts
 
     def slots_of_experts(self) -> torch.Tensor:
-        """A copy, on the host, of what routers go by: the slot of every logical expert [L, E] int64."""
-        return self._logical_to_physical_LE.to("cpu", copy=True)
+        """A copy, on the host, of the first slot of every logical expert [L, E] int64."""
+        return self._split.slots_LRE[:, 0].to("cpu", copy=True)
+
+    def split(self) -> SplitTable:
+        """A copy, on the host, of what routers go by."""
+        return self._split.host_copy()
 
     def table(self, layer: int) -> torch.Tensor | None:
-        """Physical id of every logical expert [E] of MoE layer `layer`; None where they are the same."""
-        return None if self.is_identity else self._logical_to_physical_LE[layer]
+        """First slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own numbers.
 
-    def logical_to_physical(self, layer: int, logical_ids_TK: torch.Tensor) -> torch.Tensor:
-        """Physical ids [T, K] for logical ids [T, K] of MoE layer `layer`."""
-        table_E = self.table(layer)
-        return logical_ids_TK if table_E is None else table_E[logical_ids_TK]
+        All that counts where the slots are on one rank.
+        """
+        return None if self.is_identity else self._split.slots_LRE[layer, 0]
+
+    def logical_to_physical(self, layer: int, logical_ids_TK: torch.Tensor, first_row: int = 0) -> torch.Tensor:
+        """Physical ids [T, K] for the logical ids [T, K] of rows `first_row ..` of a batch in MoE layer `layer`."""
+        if self.is_identity:
+            return logical_ids_TK
+        return self._split.slots(layer, self._widths[layer], logical_ids_TK, first_row)
+
+    def _new_table(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None) -> SplitTable:
+        table = SplitTable.of(metadata, split_weights, self._room)
+        if self.ep_size == 1:
+            table.ends_LRE.fill_(PICKS)
+            return SplitTable(table.slots_LRE[:, :1].contiguous(), table.ends_LRE[:, :1].contiguous())
+        return table
+
+    def _note_table(self, table: SplitTable) -> None:
+        self._widths = table.widths()
+        own_E = torch.arange(self.metadata.num_logical_experts)
+        self.is_identity = max(self._widths, default=1) == 1 and bool((table.slots_LRE[:, 0] == own_E).all())

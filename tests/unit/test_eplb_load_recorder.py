@@ -45,10 +45,7 @@ def random_placement(seed: int) -> ExpertPlacement:
 
 def move(placement: ExpertPlacement, seed: int) -> None:
     """Another map in the same object, as an engine does it."""
-    other = random_placement(seed)
-    placement.metadata = other.metadata
-    placement._logical_to_physical_LE.copy_(other._logical_to_physical_LE)
-    placement.epoch += 1
+    placement.adopt(random_placement(seed).metadata)
 
 
 def slow_counts(passes: list[list[torch.Tensor]]) -> np.ndarray:
@@ -147,9 +144,7 @@ class UsesTheMapOfTheDump(LoadRecorder):
 
     def dump(self, model):
         self._count_noted()
-        now = load_recorder._Placed(
-            self._placement.metadata.physical_to_logical_map, self._placement.slots_of_experts()
-        )
+        now = load_recorder._Placed(self._placement.metadata.physical_to_logical_map, self._placement.split())
         self._placed = dict.fromkeys(self._placed, now)
         return super().dump(model)
 

@@ -60,7 +60,7 @@ def test_70_71_a_placement_changes_no_result_on_any_path(folder: Path, seed: int
     placement = placed.scheduler.runner.state.placement
     for layer in range(2):  # the other replica of every expert that has one
         for expert in range(EXPERTS):
-            placement._logical_to_physical_LE[layer, expert] = placement.local_slots(layer, expert)[-1]
+            placement._split.slots_LRE[layer, 0, expert] = placement.local_slots(layer, expert)[-1]
     placed.scheduler.cache.flush()
     assert answers(placed) == expected
     placement.is_identity = True  # wrong: physical ids taken for logical ones
@@ -137,9 +137,7 @@ def test_counts_before_a_move_are_not_read_with_the_map_after_it() -> None:
     recorder = LoadRecorder(1, 4, placement, num_ranks=2)
     hot = [torch.tensor([[0], [0], [1]])]  # both experts on rank 0
     recorder.note(hot, Facts(), hot[0][:, 0], hot[0][:, 0])
-    placement.metadata = ExpertLocationMetadata(torch.tensor([[0, 2, 1, 3]]), 4)
-    placement._logical_to_physical_LE.copy_(torch.tensor([[0, 2, 1, 3]]))
-    placement.epoch += 1
+    placement.adopt(ExpertLocationMetadata(torch.tensor([[0, 2, 1, 3]]), 4))
     recorder.note(hot, Facts(), hot[0][:, 0], hot[0][:, 0])
     dump = recorder.dump({})
     assert dump.tensors["segment_physical_count"].tolist() == [[[2, 1, 0, 0]], [[2, 0, 1, 0]]]
