@@ -37,6 +37,8 @@ class ForwardBatch:
 
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 
+    global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
+
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]

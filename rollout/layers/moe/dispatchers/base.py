@@ -1,7 +1,7 @@
 """The interface between routing and the experts: bring each token to the ranks of its experts, and the results back.
 
-A dispatcher holds no parameters and is not a module.  What `combine` needs to remember travels in a handle that only
-the same dispatcher reads.
+A dispatcher holds no parameters and is not a module; all MoE layers of a rank share one.  What `combine` needs to
+remember travels in a handle that only the same dispatcher reads.
 
 Shapes: T tokens of this rank, D hidden, K top-k, R rows that the experts of this rank work on, S expert slots of a row.
 """
@@ -9,6 +9,7 @@ Shapes: T tokens of this rank, D hidden, K top-k, R rows that the experts of thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +22,25 @@ class DispatchOutput:
 
     With `weights_RS` the experts return the weighted sum over a row's slots [R, D], in slot order; without, the
     unweighted outputs [R, S, D], which `combine` then weights and sums.
+
+    `has_holes`: slots may be empty, marked by the id -1; their output is zero, and their weight is not read.
     """
 
     hidden_RD: torch.Tensor
     local_physical_ids_RS: torch.Tensor  # int64, index into this rank's expert storage
     weights_RS: torch.Tensor | None
     handle: Any  # opaque: read by the dispatcher that made it
+    has_holes: bool = False
 
 
 class Dispatcher(ABC):
-    """A token's expert outputs are summed in the order of its K choices, whatever the dispatcher."""
+    """A token's expert outputs are summed in the order of its K choices, or of the ranks that computed them."""
+
+    # Whether ranks that share tokens bring a slice each, rather than all of them.
+    scatters_tokens = False
+
+    def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
+        """Before the layers of each forward: how many tokens each rank of the engine brings to `dispatch`."""
 
     @abstractmethod
     def dispatch(
