@@ -1,0 +1,233 @@
+"""Tokens travel through DeepEP's buffers, between the GPUs of expert-parallel ranks.
+
+The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interfaces of
+DeepEP 1.2.1 and 2.1.0, and its contract tests run against a stand-in of the package on a CPU
+(`tests/deepep_stand_in.py`).
+
+    mode          a row is                          weights are applied by   rows of a rank come
+    normal        a token, once for each rank       the experts              by source rank, then by token
+    elastic       a token, once for each rank       the experts              by source rank, in any order
+    low-latency   a token, once for each expert     combine                  in any order
+
+With normal and elastic mode the experts' sum over a token's slots on one rank is rounded to bfloat16, then the ranks'
+sums are added in float32 in rank order and rounded once more; low-latency mode adds weighted outputs in float32 in the
+order of the K choices and rounds once.  So the last bits differ from one rank's, and from mode to mode.
+
+Knows which call takes and returns what.  Does not know the package's limits or how buffers are made
+(`deep_ep_library`).  Waits end by deep_ep's own time-outs: 100 s on the device, up to 300 s on the host.
+
+Shapes: T tokens of this rank, D hidden, K top-k, R rows received, S slots of a row, G ranks, P physical experts on all
+ranks, C = P / G on this one, M most tokens of a rank.  Physical expert p is local expert p % C of rank p // C.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rollout.core.errors import StartupError
+from rollout.distributed.communicator import Communicator
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
+from rollout.layers.moe.dispatchers.deep_ep_library import (
+    DeepEpApi,
+    DeepEpShape,
+    choose_api,
+    make_buffer,
+    make_elastic_buffer,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Mode(Protocol):
+    """One way to send tokens and to bring results back; a handle is read by the mode that made it."""
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        """Of contiguous bfloat16 hidden states, ids of the package's type and float32 weights."""
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        """[T, D] bfloat16."""
+
+
+class NormalMode:
+    """`Buffer.dispatch`: high throughput."""
+
+    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
+        self.buffer, self.shape = buffer, shape
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        counts_G, counts_of_nodes, counts_P, is_token_in_rank_TG, _ = self.buffer.get_dispatch_layout(
+            topk_idx=ids_TK, num_experts=self.shape.num_physical_experts
+        )
+        received_RD, local_ids_RK, received_weights_RK, _, handle, _ = self.buffer.dispatch(
+            x=hidden_TD,
+            num_tokens_per_rank=counts_G,
+            num_tokens_per_rdma_rank=counts_of_nodes,
+            is_token_in_rank=is_token_in_rank_TG,
+            num_tokens_per_expert=counts_P,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+        )
+        # Slots of other ranks arrive with id -1 and weight 0.
+        return DispatchOutput(received_RD, local_ids_RK.long(), received_weights_RK.to(received_RD.dtype), handle)
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
+        return combined_TD
+
+
+class ElasticMode:
+    """`ElasticBuffer.dispatch`, not expanded: one call for batches of every size."""
+
+    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
+        self.buffer, self.shape = buffer, shape
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        received_RD, local_ids_RK, received_weights_RK, handle, _ = self.buffer.dispatch(
+            x=hidden_TD,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_experts=self.shape.num_physical_experts,
+            num_max_tokens_per_rank=self.shape.max_tokens_per_rank,
+            do_cpu_sync=True,
+        )
+        # A row arrives with the weights of all its K choices, also of those that are another rank's.
+        weights_RK = received_weights_RK.masked_fill(local_ids_RK < 0, 0.0).to(received_RD.dtype)
+        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle)
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
+        return combined_TD
+
+
+class LowLatencyMode:
+    """`Buffer.low_latency_dispatch`: at most M tokens a rank, results [C, G * M, D] of which the first rows are real.
+
+    local expert 0   [ row row row  .   .   . ]     G * M places, recv_count of them filled,
+    local expert 1   [ row  .   .   .   .   . ]     the rest is whatever was in memory
+    """
+
+    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
+        self.buffer, self.shape = buffer, shape
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        packed_CND, counts_C, handle, _, _ = self.buffer.low_latency_dispatch(
+            x=hidden_TD,
+            topk_idx=ids_TK,
+            num_max_dispatch_tokens_per_rank=self.shape.low_latency_tokens,
+            num_experts=self.shape.num_physical_experts,
+            use_fp8=False,
+        )
+        num_places = packed_CND.shape[1]
+        is_row_CN = torch.arange(num_places, device=packed_CND.device) < counts_C.unsqueeze(1)
+        rows_R = is_row_CN.flatten().nonzero().squeeze(1)
+        # A copy: what arrived lies in one of two buffers that the next calls write to.
+        received_RD = packed_CND.flatten(0, 1).index_select(0, rows_R)
+        local_ids_RS = (rows_R // num_places).unsqueeze(1)
+        return DispatchOutput(received_RD, local_ids_RS, None, (handle, ids_TK, weights_TK, rows_R, num_places))
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        packed_handle, ids_TK, weights_TK, rows_R, num_places = handle
+        local_experts, hidden_size = self.shape.slots_per_rank, self.shape.hidden_size
+        packed = expert_out.new_empty(local_experts * num_places, hidden_size)
+        packed.index_copy_(0, rows_R, expert_out.squeeze(1))
+        combined_TD, _, _ = self.buffer.low_latency_combine(
+            x=packed.view(local_experts, num_places, hidden_size),
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            handle=packed_handle,
+        )
+        return combined_TD
+
+
+class DeepEpDispatcher(Dispatcher):
+    """One for all MoE layers of a rank.  bfloat16 only.
+
+    `library` is what `require_deep_ep` returned.  `communicator` joins the ranks among which the experts are spread, in
+    their order; `device_group` is a torch group of the same ranks for `ElasticBuffer` (`form_device_group`), through
+    which the package pickles a few handles while it is set up.  Without it `Buffer` is used.
+
+    Raises `StartupError` when the package cannot carry `shape` or cannot set its buffer up.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        communicator: Communicator,
+        shape: DeepEpShape,
+        device_group: dist.ProcessGroup | None = None,
+        has_rdma: bool | None = None,
+    ) -> None:
+        assert communicator.size == shape.num_ranks
+        self.shape = shape
+        self.api, passed_over = choose_api(library, shape, has_device_group=device_group is not None, has_rdma=has_rdma)
+        if passed_over:
+            logger.info("deep_ep: %s (%s)", self.api.value, "; ".join(passed_over))
+        self._ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
+        low_latency = self.api is DeepEpApi.NORMAL_AND_LOW_LATENCY
+        try:
+            if self.api is DeepEpApi.ELASTIC:
+                self._buffer = make_elastic_buffer(library, shape, device_group)
+            else:
+                self._buffer = make_buffer(library, shape, communicator, low_latency)
+        except Exception as error:
+            reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
+            raise StartupError(
+                f"deep_ep cannot set up {self.api.value}: {reason}; all_to_all needs none of it"
+            ) from error
+        self._low_latency = self.low_latency_mode(self._buffer, shape) if low_latency else None
+        elastic = self.api is DeepEpApi.ELASTIC
+        self._large: Mode = (self.elastic_mode if elastic else self.normal_mode)(self._buffer, shape)
+        self._mode = self._large
+        self._max_tokens = shape.max_tokens_per_rank
+        self._needs_cleaning = False
+
+    normal_mode: type[NormalMode] = NormalMode
+    elastic_mode: type[ElasticMode] = ElasticMode
+    low_latency_mode: type[LowLatencyMode] = LowLatencyMode
+
+    def plan_step(self, max_tokens_of_a_rank: int) -> None:
+        """Before each forward, with the same number on all ranks: the most tokens that one of them brings to a layer.
+
+        Ranks in different modes would wait for each other, so what a rank itself brings cannot choose.
+        """
+        assert max_tokens_of_a_rank <= self.shape.max_tokens_per_rank
+        self._max_tokens = max_tokens_of_a_rank
+        small = self._low_latency is not None and max_tokens_of_a_rank <= self.shape.low_latency_tokens
+        self._mode = self._low_latency if small else self._large  # type: ignore[assignment]
+
+    def dispatch(
+        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DispatchOutput:
+        """Ids of -1 choose nothing."""
+        assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
+        mode = self._mode
+        if mode is self._low_latency:
+            self._clean()
+        else:
+            self._needs_cleaning = True
+        work = mode.dispatch(
+            hidden_TD.contiguous(), physical_ids_TK.to(self._ids_dtype).contiguous(), weights_TK.float().contiguous()
+        )
+        work.handle = mode, work.handle
+        return work
+
+    def combine(self, expert_out: torch.Tensor, handle: tuple[Mode, Any]) -> torch.Tensor:
+        mode, inner = handle
+        return mode.combine(expert_out, inner)
+
+    def close(self) -> None:
+        """Give the buffers back; on all ranks."""
+        self._buffer.destroy()
+
+    def _clean(self) -> None:
+        """Low-latency kernels need zeros where normal mode may have written."""
+        if self._needs_cleaning:
+            shape = self.shape
+            self._buffer.clean_low_latency_buffer(
+                shape.low_latency_tokens, shape.hidden_size, shape.num_physical_experts
+            )
+            self._needs_cleaning = False

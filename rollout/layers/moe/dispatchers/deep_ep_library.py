@@ -1,0 +1,242 @@
+"""The optional `deep_ep` package: whether it can be used here, which of its APIs, and how its buffer is made.
+
+    ElasticBuffer                          from 2.0; any number of ranks, a group with an NCCL backend
+    Buffer, normal and low-latency modes   2, 4 or 8 ranks of a node; low-latency needs an RDMA device
+    Buffer, normal mode                    2, 4 or 8 ranks of a node
+
+The first of these that is offered and fits is used.  Knows the package's limits.  Does not know how tokens travel.
+
+Source: DeepEP (github.com/deepseek-ai/DeepEP), 1.2.1 and 2.1.0.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout.core.errors import StartupError
+from rollout.distributed.communicator import Communicator
+
+NEEDS = "--moe-a2a-backend deepep needs the deep_ep package and a GPU; all_to_all does the same on this machine"
+
+_BUFFER_RANKS = (2, 4, 8)
+_LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+_MAX_LOW_LATENCY_TOKENS = 511  # two requests a token and two more fit the default depth of a queue pair, 1024
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+class DeepEpApi(enum.Enum):
+    """What of the package is used, best first."""
+
+    ELASTIC = "ElasticBuffer"
+    NORMAL_AND_LOW_LATENCY = "Buffer, normal and low-latency modes"
+    NORMAL = "Buffer, normal mode"
+
+
+@dataclass(frozen=True)
+class DeepEpShape:
+    """What the buffers are made for; the same on all ranks.
+
+    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: steps of at most so many tokens a rank are sent in
+    low-latency mode, whose memory grows with it.
+    """
+
+    hidden_size: int
+    num_physical_experts: int  # of one layer, on all ranks
+    top_k: int
+    dtype: torch.dtype
+    num_ranks: int
+    max_tokens_per_rank: int
+    max_low_latency_tokens: int = 128
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_physical_experts // self.num_ranks
+
+    @property
+    def low_latency_tokens(self) -> int:
+        """A multiple of four, which the kernels' copies need."""
+        return -(-min(self.max_low_latency_tokens, self.max_tokens_per_rank) // 4) * 4
+
+
+def load_deep_ep() -> Any:
+    """The package.  Raises `StartupError` where it is missing or cannot be loaded."""
+    try:
+        import deep_ep
+    except (ImportError, AssertionError, OSError) as error:
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise StartupError(f"{NEEDS} ({reason})") from error
+    return deep_ep
+
+
+def require_deep_ep(device: torch.device | str) -> Any:
+    """The package, for an engine on `device`.  Raises `StartupError` unless both are there."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        raise StartupError(NEEDS)
+    return load_deep_ep()
+
+
+def choose_api(
+    library: Any, shape: DeepEpShape, *, has_device_group: bool, has_rdma: bool | None = None
+) -> tuple[DeepEpApi, list[str]]:
+    """The best API that `library` offers and that fits, and why better ones are passed over.
+
+    `has_device_group`: a process group for `ElasticBuffer` is there.  `has_rdma`: None looks at this machine.  Raises
+    `StartupError` with every reason if none fits.
+    """
+    if has_rdma is None:
+        has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    common = _common_objections(shape)
+    elastic = _elastic_objections(library, shape, has_device_group)
+    normal = _normal_objections(library, shape)
+    low_latency = _low_latency_objections(library, shape, has_rdma)
+    if not common and not elastic:
+        return DeepEpApi.ELASTIC, []
+    if not common and not normal:
+        api = DeepEpApi.NORMAL if low_latency else DeepEpApi.NORMAL_AND_LOW_LATENCY
+        return api, elastic + low_latency
+    reasons = "; ".join(common or elastic + normal)
+    raise StartupError(f"--moe-a2a-backend deepep cannot carry this model on these ranks: {reasons}; all_to_all can")
+
+
+def _common_objections(shape: DeepEpShape) -> list[str]:
+    found = []
+    if shape.dtype != torch.bfloat16:
+        found.append(f"deep_ep sends bfloat16, not {str(shape.dtype).removeprefix('torch.')}")
+    if shape.num_physical_experts % shape.num_ranks:
+        found.append(f"{shape.num_ranks} ranks do not divide {shape.num_physical_experts} physical experts")
+    if shape.top_k > 32:
+        found.append(f"deep_ep sends a token to at most 32 experts, not {shape.top_k}")
+    return found
+
+
+def _elastic_objections(library: Any, shape: DeepEpShape, has_device_group: bool) -> list[str]:
+    if not hasattr(library, "ElasticBuffer"):
+        return ["this deep_ep has no ElasticBuffer"]
+    found = []
+    if not has_device_group:
+        found.append("ElasticBuffer needs a process group with an NCCL backend")
+    if shape.hidden_size % 256:
+        found.append(f"ElasticBuffer needs a hidden size that 256 divides, not {shape.hidden_size}")
+    return found
+
+
+def _normal_objections(library: Any, shape: DeepEpShape) -> list[str]:
+    if not hasattr(library, "Buffer"):
+        return ["this deep_ep has no Buffer"]
+    found = []
+    if shape.num_ranks not in _BUFFER_RANKS:
+        found.append(f"Buffer joins 2, 4 or 8 ranks of a node, not {shape.num_ranks}")
+    if shape.hidden_size % 16 or shape.hidden_size >= 8184:
+        found.append(f"Buffer needs a hidden size below 8184 that 16 divides, not {shape.hidden_size}")
+    if shape.slots_per_rank > 128:
+        found.append(f"Buffer serves at most 128 physical experts a rank, not {shape.slots_per_rank}")
+    return found
+
+
+def _low_latency_objections(library: Any, shape: DeepEpShape, has_rdma: bool) -> list[str]:
+    if not hasattr(getattr(library, "Buffer", None), "low_latency_dispatch"):
+        return ["this deep_ep has no low-latency mode"]
+    found = []
+    if not has_rdma:
+        found.append("low-latency mode needs an RDMA device")
+    if shape.hidden_size not in _LOW_LATENCY_HIDDEN_SIZES:
+        found.append(f"low-latency mode has no kernel for a hidden size of {shape.hidden_size}")
+    if shape.top_k > 11:
+        found.append(f"low-latency mode sends a token to at most 11 experts, not {shape.top_k}")
+    if shape.low_latency_tokens > _MAX_LOW_LATENCY_TOKENS:
+        found.append(f"low-latency mode takes at most {_MAX_LOW_LATENCY_TOKENS} tokens a rank")
+    return found
+
+
+def make_elastic_buffer(library: Any, shape: DeepEpShape, group: dist.ProcessGroup | None) -> Any:
+    return library.ElasticBuffer(
+        group=group,
+        num_max_tokens_per_rank=shape.max_tokens_per_rank,
+        hidden=shape.hidden_size,
+        num_topk=shape.top_k,
+        explicitly_destroy=True,
+    )
+
+
+def make_buffer(library: Any, shape: DeepEpShape, communicator: Communicator, low_latency: bool) -> Any:
+    """One buffer for both modes: NVLink bytes for normal, RDMA bytes for low-latency."""
+    num_ranks, row_bytes = shape.num_ranks, shape.hidden_size * shape.dtype.itemsize
+    configs = library.Buffer.get_dispatch_config(num_ranks), library.Buffer.get_combine_config(num_ranks)
+    settings: dict[str, Any] = {}
+    if low_latency:
+        settings = {
+            "low_latency_mode": True,
+            "num_qps_per_rank": shape.slots_per_rank,
+            "num_rdma_bytes": library.Buffer.get_low_latency_rdma_size_hint(
+                shape.low_latency_tokens, shape.hidden_size, num_ranks, shape.num_physical_experts
+            ),
+        }
+    return library.Buffer(
+        group=None,
+        comm=_BufferComm(communicator),
+        num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+        explicitly_destroy=True,
+        **settings,
+    )
+
+
+class _BufferComm:
+    """The calls of an mpi4py communicator that `Buffer` makes while it is set up.
+
+    Given a torch group instead, `Buffer` would pickle what it exchanges, which is device numbers and handles.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def Get_rank(self) -> int:
+        return self._communicator.rank
+
+    def Get_size(self) -> int:
+        return self._communicator.size
+
+    def allgather(self, value: int | bytearray | None) -> list[int | bytearray | None]:
+        return [_decode(message) for message in self._communicator.gather_bytes(_encode(value))]
+
+
+def _encode(value: int | bytearray | bytes | None) -> bytes:
+    if value is None:
+        return b"n"
+    if isinstance(value, int):
+        return b"i" + str(value).encode()
+    assert isinstance(value, bytearray | bytes), f"deep_ep exchanges {type(value).__name__}"
+    return b"b" + bytes(value)
+
+
+def _decode(message: bytes) -> int | bytearray | None:
+    kind, body = message[:1], message[1:]
+    if kind == b"i":
+        return int(body)
+    return bytearray(body) if kind == b"b" else None
+
+
+def form_device_group(
+    store: dist.Store, rank: int, num_ranks: int, device: torch.device | str, timeout_s: float
+) -> dist.ProcessGroup:
+    """A group whose backend works on tensors of `device`: NCCL on a GPU, gloo on a CPU.  Registered nowhere."""
+    device = torch.device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    group = dist.ProcessGroup(store, rank, num_ranks)
+    if device.type == "cuda":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend: Any = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group

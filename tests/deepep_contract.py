@@ -1,0 +1,154 @@
+"""What any DeepEP dispatcher must give: batches with every awkward shape, experts that can be told apart, and the sum
+that one rank alone would compute.
+
+All numbers are small multiples of 1/4, which bfloat16 holds exactly at every step, so that results are compared bit for
+bit whatever the order of a sum.
+
+Shapes: T tokens of a rank, D hidden, K top-k, R rows, S slots of a row, P physical experts on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout.distributed.layout import ParallelLayout
+from rollout.distributed.parallel import Parallel
+from rollout.layers.moe.dispatchers.base import DispatchOutput
+from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, form_device_group
+from tests.deepep_stand_in import stand_in
+from tests.ranks import run_ranks
+
+NUM_EXPERTS, TOP_K = 8, 4
+MAX_TOKENS, MAX_LOW_LATENCY_TOKENS = 40, 20
+HIDDEN = {"elastic": 256, "normal": 64, "low_latency": 2048}
+GENERATION = {"elastic": "2.1", "normal": "normal", "low_latency": "1.2"}
+APIS = tuple(HIDDEN)
+RAGGED = (5, 0, 17, 1)
+
+
+@dataclass
+class Batch:
+    """Of one rank."""
+
+    hidden_TD: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
+def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
+    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, whatever their weight."""
+    ids_RS = work.local_physical_ids_RS
+    assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
+    physical_RS = (ids_RS + first_expert).masked_fill(ids_RS < 0, NUM_EXPERTS)
+    scale = torch.tensor([p % 3 - 1.0 for p in range(NUM_EXPERTS)] + [0.0])
+    mark = 2 * torch.eye(NUM_EXPERTS + 1, work.hidden_RD.shape[1])
+    mark[NUM_EXPERTS] = 0
+    out_RSD = work.hidden_RD.float().unsqueeze(1) * scale[physical_RS].unsqueeze(2) + mark[physical_RS]
+    if work.weights_RS is None:
+        return out_RSD.to(work.hidden_RD.dtype)
+    assert work.weights_RS.dtype == work.hidden_RD.dtype
+    return (out_RSD * work.weights_RS.float().unsqueeze(2)).sum(1).to(work.hidden_RD.dtype)
+
+
+def expected(batch: Batch) -> torch.Tensor:
+    """On one rank that has all experts."""
+    return experts_of_rank(DispatchOutput(batch.hidden_TD, batch.ids_TK, batch.weights_TK, None), 0)
+
+
+def batches(case: str, num_ranks: int, hidden_size: int) -> list[Batch]:
+    """By rank."""
+    generator = torch.Generator().manual_seed(len(case) + num_ranks)
+    counts = {
+        "one token in all": [0] * (num_ranks - 1) + [1],
+        "no token": [0] * num_ranks,
+        "even": [6] * num_ranks,
+    }.get(case, list(RAGGED[:num_ranks]))
+    found = []
+    for count in counts:
+        scores = torch.rand(count, NUM_EXPERTS, generator=generator)
+        if case == "expert 5 gets every token":
+            scores[:, 5] = 2
+        if case == "expert 3 gets none":
+            scores[:, 3] = -1
+        if case == "one rank gets all":  # as many choices on one rank as it has experts
+            scores[:, : NUM_EXPERTS // num_ranks] += 2
+        ids = scores.argsort(dim=1, descending=True)[:, :TOP_K].contiguous()
+        if case == "some choose nothing":
+            ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+            ids[:1] = -1
+        hidden = torch.randint(-3, 4, (count, hidden_size), generator=generator).bfloat16()
+        weights = torch.randint(1, 5, ids.shape, generator=generator).bfloat16() / 4
+        found.append(Batch(hidden, ids, weights))
+    return found
+
+
+CASES = (
+    "even",
+    "ragged",
+    "one token in all",
+    "no token",
+    "expert 5 gets every token",
+    "expert 3 gets none",
+    "one rank gets all",
+    "some choose nothing",
+)
+
+
+def shape_of(api: str, num_ranks: int) -> DeepEpShape:
+    return DeepEpShape(HIDDEN[api], NUM_EXPERTS, TOP_K, torch.bfloat16, num_ranks, MAX_TOKENS, MAX_LOW_LATENCY_TOKENS)
+
+
+def with_dispatcher(
+    api: str,
+    num_ranks: int,
+    work: Callable[[DeepEpDispatcher, Parallel], Any],
+    variant: type[DeepEpDispatcher] = DeepEpDispatcher,
+    seed: int = 0,
+    timeout_s: float = 20.0,
+) -> list[Any]:
+    """`work` on every rank with a dispatcher over the stand-in; results by rank."""
+    store = dist.HashStore()
+
+    def one(parallel: Parallel) -> Any:
+        communicator = parallel.tp
+        library = stand_in(communicator, GENERATION[api], seed)
+        group = None
+        if api == "elastic":
+            group = form_device_group(store, communicator.rank, num_ranks, "cpu", timeout_s)
+        dispatcher = variant(library, communicator, shape_of(api, num_ranks), group, has_rdma=True)
+        return work(dispatcher, parallel)
+
+    return run_ranks(ParallelLayout(tp_size=num_ranks), one, timeout_s)
+
+
+def forward(dispatcher: DeepEpDispatcher, rank: int, batch: Batch) -> torch.Tensor:
+    work = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
+    return dispatcher.combine(experts_of_rank(work, rank * dispatcher.shape.slots_per_rank), work.handle)
+
+
+def wrong_cases(
+    api: str, num_ranks: int, variant: type[DeepEpDispatcher] = DeepEpDispatcher, cases: tuple[str, ...] = CASES
+) -> list[str]:
+    """The cases that do not give what one rank alone gives, bit for bit."""
+    made = {case: batches(case, num_ranks, HIDDEN[api]) for case in cases}
+
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[torch.Tensor]:
+        rank, out = parallel.tp.rank, []
+        for case in cases:
+            dispatcher.plan_step(max(batch.hidden_TD.shape[0] for batch in made[case]))
+            out.append(forward(dispatcher, rank, made[case][rank]))
+        dispatcher.close()
+        return out
+
+    by_rank = with_dispatcher(api, num_ranks, work, variant)
+    return [
+        case
+        for index, case in enumerate(cases)
+        if not all(torch.equal(out[index], expected(batch)) for out, batch in zip(by_rank, made[case], strict=True))
+    ]
