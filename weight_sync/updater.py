@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from weight_sync.checker import live_fingerprints
 from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.fingerprint import digest
 from weight_sync.groups import WeightUpdateGroups
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
@@ -42,9 +43,10 @@ _MIN_CALL_BYTES = 64 << 20
 class WeightUpdater:
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
-    `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify` and once in `commit`, on the
-    thread that calls these; it has its own deadline.  One call may announce at most twice the model's bytes.
-    `staging`: where tensors are until the commit; `journal_dir`: see `new_staging`.  `clock`: monotonic, for leases.
+    `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
+    deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  One call may
+    announce at most twice the model's bytes.  `staging`: where tensors are until the commit; `journal_dir`: see
+    `new_staging`.  `clock`: monotonic, for leases.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class WeightUpdater:
         device: torch.device | str,
         timeout_s: float,
         vote: Callable[[bool], bool],
+        commit_vote: Callable[[bool], bool] | None = None,
         staging: StagingMode = "host",
         journal_dir: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,6 +65,7 @@ class WeightUpdater:
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._vote = vote
+        self._commit_vote = commit_vote or vote
         self._groups = WeightUpdateGroups(self._device, timeout_s)
         self._content = ContentBook(weights.metas())
         self._next_digest: str | None = None
@@ -133,7 +137,7 @@ class WeightUpdater:
         source and `WeightTransaction.receive` raise.  Every error fails the open transaction.
         """
         try:
-            self._renew_lease()
+            self.renew_lease()
             metas = source.announce(self._max_call_bytes())
             refusal = self._refusal(metas, weight_version)
             if refusal is not None and not source.must_drain:
@@ -151,7 +155,7 @@ class WeightUpdater:
                 source.refuse(str(error))
             raise
         finally:
-            self._renew_lease()
+            self.renew_lease()
         if weight_version is not None:
             self.set_pending_version(weight_version)
 
@@ -210,6 +214,12 @@ class WeightUpdater:
             raise TransactionStateError("another rank could not verify the weight update")
         self._next_digest = self._content.digest_after(transaction.fingerprints)
 
+    def fail(self, reason: str) -> None:
+        """A bucket that was well received here was not on another rank: the open transaction cannot be verified."""
+        if self._transaction is not None:
+            self._transaction.fail(reason)
+            self._note_failure(self._transaction, reason)
+
     def abort(self) -> None:
         """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""
         transaction = self._close(told=True)
@@ -245,7 +255,7 @@ class WeightUpdater:
         transaction = self._require_transaction("commit")
         start = time.perf_counter()
         try:
-            names = transaction.commit(self._vote)
+            names = transaction.commit(self._commit_vote)
         except CommitError as error:
             self._close(told=True)
             self._note_failure(transaction, str(error))
@@ -281,8 +291,12 @@ class WeightUpdater:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the model holds anything of the open transaction: nothing may be sampled from it."""
-        return self._transaction is not None and self._transaction.dirty
+        """Whether the model holds anything of the open transaction, on this rank or another: nothing may be sampled."""
+        transaction = self._transaction
+        if transaction is None:
+            return False
+        is_live = transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
+        return transaction.dirty or (self.holds_steps and is_live and bool(transaction.received))
 
     @property
     def torn(self) -> str | None:
@@ -312,15 +326,11 @@ class WeightUpdater:
             last_failure=self._last_failure,
         )
 
-    def checksums(self) -> dict[str, str]:
-        """Fingerprint (16 hex digits) of every logical tensor as it is served now; not while a commit runs."""
-        return {meta.name: fingerprint_hex(value) for meta, value in self._live_fingerprints()}
-
     def content_digest(self) -> str:
         """`fingerprint.digest` over all logical tensors as they are served now; not while a commit runs."""
-        found = self._live_fingerprints()
-        self.note_content({meta.name: value for meta, value in found})
-        return digest(found)
+        found, metas = live_fingerprints(self._weights), self._weights.metas()
+        self.note_content(found)
+        return digest((metas[name], value) for name, value in found.items())
 
     def note_content(self, fingerprints: Mapping[str, int]) -> None:
         """What live tensors, by canonical name, were found to be; what is not touched need not be read again."""
@@ -349,7 +359,8 @@ class WeightUpdater:
             self._lost.note(transaction.weight_version, told=told)
         return transaction
 
-    def _renew_lease(self) -> None:
+    def renew_lease(self) -> None:
+        """A sign of life of the sender."""
         if self._lease is not None:
             self._lease.renew()
 
@@ -389,6 +400,3 @@ class WeightUpdater:
         except WeightSyncError as error:
             return error
         return None
-
-    def _live_fingerprints(self) -> list[tuple[TensorMeta, int]]:
-        return [(meta, fingerprint(self._weights.read(name))) for name, meta in self._weights.metas().items()]

@@ -38,6 +38,7 @@ class TokenizedGenerateReqInput(Message):
     routed_experts_start_len: int = 0
     extra_key: str | None = None  # partitions the prefix cache
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
+    dp_rank: int = 0  # the data-parallel rank that runs it
 
 
 class AbortReqInput(Message):
@@ -187,17 +188,18 @@ class BatchTokenOutput(Message):
 
 
 class ControlReqOutput(Message):
-    """Answer to one control verb.  `data` is plain JSON-like content specific to the verb."""
+    """Answer of one data-parallel rank to one control verb.  `data` is plain JSON-like content specific to the verb."""
 
     request_id: str
     success: bool
     message: str = ""
     status_code: int = 200
     data: dict[str, Any] = {}
+    dp_rank: int = 0
 
 
 class SchedulerReady(Message):
-    """Sent once, when the scheduler can serve."""
+    """Sent once by every data-parallel rank, when it can serve."""
 
     max_total_num_tokens: int
     max_running_requests: int

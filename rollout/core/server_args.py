@@ -89,13 +89,20 @@ class ServerArgs:
         False, "keep released weights in a temporary file ($TMPDIR), from which a resume restores them"
     )
 
-    # Settings of features that this version does not have; echoed to external-engine clients as their off values.
-    tp_size: int = _arg(1, "tensor-parallel ranks; this version runs 1")
-    dp_size: int = _arg(1, "data-parallel ranks; this version runs 1")
-    ep_size: int = _arg(1, "expert-parallel ranks; this version runs 1")
+    tp_size: int = _arg(1, "ranks of one engine, 1 to 8: attention heads and experts are spread over them")
+    enable_dp_attention: bool = _arg(
+        False, "split attention into --dp-size groups of ranks, each with requests of its own"
+    )
+    dp_size: int = _arg(1, "data-parallel ranks: attention groups of one engine, or else independent engines")
+    ep_size: int = _arg(1, "ranks over which whole experts are spread; the rest of --tp-size splits each expert")
+    moe_a2a_backend: Literal["none", "all_to_all", "deepep"] = _arg(
+        "none", "how tokens reach their experts on other ranks; none: every rank sees all tokens"
+    )
+    nnodes: int = _arg(1, "machines of one engine; start the server on each of them")
+    node_rank: int = _arg(0, "index of this machine; 0 serves HTTP")
+    dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 at which the ranks of several machines meet")
+    # A setting that this version does not have; echoed to external-engine clients as its off value.
     pp_size: int = _arg(1, "pipeline ranks; this version runs 1")
-    nnodes: int = _arg(1, "machines; this version runs 1")
-    node_rank: int = _arg(0, "index of this machine")
 
     @property
     def captures_routes(self) -> bool:
@@ -107,9 +114,13 @@ class ServerArgs:
 
     def validate(self) -> None:
         """Raise `StartupError` for the first setting or combination that cannot work."""
-        for name in ("tp_size", "dp_size", "ep_size", "pp_size", "nnodes"):
-            _require(getattr(self, name) == 1, f"--{name.replace('_', '-')} other than 1 is not part of this version")
-        _require(self.node_rank == 0, "--node-rank must be 0: this version runs one machine")
+        _require(self.pp_size == 1, "--pp-size other than 1 is not part of this version")
+        _require(self.nnodes >= 1, "--nnodes must be at least 1")
+        _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
+        _require(
+            self.nnodes == 1 or _is_address(self.dist_init_addr),
+            "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
+        )
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
@@ -180,6 +191,11 @@ def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, None
+
+
+def _is_address(text: str | None) -> bool:
+    host, colon, port = (text or "").rpartition(":")
+    return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs
 
 MAX_TP_SIZE = 8
 
@@ -90,3 +91,21 @@ class RankPosition:
     def speaks(self) -> bool:
         """Sends results to the main process: the first attention-TP rank of each DP rank."""
         return self.attn_tp_rank == 0
+
+
+def layout_of(args: ServerArgs) -> ParallelLayout:
+    """The layout that the settings ask for.  Raises `StartupError` in one line."""
+    layout = ParallelLayout(args.tp_size, args.dp_size, args.ep_size, args.enable_dp_attention)
+    if layout.world_size % args.nnodes:
+        raise StartupError(f"--nnodes {args.nnodes} does not divide the {layout.world_size} ranks")
+    if args.nnodes > 1 and layout.num_replicas > 1:
+        raise StartupError(
+            "--dp-size without --enable-dp-attention runs independent engines on one machine: "
+            "start a server on each machine instead of --nnodes"
+        )
+    if args.moe_a2a_backend != "none" and args.ep_size != args.tp_size:
+        raise StartupError(
+            f"--moe-a2a-backend {args.moe_a2a_backend} sends tokens to whole experts: it needs --ep-size equal to "
+            f"--tp-size, got {args.ep_size} and {args.tp_size}"
+        )
+    return layout

@@ -5,6 +5,7 @@ The one place that knows all the parts; they do not know each other's constructo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
+from rollout.distributed.parallel import Parallel
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -37,16 +39,18 @@ from rollout.sampling.base import Sampler
 from rollout.sampling.select import select_sampler
 from rollout.scheduler.batch_invariance import batch_invariance
 from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.channel import Channel
+from rollout.scheduler.channel import Channel, RawChannel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.policy import Policy, RequestQueues
+from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.shared_channel import SharedChannel
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_checker import WeightChecker
 from rollout.scheduler.weight_control import WeightControl
@@ -63,11 +67,17 @@ class Limits:
 
 
 def build_scheduler(
-    args: ServerArgs, channel: Channel, progress: Callable[[int, int], None] | None = None
+    args: ServerArgs,
+    channel: RawChannel,
+    progress: Callable[[int, int], None] | None = None,
+    parallel: Parallel | None = None,
 ) -> tuple[Scheduler, SchedulerReady]:
-    """Load the model and wire the parts.  Raises `StartupError` with one line that says what to do."""
-    if args.num_threads is not None:
-        torch.set_num_threads(args.num_threads)
+    """Load the model and wire the parts of one rank, by default the only one.
+
+    Raises `StartupError` with one line that says what to do.
+    """
+    parallel = parallel or Parallel()
+    _set_threads(args, parallel)
     config = load_model_config(args.model_path)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
@@ -79,7 +89,7 @@ def build_scheduler(
     model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
     model_bytes = _bytes_of(model)
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
-    limits = _limits(args, config, token_bytes, model_bytes)
+    limits = _limits(args, config, token_bytes, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
     kv_pool = KVPool(
         limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
@@ -89,16 +99,20 @@ def build_scheduler(
     attention = create_attention_backend(backend, kv_pool)
     runner = ModelRunner(state, kv_pool, attention, recorder)
     sampler = select_sampler(dtype, device, kernels.available)
-    scheduler = _wire(args, config, limits, channel, runner, sampler, device)
+    inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel)
+    scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
+    consensus = RankConsensus(parallel.weight_io)
     updater = WeightUpdater(
         model.weights,
         device=device,
         timeout_s=args.weight_update_timeout,
-        vote=_vote_of_one,
+        vote=consensus.vote,
+        commit_vote=parallel.world.all_agree,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,
+        clock=lambda: inbox.now,
     )
-    weights = WeightControl(scheduler, updater, channel.wake, args.pause_timeout)
+    weights = WeightControl(scheduler, updater, channel.wake, consensus, args.pause_timeout)
     WeightChecker(scheduler, updater, weights)
     DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
@@ -124,6 +138,15 @@ def build_scheduler(
         model_bytes=model_bytes,
         weight_version=args.weight_version,
     )
+
+
+def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
+    """Ranks of one machine do not fight over its cores: each gets its share."""
+    ranks_here = parallel.layout.world_size // args.nnodes
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    elif ranks_here > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
 def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
@@ -172,6 +195,7 @@ def _wire(
     runner: ModelRunner,
     sampler: Sampler,
     device: torch.device,
+    parallel: Parallel,
 ) -> Scheduler:
     cache = CacheManager(
         num_slots=limits.num_slots,
@@ -198,13 +222,16 @@ def _wire(
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
+        parallel=parallel,
     )
 
 
-def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int) -> Limits:
+def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int, parallel: Parallel) -> Limits:
+    """The same on all ranks; those of one machine share its memory."""
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
+    available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
     num_slots = args.max_total_tokens or kv_pool_tokens(
-        available_memory_bytes(args.device),
+        available // (parallel.layout.world_size // args.nnodes) if args.device == "cpu" else available,
         token_bytes,
         staging_bytes=_staging_bytes(args, model_bytes),
         mem_fraction=args.mem_fraction_static,
@@ -237,11 +264,6 @@ def _tokenizer_file(args: ServerArgs) -> Path | None:
         return None
     path = Path(args.tokenizer_path or args.model_path) / "tokenizer.json"
     return path if path.is_file() else None
-
-
-def _vote_of_one(mine: bool) -> bool:
-    """One rank: its own vote decides."""
-    return mine
 
 
 def _static_state(

@@ -6,6 +6,7 @@ Knows bytes, sockets and waiting.  Does not know what a message means.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,6 +22,10 @@ _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken i
 class Channel(Protocol):
     """Inbox and outbox of a scheduler."""
 
+    @property
+    def now(self) -> float:
+        """Seconds on a monotonic clock; the same on all ranks that share an inbox, until the next `receive`."""
+
     def receive(self, timeout_ms: int) -> list[SchedulerInput]:
         """Messages that are there, in order; waits up to `timeout_ms` for the first, less if `wake` is called."""
 
@@ -30,29 +35,45 @@ class Channel(Protocol):
         """End a `receive` that waits.  May be called from any thread."""
 
 
+class RawChannel(Channel, Protocol):
+    """One whose messages can be passed on as they came."""
+
+    def receive_raw(self, timeout_ms: int) -> list[bytes]:
+        """As `receive`, not decoded."""
+
+
 class ZmqChannel:
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
-    def __init__(self, input_addr: str, output_addr: str) -> None:
+    def __init__(self, input_addr: str | None, output_addr: str) -> None:
+        """`input_addr` None: a rank that gets its messages from another one."""
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
         self._output = self._context.socket(zmq.PUSH)
         for socket, address in ((self._input, input_addr), (self._output, output_addr)):
             socket.set_hwm(0)
-            socket.connect(address)
+            if address is not None:
+                socket.connect(address)
         self._output.setsockopt(zmq.LINGER, 2000)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
 
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
     def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        return [decode(data) for data in self.receive_raw(timeout_ms)]
+
+    def receive_raw(self, timeout_ms: int) -> list[bytes]:
         if timeout_ms > 0 and self._wake_read in dict(self._poller.poll(timeout_ms)):
             os.read(self._wake_read, 4096)
-        messages: list[SchedulerInput] = []
+        messages: list[bytes] = []
         # Asking first costs a fifth of a receive that fails, which is what most steps would see.
         while len(messages) < _MOST_AT_ONCE and int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(_decode(self._input.recv(zmq.NOBLOCK)))
+            messages.append(self._input.recv(zmq.NOBLOCK))
         return messages
 
     def send(self, message: SchedulerOutput) -> None:
@@ -78,8 +99,15 @@ class LocalChannel:
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
 
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
     def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        messages = [decode_input(encode(message)) for message in self.inbox]
+        return [decode(data) for data in self.receive_raw(timeout_ms)]
+
+    def receive_raw(self, timeout_ms: int) -> list[bytes]:
+        messages = [encode(message) for message in self.inbox]
         self.inbox.clear()
         return messages
 
@@ -90,7 +118,7 @@ class LocalChannel:
         """Nothing waits here: the owner drives the scheduler step by step."""
 
 
-def _decode(data: bytes) -> SchedulerInput:
+def decode(data: bytes) -> SchedulerInput:
     """The peer is our own main process: a message that does not decode is a bug, and is said so."""
     try:
         return decode_input(data)

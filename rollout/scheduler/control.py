@@ -6,7 +6,6 @@ transactions.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rollout.core.errors import BadRequest
@@ -76,8 +75,7 @@ class Control:
 
     def _flush_cache(self, verb: FlushCacheReqInput) -> ControlReqOutput:
         scheduler = self._scheduler
-        running = len(scheduler.queues.holding_kv())
-        waiting = 0 if scheduler.paused else len(scheduler.queues.waiting)
+        running, waiting = scheduler.num_active(waiting=not scheduler.paused)
         if running or waiting:
             raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
         scheduler.cache.flush()
@@ -127,7 +125,7 @@ class Control:
     def _begin_shutdown(self, verb: ShutdownReqInput) -> None:
         """Answered by `_drain` once everything has ended."""
         self._shutdown = verb
-        self._drain_until = time.monotonic() + verb.drain_s
+        self._drain_until = self._scheduler.now + verb.drain_s
         self._scheduler.draining = True
 
     def _drain(self) -> bool:
@@ -135,9 +133,9 @@ class Control:
             return False
         scheduler = self._scheduler
         stands_still = scheduler.paused or scheduler.withheld is not None
-        if scheduler.queues.all() and (stands_still or time.monotonic() >= self._drain_until):
+        if scheduler.queues.all() and (stands_still or scheduler.now >= self._drain_until):
             scheduler.abort(None)
-        if not scheduler.queues.all():
+        if scheduler.num_active(waiting=True) == (0, 0):
             scheduler.stopped = True
             scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
         return True

@@ -144,8 +144,8 @@ class MemoryControl:
 
     def _require_idle(self) -> None:
         scheduler = self._scheduler
-        running = len(scheduler.queues.holding_kv())
-        waiting = len(scheduler.queues.waiting) if scheduler.has_work else 0
+        stands_still = scheduler.paused or scheduler.withheld is not None or scheduler.held
+        running, waiting = scheduler.num_active(waiting=not stands_still)
         if running or waiting:
             raise Conflict(
                 f"memory cannot be released: {running} requests running, {waiting} waiting; let them end, abort them, "

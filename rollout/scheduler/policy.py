@@ -40,6 +40,10 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.extends and not self.decodes
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.count for item in self.extends) + len(self.decodes)
+
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:

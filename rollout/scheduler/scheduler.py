@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 
 from rollout.core.errors import BadRequest, LockstepError, Unavailable, status_of
 from rollout.core.forward_batch import ForwardBatch
@@ -26,10 +27,13 @@ from rollout.core.io_struct import (
     TokenizedGenerateReqInput,
 )
 from rollout.core.message import ControlReqInput
+from rollout.distributed.parallel import Parallel
 from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.dp_sync import DPSync
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
@@ -38,10 +42,15 @@ from rollout.scheduler.stats import StepStats
 from rollout.scheduler.stop import StopChecker
 
 _IDLE_WAIT_MS = 200
+_SOON_MS = 1
 
 
 class Scheduler:
-    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop, run in inference mode."""
+    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop, run in inference mode.
+
+    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and what is called
+    between steps run on all ranks in the same turn, and may communicate.
+    """
 
     def __init__(
         self,
@@ -56,7 +65,9 @@ class Scheduler:
         stop: StopChecker,
         max_queued_requests: int,
         random_seed: int,
+        parallel: Parallel,
     ) -> None:
+        self.parallel = parallel
         self.runner = runner
         self.cache = cache
         self.queues = queues
@@ -72,7 +83,10 @@ class Scheduler:
         self._results = results
         self._stop = stop
         self._max_queued = max_queued_requests
-        self._seeds = np.random.default_rng(random_seed or secrets.randbits(64))
+        self._dp = DPSync(parallel.attn_dp)
+        self._nothing = StepPlan(DecodeBatch())
+        self._seeds = _seed_source(random_seed, parallel)
+        self._soon = False
         self._arrivals = 0
         self._by_rid: dict[str, Req] = {}
         self._verbs: dict[type, Callable[[ControlReqInput], ControlReqOutput | None]] = {}
@@ -88,7 +102,16 @@ class Scheduler:
         """Called at every step boundary; True while it waits for something that will `wake` the loop."""
         self._between_steps.append(advance)
 
+    def poll_quickly(self, soon: bool) -> None:
+        """Whether something is about to be ready on all ranks, so that an idle turn must not wait long."""
+        self._soon = soon
+
     # --- the loop -------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Seconds on a monotonic clock that all ranks of the engine share, as of this turn."""
+        return self._channel.now
 
     @property
     def has_work(self) -> bool:
@@ -97,13 +120,26 @@ class Scheduler:
             return False
         return bool(queues.running or queues.partial or queues.waiting)
 
+    def num_active(self, *, waiting: bool) -> tuple[int, int]:
+        """Requests that hold KV, and, if asked, those that wait, on all data-parallel ranks of this engine.
+
+        Called on all of them in the same turn.
+        """
+        mine = len(self.queues.holding_kv()), len(self.queues.waiting) if waiting else 0
+        counts = self.parallel.attn_dp.gather_ints(mine)
+        return sum(running for running, _ in counts), sum(queued for _, queued in counts)
+
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
         """Take messages, then run one step if there is work.  True if a step ran."""
-        for message in self._channel.receive(0 if self.has_work else wait_ms):
+        if self.has_work or self._dp.busy:
+            wait_ms = 0
+        elif self._soon:
+            wait_ms = min(wait_ms, _SOON_MS)
+        for message in self._channel.receive(wait_ms):
             self._dispatch(message)
         for advance in self._between_steps:
             advance()
-        if not self.has_work:
+        if self.stopped or not (self.has_work or not self._dp.is_alone):
             self.stats.idle()
             return False
         return self._step()
@@ -111,13 +147,20 @@ class Scheduler:
     def _step(self) -> bool:
         stats = self.stats
         stats.start_step()
-        plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract)
+        plan = self._nothing
+        if self.has_work:
+            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract)
+        counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
         stats.phase("plan")
-        if plan.is_empty:
+        if plan.is_empty and not any(counts or ()):
             return False
         batch = self._build(plan)
+        batch.global_num_tokens = counts
         stats.phase("build")
         hidden_TD = self.runner.forward(batch)
+        if plan.is_empty:  # another rank's tokens needed this one's experts
+            stats.idle()
+            return True
         logits_NV = self.runner.logits(hidden_TD[batch.logits_rows] if plan.extends else hidden_TD)
         stats.phase("forward")
         outgoing = self._results.process(plan, hidden_TD, logits_NV)
@@ -173,7 +216,8 @@ class Scheduler:
 
     def _dispatch(self, message: SchedulerInput) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
-            self._accept(message)
+            if self._dp.is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
+                self._accept(message)
         elif isinstance(message, AbortReqInput):
             self.abort(None if message.abort_all else message.rids)
         else:
@@ -282,6 +326,14 @@ class Scheduler:
 
     def reply(self, answer: ControlReqOutput) -> None:
         self._channel.send(answer)
+
+
+def _seed_source(random_seed: int, parallel: Parallel) -> np.random.Generator:
+    """Seeds for requests that bring none: the same on ranks that share requests, others on others."""
+    drawn = torch.tensor([secrets.randbits(62)])
+    seed = random_seed or int(parallel.tp.broadcast(drawn))
+    stream = max(parallel.position.attn_dp_rank, parallel.position.replica)
+    return np.random.default_rng([seed, stream] if stream else seed)
 
 
 def failure(request_id: str, error: Exception) -> ControlReqOutput:

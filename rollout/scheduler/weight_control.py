@@ -30,6 +30,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.scheduler.kv_age import abort_below, require_known_version
+from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_sources import SOURCES
@@ -50,12 +51,13 @@ class WeightControl:
         scheduler: Scheduler,
         updater: WeightUpdater,
         wake: Callable[[], None],
+        consensus: RankConsensus,
         pause_timeout_s: float | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
-        self._queue = WeightQueue(scheduler, wake, finished=self._after_verb, settle=self._watch.settle)
+        self._queue = WeightQueue(scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle)
         self._num_pauses = 0
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
@@ -111,13 +113,16 @@ class WeightControl:
             self._updater.init_group(
                 master_address=verb.master_address,
                 master_port=verb.master_port,
-                rank=verb.rank_offset,
+                rank=verb.rank_offset + self._scheduler.parallel.position.world_rank,
                 world_size=verb.world_size,
                 group_name=verb.group_name,
                 backend=verb.backend,
             )
 
-        return Job(verb, io, _says("Succeeded to initialize custom process group."))
+        def leave(_: str) -> None:
+            self._updater.destroy_group(verb.group_name)
+
+        return Job(verb, io, _says("Succeeded to initialize custom process group."), take_back=leave)
 
     def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
         return Job(
@@ -133,7 +138,11 @@ class WeightControl:
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s)
 
-        return Job(verb, io, _says("Weight update begun."))
+        def step(_: Any) -> tuple[str, Answer]:
+            self._updater.renew_lease()
+            return "Weight update begun.", {}
+
+        return Job(verb, io, step, take_back=self._updater.drop)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
@@ -186,14 +195,17 @@ class WeightControl:
         def step(_: Any) -> tuple[str, Answer]:
             if settles:
                 return self._commit()
+            self._updater.renew_lease()
             return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
-        return Job(verb, io, step, holds_steps=self._updater.holds_steps)
+        holds = self._updater.holds_steps
+        return Job(verb, io, step, holds_steps=holds, votes=settles, take_back=self._updater.fail)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         if verb.phase == "verify":
-            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."))
-        return Job(verb, _nothing if verb.phase == "commit" else self._updater.verify, lambda _: self._commit())
+            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."), votes=True)
+        io = _nothing if verb.phase == "commit" else self._updater.verify
+        return Job(verb, io, lambda _: self._commit(), votes=verb.phase is None)
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         return Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))
@@ -214,7 +226,7 @@ class WeightControl:
             self._scheduler.paused = False
             return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
-        return Job(verb, io, step)
+        return Job(verb, io, step, votes=settles)
 
     def _relabel(self, verb: UpdateWeightVersionReqInput) -> Job:
         def step(_: Any) -> tuple[str, Answer]:

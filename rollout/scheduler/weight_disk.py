@@ -101,7 +101,8 @@ class DiskRefresh:
             num_paused = len(queues.all()) if self._scheduler.paused else 0
             return message, data | {"num_paused_requests": num_paused, "model_path": verb.model_path}
 
-        return Job(verb, io, step, holds_steps=self._updater.holds_steps)
+        take_back = None if opens else self._updater.fail
+        return Job(verb, io, step, holds_steps=self._updater.holds_steps, votes=opens, take_back=take_back)
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class DiskRefresh:
                 self._note_origin(verb.target_version, str(source.resolve()))
             return "Success.", data
 
-        return Job(verb, io, step, holds_steps=verb.update_memory and self._updater.holds_steps)
+        holds = verb.update_memory and self._updater.holds_steps
+        return Job(verb, io, step, holds_steps=holds, votes=verb.update_memory)
 
     def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> str:
         """Stage and verify what leads memory to the target: by "delta", by a "full" load, or "unchanged"."""

@@ -5,6 +5,9 @@ engine generates; the step part (commit, publish) runs between two steps on the 
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
+On several ranks every rank has one.  The I/O threads tell each other how it went, so that a job has failed on all ranks
+if it failed on one; the step parts run on all ranks of an engine in the same turn.
+
 Knows the order of things and whose turn it is.  Does not know what a verb does.
 """
 
@@ -18,6 +21,7 @@ from typing import Any
 
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
+from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler, failure
 
 Answer = dict[str, Any]
@@ -27,13 +31,16 @@ Answer = dict[str, Any]
 class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
-    `step` returns message and data.  `holds_steps`: no step may run beside `io`.
+    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `votes`: `io` asks all ranks once,
+    as a verify does.  `take_back(reason)`, on the I/O thread: `io` went well here and failed on another rank.
     """
 
     verb: ControlReqInput
     io: Callable[[], Any]
     step: Callable[[Any], tuple[str, Answer]]
     holds_steps: bool = False
+    votes: bool = False
+    take_back: Callable[[str], None] | None = None
 
 
 class WeightQueue:
@@ -45,12 +52,14 @@ class WeightQueue:
         self,
         scheduler: Scheduler,
         wake: Callable[[], None],
+        consensus: RankConsensus,
         *,
         finished: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
+        self._consensus = consensus
         self._finished = finished
         self._settle = settle
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io")
@@ -79,10 +88,17 @@ class WeightQueue:
                     return False
                 self._start(self._waiting.popleft())
                 continue
-            assert self._future is not None
-            if not self._future.done():
+            if not self._is_done():
                 return True
             self._finish()
+
+    def _is_done(self) -> bool:
+        """Whether the I/O part is over on all ranks of this engine."""
+        assert self._future is not None
+        mine = self._future.done()
+        everywhere = self._scheduler.parallel.tp.all_agree(mine)
+        self._scheduler.poll_quickly(mine and not everywhere)
+        return everywhere
 
     def _start(self, verb: ControlReqInput) -> None:
         try:
@@ -92,7 +108,7 @@ class WeightQueue:
             return
         self._scheduler.held = self._scheduler.held or job.holds_steps
         self._job = job
-        self._future = self._io.submit(job.io)
+        self._future = self._io.submit(self._consensus.run, job.io, votes=job.votes, take_back=job.take_back)
         self._future.add_done_callback(lambda _: self._wake())
 
     def _finish(self) -> None:

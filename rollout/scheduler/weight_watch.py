@@ -26,6 +26,8 @@ class WeightWatch:
         self._updater = updater
         self._pause_timeout_s = pause_timeout_s
         self._pause: Lease | None = None
+        self._is_settled = True  # nothing has happened to the updater since the last look
+        self._torn: str | None = None
 
     @property
     def pause_left_s(self) -> float | None:
@@ -35,30 +37,39 @@ class WeightWatch:
     def on_pause(self) -> None:
         """A pause began, or began anew."""
         if self._pause_timeout_s is not None:
-            self._pause = Lease(self._pause_timeout_s)
+            self._pause = Lease(self._pause_timeout_s, lambda: self._scheduler.now)
 
     def on_verb(self) -> None:
         """Somebody is still there."""
+        self._is_settled = False
         if self._pause is not None:
             self._pause.renew()
 
     def settle(self) -> None:
-        self._updater.expire()
-        self._end_pause()
+        expired, pause_ended = self._updater.expire(), self._end_pause()
+        if expired or pause_ended or not self._is_settled:
+            self._torn, self._is_settled = self._torn_anywhere(), True
         self._scheduler.held = self._updater.is_dirty
-        state, torn = self._scheduler.runner.state, self._updater.torn
+        state, torn = self._scheduler.runner.state, self._torn
         if torn is not None and state.poisoned is None:
             state.poison(torn)
             self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {torn}"))
 
-    def _end_pause(self) -> None:
+    def _torn_anywhere(self) -> str | None:
+        """Why some rank's weights are neither old nor new."""
+        told = self._scheduler.parallel.tp.gather_bytes((self._updater.torn or "").encode())
+        return next((text.decode() for text in told if text), None)
+
+    def _end_pause(self) -> bool:
+        """Whether the pause ended by itself."""
         if not self._scheduler.paused:
             self._pause = None
         if self._pause is None or not self._pause.expired:
-            return
+            return False
         reason = f"nobody continued the pause within {self._pause.seconds:g} s (--pause-timeout)"
         print(f"lockstep: {reason}; serving again", file=sys.stderr, flush=True)
         if self._updater.is_open:
             self._updater.drop(reason)
         self._pause = None
         self._scheduler.paused = False
+        return True

@@ -199,7 +199,10 @@ BAD_GENERATE: dict[str, dict[str, Any]] = {
     "text and ids": {"text": "a", "input_ids": [1]},
     "text of a wrong type": {"text": 7},
     "prompt longer than the context": {"input_ids": [1] * (CONTEXT + 1)},
-    "prompt and output longer than the context": {"input_ids": [1] * (CONTEXT - 12), "sampling_params": {"max_new_tokens": 100}},
+    "prompt and output longer than the context": {
+        "input_ids": [1] * (CONTEXT - 12),
+        "sampling_params": {"max_new_tokens": 100},
+    },
     "negative max_new_tokens": {"text": "a", "sampling_params": {"max_new_tokens": -1}},
     "huge max_new_tokens": {"text": "a", "sampling_params": {"max_new_tokens": 10**12}},
     "n is 0": {"text": "a", "sampling_params": {"n": 0}},
