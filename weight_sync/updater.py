@@ -215,10 +215,8 @@ class WeightUpdater:
         self._next_digest = self._content.digest_after(transaction.fingerprints)
 
     def fail(self, reason: str) -> None:
-        """A bucket that was well received here was not on another rank: the open transaction cannot be verified."""
-        if self._transaction is not None:
-            self._transaction.fail(reason)
-            self._note_failure(self._transaction, reason)
+        """Another rank did not receive a bucket well: the open transaction cannot be verified."""
+        self._require_transaction("fail").fail(reason)
 
     def abort(self) -> None:
         """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""

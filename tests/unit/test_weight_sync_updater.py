@@ -18,7 +18,7 @@ from weight_sync.errors import (
     UnknownGroupError,
     WeightRequestError,
 )
-from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.process_group import init_process_group, resolve_backend
 from weight_sync.updater import WeightUpdater
 
