@@ -232,6 +232,26 @@ def test_packed_content_is_read_back_exactly(native: NativeOps, dtype: torch.dty
 
 
 @DTYPES
+@pytest.mark.parametrize("first_row", [0, 5, 16])
+@pytest.mark.parametrize("depth", [30, 64, 83, 100])
+def test_any_bits_pass_through_packing(native: NativeOps, dtype: torch.dtype, first_row: int, depth: int) -> None:
+    """Signalling NaN too, from rows at any address, and no neighbour is touched."""
+    generator, width = torch.Generator().manual_seed(depth), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    raw = torch.randint(0, 256, (1 + 48 * depth, dtype.itemsize), generator=generator)
+    flat = raw.to(torch.uint8).view(-1).view(width)
+    storage = native.empty_matrix(96, depth, dtype, "cpu")
+    everything = native.matrix_place(storage, range(96), depth)
+    everything.write(torch.ones(96, depth, dtype=dtype))
+    for offset in (0, 1):
+        content = flat[offset : offset + 48 * depth].view(dtype).view(48, depth)
+        place = native.matrix_place(storage, range(first_row, first_row + 48), depth)
+        place.write(content)
+        assert torch.equal(place.read().view(width), content.view(width))
+        found = everything.read()
+        assert bool((found[:first_row] == 1).all() and (found[first_row + 48 :] == 1).all())
+
+
+@DTYPES
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(64, 32), (50, 19), (1, 1)])
 def test_packed_experts_are_read_back_exactly(
     native: NativeOps, dtype: torch.dtype, hidden_size: int, inner_size: int

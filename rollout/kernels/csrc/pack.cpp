@@ -13,6 +13,7 @@
 #include "checks.h"
 #include "packed.h"
 #include "parallel.h"
+#include "transpose.h"
 
 namespace lockstep {
 namespace {
@@ -37,6 +38,24 @@ int64_t check_packed(const at::Tensor& packed, int64_t depth, int64_t last_row, 
     TORCH_CHECK(panels * panel_numel<T>(depth) <= packed.numel(), "rows lie outside the packed weights");
     return panels;
   });
+}
+
+// Sixteen rows of sixteen groups <-> sixteen groups of sixteen rows; strides in elements.
+template <class T>
+void turn(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  F32x16 square[kLanes];
+  for (int i = 0; i < kLanes; ++i) square[i] = load(reinterpret_cast<const float*>(from + i * from_stride));
+  transpose(square);
+  for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to + i * to_stride), square[i]);
+}
+
+// How many elements of each row `turn` can take: all but the last few, where `count` rows [count, depth] fill the
+// half-panel that packed row `first` begins, and groups lie as floats do.
+template <class T>
+int64_t turned(const T* rows, int64_t depth, int64_t first, int64_t count) {
+  constexpr int64_t kSide = kLanes * kGroup<T>;
+  const bool aligned = depth % kGroup<T> == 0 && reinterpret_cast<uintptr_t>(rows) % sizeof(float) == 0;
+  return aligned && count == kLanes && first % kLanes == 0 ? depth / kSide * kSide : 0;
 }
 
 // Weights are streamed once a step: with pages of 4 KiB, address translation takes a good part of that time.
@@ -70,11 +89,14 @@ void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, 
     using T = decltype(zero);
     const T* from = rows.const_data_ptr<T>();
     T* to = packed.mutable_data_ptr<T>();
-    for_spans(num_rows, kLanes, num_rows * depth / 2, [&](int64_t begin, int64_t end) {
-      // Sixteen rows side by side fill whole cache lines.
+    for_spans(num_rows, kLanes, num_rows * depth / 8, [&](int64_t begin, int64_t end) {
       T* places[kLanes];
       for (int64_t n = begin; n < end; ++n) places[n - begin] = row_place(to, depth, first_row + n, step, offset);
-      for (int64_t k = 0; k < depth; k += kGroup<T>) {
+      const int64_t in_squares = turned(from + begin * depth, depth, first_row + begin, end - begin);
+      for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
+        turn(from + begin * depth + k, depth, places[0] + k / kGroup<T> * kRowStride<T>, kRowStride<T>);
+      }
+      for (int64_t k = in_squares; k < depth; k += kGroup<T>) {
         const int64_t count = std::min(kGroup<T>, depth - k), place = k / kGroup<T> * kRowStride<T>;
         for (int64_t n = begin; n < end; ++n) std::copy_n(from + n * depth + k, count, places[n - begin] + place);
       }
@@ -82,31 +104,36 @@ void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, 
   });
 }
 
-// `row_of(n)`: the logical row that becomes row n of the result [num_rows, depth].
-template <class F>
-at::Tensor unpack(const at::Tensor& packed, int64_t depth, int64_t num_rows, int64_t step, int64_t offset, F&& row_of) {
-  at::Tensor out = at::empty({num_rows, depth}, packed.options());
-  with_dtype(packed, [&](auto zero) {
-    using T = decltype(zero);
-    const T* from = packed.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    for_spans(num_rows, kLanes, num_rows * depth / 2, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        const T* place = row_place(from, depth, row_of(n), step, offset);
-        for (int64_t k = 0; k < depth; k += kGroup<T>, place += kRowStride<T>) {
-          std::copy_n(place, std::min(kGroup<T>, depth - k), to + n * depth + k);
-        }
-      }
-    });
-  });
-  return out;
+// Elements `from_k` .. depth - 1 of a packed row.
+template <class T>
+void unpack_row(const T* place, int64_t from_k, int64_t depth, T* row) {
+  place += from_k / kGroup<T> * kRowStride<T>;
+  for (int64_t k = from_k; k < depth; k += kGroup<T>, place += kRowStride<T>) {
+    std::copy_n(place, std::min(kGroup<T>, depth - k), row + k);
+  }
 }
 
 at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_row, int64_t num_rows, int64_t step,
                        int64_t offset) {
   TORCH_CHECK(first_row >= 0 && num_rows >= 0, "rows must not be negative");
   check_packed(packed, depth, first_row + num_rows - 1, step, offset);
-  return unpack(packed, depth, num_rows, step, offset, [&](int64_t n) { return first_row + n; });
+  at::Tensor out = at::empty({num_rows, depth}, packed.options());
+  with_dtype(packed, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = packed.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    for_spans(num_rows, kLanes, num_rows * depth / 8, [&](int64_t begin, int64_t end) {
+      const T* place = row_place(from, depth, first_row + begin, step, offset);
+      const int64_t in_squares = turned(to + begin * depth, depth, first_row + begin, end - begin);
+      for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
+        turn(place + k / kGroup<T> * kRowStride<T>, kRowStride<T>, to + begin * depth + k, depth);
+      }
+      for (int64_t n = begin; n < end; ++n) {
+        unpack_row(row_place(from, depth, first_row + n, step, offset), in_squares, depth, to + n * depth);
+      }
+    });
+  });
+  return out;
 }
 
 at::Tensor packed_embedding(const at::Tensor& packed, const at::Tensor& ids, int64_t depth) {
@@ -119,7 +146,16 @@ at::Tensor packed_embedding(const at::Tensor& packed, const at::Tensor& ids, int
     largest = std::max(largest, row[n]);
   }
   check_packed(packed, depth, largest, 1, 0);
-  return unpack(packed, depth, rows.numel(), 1, 0, [&](int64_t n) { return row[n]; });
+  at::Tensor out = at::empty({rows.numel(), depth}, packed.options());
+  with_dtype(packed, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = packed.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    for_spans(rows.numel(), kLanes, rows.numel() * depth / 2, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) unpack_row(row_place(from, depth, row[n], 1, 0), 0, depth, to + n * depth);
+    });
+  });
+  return out;
 }
 
 }  // namespace
