@@ -5,7 +5,7 @@ Shapes: V vocabulary, D hidden, E logical experts, P physical experts, I expert 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -84,6 +84,12 @@ class FakeWeights:
 
     def places(self, name: str) -> list[ViewPlace]:
         return [ViewPlace(target) for target in self._places(name)]
+
+    def put_back(self, name: str, content: torch.Tensor) -> None:
+        self.write(name, content)
+
+    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
+        return contents[0]
 
     def recompute_derived(self) -> None:
         self.derived_fault()

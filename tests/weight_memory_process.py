@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +50,12 @@ class Matrices:
 
     def read(self, name: str) -> torch.Tensor:
         return self._places[name].read()
+
+    def put_back(self, name: str, content: torch.Tensor) -> None:
+        self._places[name].put_back(content)
+
+    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
+        return contents[0]
 
     def recompute_derived(self) -> None:
         pass

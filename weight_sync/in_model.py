@@ -84,7 +84,8 @@ class JournalStaging:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         if self._journal is None:
             self._journal = Journal(self._directory)
-        self._journal.append(name, self._weights.read(name))
+        for place in self._weights.places(name)[:1]:  # the others hold the same
+            self._journal.append(name, place.read())
         self._weights.write(name, tensor)
 
     def read(self, name: str) -> torch.Tensor:
@@ -100,7 +101,7 @@ class JournalStaging:
         if self._journal is None:
             return
         for entry in reversed(self._journal.entries):
-            self._weights.write(entry.name, self._journal.read(entry))
+            self._weights.put_back(entry.name, self._journal.read(entry))
         self.close()
 
     def close(self) -> None:

@@ -65,8 +65,21 @@ class Piece:
     index: tuple[int | slice, ...] = ()
 
 
+@dataclass(frozen=True)
+class Region:
+    """A part of a logical tensor: indices `start` .. `start + length - 1` of dimension `dim`."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of this part of a tensor of the whole's shape."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+
 class Place(Protocol):
-    """Where one logical tensor lives, whatever the layout of the storage around it.
+    """Where one logical tensor lives, or a part of it, whatever the layout of the storage around it.
 
     Stays valid as long as the storage: addresses never change.
     """
@@ -75,14 +88,25 @@ class Place(Protocol):
     def storage(self) -> torch.Tensor:
         """The tensor, or the view of one, that the content lies in."""
 
+    @property
+    def region(self) -> Region | None:
+        """The part of the logical tensor that lives here; None: all of it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that live here."""
+
     def over(self, storage: torch.Tensor) -> Place:
         """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
 
     def write(self, source: torch.Tensor) -> None:
-        """Take the content of `source`, of the place's logical shape, cast to the storage's dtype."""
+        """Take the content of `source`, the whole logical tensor, cast to the storage's dtype."""
 
     def read(self) -> torch.Tensor:
-        """The content, bit for bit; a view where the layout allows, and never to be written to."""
+        """What lives here, bit for bit; a view where the layout allows, and never to be written to."""
+
+    def put_back(self, content: torch.Tensor) -> None:
+        """Take what `read` gave, here or at another place of the same tensor."""
 
 
 class LogicalWeights(Protocol):
@@ -104,10 +128,26 @@ class LogicalWeights(Protocol):
         """
 
     def read(self, name: str) -> torch.Tensor:
-        """The logical tensor as it lives in memory now: a view or a copy, never to be written to."""
+        """The logical tensor as it lives in memory now: a view or a copy, never to be written to.
+
+        With several ranks a call that all of them make, in one order.
+        """
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of logical tensor `name` under the placement in force, at least one."""
+        """Every place of logical tensor `name` on this rank under the placement in force.
+
+        All of them hold the same part.  None, where all of the tensor lives on other ranks.
+        """
+
+    def put_back(self, name: str, content: torch.Tensor) -> None:
+        """Copy to every place of this rank what `read` of one of them gave."""
+
+    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole logical tensor from what one place of each rank holds, or would hold.
+
+        `contents`: of the first place of this rank, or nothing where it has none.  With one rank that is the tensor;
+        with several, a call that all of them make, in one order.
+        """
 
     def recompute_derived(self) -> None:
         """Bring tensors that are computed from weights (none in most models) up to date."""

@@ -19,14 +19,16 @@ from weight_sync.tensor_meta import Piece
 class WeightEntry:
     """One logical tensor held by a layer.
 
-    `places()` returns every place where the tensor lives now, at least one, each of exactly `shape`.  It is called for
-    each write and never cached, because the places of an expert follow the placement in force.
+    `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now.
+    It is called for each write and never cached, because the places of an expert follow the placement in force.
+    `is_everywhere`: every rank of the engine holds all of it; if not, there may be no place here.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     places: Callable[[], Sequence[Place]]
+    is_everywhere: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`WeightIndex`: a model's weights by logical name, collected from its layers.
 
-Knows names, shapes and how a wire tensor splits into logical ones.  Does not know transports, files or when a write is
-allowed: cold load and live refresh both go through this object.
+Knows names, shapes, how a wire tensor splits into logical ones, and that other ranks may hold a part.  Does not know
+transports, files or when a write is allowed: cold load and live refresh both go through this object.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from types import MappingProxyType
 
 import torch
 
+from rollout.distributed.communicator import Communicator
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
+from rollout.models.weight_assembly import assemble_tensor
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
@@ -21,10 +23,12 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).  `ranks` join
+    all ranks of the server, for the one thread that reads weights at a time.
     """
 
-    def __init__(self, model: Layer, aliases: Mapping[str, str]) -> None:
+    def __init__(self, model: Layer, aliases: Mapping[str, str], ranks: Communicator | None = None) -> None:
+        self._ranks = ranks
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
@@ -62,12 +66,31 @@ class WeightIndex:
             place.write(source)
 
     def read(self, name: str) -> torch.Tensor:
-        """The content of the logical tensor's first place, not to be written to.  Raises `UnknownTensorError`."""
-        return self._entry(name).places()[0].read()
+        """The logical tensor, from this rank's first place of it where all ranks have all of it; not to be written to.
+
+        With several ranks a call that all of them make, in one order.  Raises `UnknownTensorError`.
+        """
+        return self.assemble(name, [place.read() for place in self._entry(name).places()[:1]])
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of the logical tensor under the placement in force.  Raises `UnknownTensorError`."""
+        """Every place of the logical tensor on this rank under the placement in force.  Raises `UnknownTensorError`."""
         return self._entry(name).places()
+
+    def put_back(self, name: str, content: torch.Tensor) -> None:
+        """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
+        for place in self._entry(name).places():
+            place.put_back(content)
+
+    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor from what the first place of each rank holds, or would hold (`contents`, at most one).
+
+        Raises `UnknownTensorError`, and `WeightSyncError` where a part of it is nowhere.
+        """
+        entry = self._entry(name)
+        if self._ranks is None or self._ranks.size == 1 or entry.is_everywhere:
+            return contents[0]
+        region = entry.places()[0].region if contents else None
+        return assemble_tensor(self._metas[name], region, contents[0] if contents else None, self._ranks)
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from weight_sync.tensor_meta import Place
+from weight_sync.tensor_meta import Place, Region
 
-__all__ = ["PackedPlace", "Place", "ViewPlace"]
+__all__ = ["PackedPlace", "Place", "ShardPlace", "ViewPlace"]
 
 
 class ViewPlace:
     """A part of a tensor that is stored as it is."""
+
+    region: Region | None = None
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
@@ -21,6 +23,10 @@ class ViewPlace:
     @property
     def storage(self) -> torch.Tensor:
         return self._view
+
+    @property
+    def numel(self) -> int:
+        return self._view.numel()
 
     def over(self, storage: torch.Tensor) -> ViewPlace:
         return ViewPlace(storage)
@@ -31,12 +37,17 @@ class ViewPlace:
     def read(self) -> torch.Tensor:
         return self._view
 
+    def put_back(self, content: torch.Tensor) -> None:
+        self.write(content)
+
 
 class PackedPlace:
     """Rows of a matrix packed for the compiled operators (`kernels/csrc/packed.h`, `pack.cpp`).
 
     `step` and `offset` say how blocks of sixteen rows alternate with those of another matrix.
     """
+
+    region: Region | None = None
 
     def __init__(self, packed: torch.Tensor, rows: range, in_features: int, step: int = 1, offset: int = 0) -> None:
         self._packed = packed
@@ -47,6 +58,10 @@ class PackedPlace:
     @property
     def storage(self) -> torch.Tensor:
         return self._packed
+
+    @property
+    def numel(self) -> int:
+        return len(self._rows) * self._in_features
 
     def over(self, storage: torch.Tensor) -> PackedPlace:
         return PackedPlace(storage, self._rows, self._in_features, *self._layout)
@@ -59,3 +74,37 @@ class PackedPlace:
     def read(self) -> torch.Tensor:
         rows = self._rows
         return torch.ops.lockstep.unpack_rows(self._packed, self._in_features, rows.start, len(rows), *self._layout)
+
+    def put_back(self, content: torch.Tensor) -> None:
+        self.write(content)
+
+
+class ShardPlace:
+    """The part of a logical tensor that this rank holds, in an `inner` place of just that part.
+
+    It is `length` indices of dimension `dim`, from `start` on.
+    """
+
+    def __init__(self, inner: Place, dim: int, start: int, length: int) -> None:
+        self._inner = inner
+        self.region: Region = Region(dim, start, length)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._inner.storage
+
+    @property
+    def numel(self) -> int:
+        return self._inner.numel
+
+    def over(self, storage: torch.Tensor) -> ShardPlace:
+        return ShardPlace(self._inner.over(storage), self.region.dim, self.region.start, self.region.length)
+
+    def write(self, source: torch.Tensor) -> None:
+        self._inner.write(self.region.of(source))
+
+    def read(self) -> torch.Tensor:
+        return self._inner.read()
+
+    def put_back(self, content: torch.Tensor) -> None:
+        self._inner.put_back(content)
