@@ -44,6 +44,7 @@ class Batch:
 def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
     """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, whatever their weight."""
     ids_RS = work.local_physical_ids_RS
+    assert work.has_holes or not (ids_RS < 0).any()
     assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
     physical_RS = (ids_RS + first_expert).masked_fill(ids_RS < 0, NUM_EXPERTS)
     scale = torch.tensor([p % 3 - 1.0 for p in range(NUM_EXPERTS)] + [0.0])
@@ -58,7 +59,7 @@ def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
 
 def expected(batch: Batch) -> torch.Tensor:
     """On one rank that has all experts."""
-    return experts_of_rank(DispatchOutput(batch.hidden_TD, batch.ids_TK, batch.weights_TK, None), 0)
+    return experts_of_rank(DispatchOutput(batch.hidden_TD, batch.ids_TK, batch.weights_TK, None, has_holes=True), 0)
 
 
 def batches(case: str, num_ranks: int, hidden_size: int) -> list[Batch]:
@@ -69,23 +70,25 @@ def batches(case: str, num_ranks: int, hidden_size: int) -> list[Batch]:
         "no token": [0] * num_ranks,
         "even": [6] * num_ranks,
     }.get(case, list(RAGGED[:num_ranks]))
-    found = []
-    for count in counts:
-        scores = torch.rand(count, NUM_EXPERTS, generator=generator)
-        if case == "expert 5 gets every token":
-            scores[:, 5] = 2
-        if case == "expert 3 gets none":
-            scores[:, 3] = -1
-        if case == "one rank gets all":  # as many choices on one rank as it has experts
-            scores[:, : NUM_EXPERTS // num_ranks] += 2
-        ids = scores.argsort(dim=1, descending=True)[:, :TOP_K].contiguous()
-        if case == "some choose nothing":
-            ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
-            ids[:1] = -1
-        hidden = torch.randint(-3, 4, (count, hidden_size), generator=generator).bfloat16()
-        weights = torch.randint(1, 5, ids.shape, generator=generator).bfloat16() / 4
-        found.append(Batch(hidden, ids, weights))
-    return found
+    return [random_batch(count, hidden_size, num_ranks, case, generator) for count in counts]
+
+
+def random_batch(count: int, hidden_size: int, num_ranks: int, case: str, generator: torch.Generator) -> Batch:
+    """`count` tokens of one rank."""
+    scores = torch.rand(count, NUM_EXPERTS, generator=generator)
+    if case == "expert 5 gets every token":
+        scores[:, 5] = 2
+    if case == "expert 3 gets none":
+        scores[:, 3] = -1
+    if case == "one rank gets all":  # as many choices on one rank as it has experts
+        scores[:, : NUM_EXPERTS // num_ranks] += 2
+    ids = scores.argsort(dim=1, descending=True)[:, :TOP_K].contiguous()
+    if case == "some choose nothing":
+        ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+        ids[:1] = -1
+    hidden = torch.randint(-3, 4, (count, hidden_size), generator=generator).bfloat16()
+    weights = torch.randint(1, 5, ids.shape, generator=generator).bfloat16() / 4
+    return Batch(hidden, ids, weights)
 
 
 CASES = (
@@ -141,7 +144,7 @@ def wrong_cases(
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[torch.Tensor]:
         rank, out = parallel.tp.rank, []
         for case in cases:
-            dispatcher.plan_step(max(batch.hidden_TD.shape[0] for batch in made[case]))
+            dispatcher.plan_step([batch.hidden_TD.shape[0] for batch in made[case]])
             out.append(forward(dispatcher, rank, made[case][rank]))
         dispatcher.close()
         return out

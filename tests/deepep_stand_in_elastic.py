@@ -87,7 +87,8 @@ class ElasticBuffer:
         check_choices(topk_idx, topk_weights, num_experts, size)
         named = topk_idx.sort(dim=1).values
         assert not ((named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)).any(), "a token names an expert twice"
-        assert x.shape[0] <= most <= self.num_max_tokens_per_rank
+        assert x.shape[0] <= most, f"{x.shape[0]} tokens, more than {most}"
+        assert most <= self.num_max_tokens_per_rank
         self.wire.agree("elastic dispatch", most, num_experts, x.shape[1])
         to_N, tokens_N = ranks_of_tokens(topk_idx, num_experts, size).T.nonzero().unbind(1)
         counts, (recv_x, recv_ids, recv_weights, sources) = self.wire.exchange(

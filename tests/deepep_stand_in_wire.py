@@ -47,12 +47,13 @@ def check_rows(x: torch.Tensor) -> None:
 
 
 def check_choices(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int, size: int) -> None:
-    assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 32
+    assert topk_idx.dtype == torch.int64, f"int64 ids, not {topk_idx.dtype}"
+    assert topk_idx.is_contiguous() and topk_idx.shape[1] <= 32
     assert num_experts % size == 0
     assert ((topk_idx >= -1) & (topk_idx < num_experts)).all()
     if topk_weights is not None:
-        assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
-        assert topk_weights.shape == topk_idx.shape
+        assert topk_weights.dtype == torch.float32, f"float32 weights, not {topk_weights.dtype}"
+        assert topk_weights.is_contiguous() and topk_weights.shape == topk_idx.shape
 
 
 def ranks_of_tokens(topk_idx: torch.Tensor, num_experts: int, size: int) -> torch.Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout.core.errors import StartupError
 from rollout.distributed.communicator import Communicator
@@ -30,9 +33,11 @@ from tests.deepep_contract import (
     HIDDEN,
     MAX_LOW_LATENCY_TOKENS,
     MAX_TOKENS,
+    NUM_EXPERTS,
     batches,
     expected,
     forward,
+    random_batch,
     with_dispatcher,
     wrong_cases,
 )
@@ -48,12 +53,62 @@ def test_results_are_those_of_one_rank(api: str, num_ranks: int) -> None:
     assert wrong_cases(api, num_ranks) == []
 
 
+@given(
+    api=st.sampled_from(APIS),
+    steps=st.lists(st.tuples(*[st.integers(0, MAX_TOKENS)] * 2, st.integers(0, 99)), min_size=1, max_size=5),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_history_of_steps_gives_what_one_rank_gives(api: str, steps: list[tuple[int, int, int]]) -> None:
+    made = [
+        [
+            random_batch(count, HIDDEN[api], 2, case, torch.Generator().manual_seed(seed))
+            for count, case in zip(counts, ("some choose nothing", "even"), strict=True)
+        ]
+        for *counts, seed in steps
+    ]
+
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[bool]:
+        rank, right = parallel.tp.rank, []
+        for pair in made:
+            dispatcher.plan_step([len(batch.hidden_TD) for batch in pair])
+            right.append(torch.equal(forward(dispatcher, rank, pair[rank]), expected(pair[rank])))
+        return right
+
+    assert all(map(all, with_dispatcher(api, 2, work)))
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_sums_are_rounded_no_more_often_than_told(api: str) -> None:
+    """Each weighted output is rounded three times at most on its way: by its expert, by its rank, by its token."""
+    generator = torch.Generator().manual_seed(5)
+    matrices = torch.randn(NUM_EXPERTS, HIDDEN[api], generator=generator).bfloat16()
+    made = batches("ragged", 4, HIDDEN[api])
+    for batch in made:
+        batch.hidden_TD = torch.randn(batch.hidden_TD.shape, generator=generator).bfloat16()
+        batch.weights_TK = torch.rand(batch.weights_TK.shape, generator=generator).bfloat16()
+
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> torch.Tensor:
+        batch, first = made[parallel.tp.rank], parallel.tp.rank * dispatcher.shape.slots_per_rank
+        dispatcher.plan_step([len(other.hidden_TD) for other in made])
+        sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
+        ids_RS = sent.local_physical_ids_RS
+        out_RSD = sent.hidden_RD.float().unsqueeze(1) * matrices[(ids_RS + first).clamp(min=0)].float()
+        if sent.weights_RS is not None:
+            out_RSD = (out_RSD * sent.weights_RS.float().masked_fill(ids_RS < 0, 0).unsqueeze(2)).sum(1)
+        return dispatcher.combine(out_RSD.bfloat16(), sent.handle)
+
+    for batch, out in zip(made, with_dispatcher(api, 4, work), strict=True):
+        terms_TKD = batch.hidden_TD.double().unsqueeze(1) * matrices[batch.ids_TK].double()
+        terms_TKD *= batch.weights_TK.double().unsqueeze(2)
+        assert ((out.double() - terms_TKD.sum(1)).abs() <= 3 * 2**-8 * terms_TKD.abs().sum(1) + 1e-12).all()
+
+
 def test_elastic_works_with_three_ranks_that_divide_and_refuses_others() -> None:
     shape = DeepEpShape(256, 9, 2, torch.bfloat16, 3, MAX_TOKENS)
     library = SimpleNamespace(Buffer=object, ElasticBuffer=object)
-    assert choose_api(library, shape, has_device_group=True)[0] is DeepEpApi.ELASTIC
+    assert choose_api(library, shape, has_device_group=True, has_rdma=False)[0] is DeepEpApi.ELASTIC
     with pytest.raises(StartupError, match="2, 4 or 8 ranks of a node, not 3"):
-        choose_api(library, shape, has_device_group=False)
+        choose_api(library, shape, has_device_group=False, has_rdma=True)
 
 
 def test_steps_alternate_between_modes_by_the_largest_rank() -> None:
@@ -65,7 +120,7 @@ def test_steps_alternate_between_modes_by_the_largest_rank() -> None:
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[tuple[type, bool]]:
         rank, found = parallel.tp.rank, []
         for pair in sizes:
-            dispatcher.plan_step(max(pair))
+            dispatcher.plan_step(pair)
             batch = batches("even", 2, hidden_size)[rank]
             batch.hidden_TD = rows[rank][: pair[rank]]
             batch.ids_TK, batch.weights_TK = (t[:1].repeat(pair[rank], 1) for t in (batch.ids_TK, batch.weights_TK))
@@ -90,7 +145,7 @@ def test_without_a_plan_ranks_use_the_mode_that_takes_every_batch() -> None:
 
 def test_a_rank_never_brings_more_than_the_step_was_planned_for() -> None:
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> None:
-        dispatcher.plan_step(2)
+        dispatcher.plan_step([2, 2])
         forward(dispatcher, parallel.tp.rank, batches("even", 2, HIDDEN["normal"])[parallel.tp.rank])
 
     with pytest.raises(AssertionError, match="more tokens than the step was planned for"):
@@ -130,7 +185,7 @@ class OneExpertARow(NormalMode):
         assert work.weights_RS is not None
         slot = (work.local_physical_ids_RS >= 0).int().argmax(1, keepdim=True)
         ids, weights = work.local_physical_ids_RS.gather(1, slot), work.weights_RS.gather(1, slot)
-        return DispatchOutput(work.hidden_RD, ids, weights, work.handle)
+        return DispatchOutput(work.hidden_RD, ids, weights, work.handle, has_holes=True)
 
 
 class LeavesWeightsToCombine(NormalMode):
@@ -228,11 +283,11 @@ class NeverCleans(DeepEpDispatcher):
 
 
 class ChoosesByItsOwnTokens(DeepEpDispatcher):
-    def plan_step(self, max_tokens_of_a_rank: int) -> None:
+    def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         pass
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        super().plan_step(hidden_TD.shape[0])
+        super().plan_step([hidden_TD.shape[0]])
         return super().dispatch(hidden_TD, ids_TK, weights_TK)
 
 
@@ -243,12 +298,12 @@ def test_a_dispatcher_that_mixes_modes_is_caught(wrong: type[DeepEpDispatcher], 
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> None:
         rank, batch = parallel.tp.rank, batches("even", 2, HIDDEN["low_latency"])[parallel.tp.rank]
         repeated = batch.ids_TK[:1].repeat(25, 1), batch.weights_TK[:1].repeat(25, 1)
-        dispatcher.plan_step(25)
+        dispatcher.plan_step([25, 6])
         if rank == 0:
             dispatcher.dispatch(batch.hidden_TD[:1].repeat(25, 1), *repeated)
         else:
             dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
-        dispatcher.plan_step(6)
+        dispatcher.plan_step([6, 6])
         dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
 
     with pytest.raises(AssertionError, match=message):
@@ -264,7 +319,7 @@ ELASTIC_ONLY = SimpleNamespace(ElasticBuffer=None)
 
 
 def a_shape(**changes: Any) -> DeepEpShape:
-    settings: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "hidden_size": 2048,
         "num_physical_experts": 128,
         "top_k": 8,
@@ -272,7 +327,7 @@ def a_shape(**changes: Any) -> DeepEpShape:
         "num_ranks": 4,
         "max_tokens_per_rank": 4096,
     }
-    return DeepEpShape(**(settings | changes))
+    return DeepEpShape(**(sizes | changes))
 
 
 @pytest.mark.parametrize(
@@ -330,6 +385,23 @@ def test_a_buffer_that_cannot_be_set_up_is_a_startup_error() -> None:
     with pytest.raises(StartupError, match="cannot set up ElasticBuffer: no GIN; all_to_all") as raised:
         DeepEpDispatcher(library, Communicator("tp", 0, 1), a_shape(num_ranks=1), device_group=object())  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
+
+
+def test_low_latency_mode_is_for_ranks_that_all_have_rdma() -> None:
+    def work(parallel: Parallel) -> DeepEpApi:
+        library, rank = stand_in(parallel.tp, "1.2"), parallel.tp.rank
+        return DeepEpDispatcher(library, parallel.tp, a_shape(num_ranks=2), has_rdma=rank == 0).api
+
+    assert run_ranks(ParallelLayout(tp_size=2), work, 20.0) == [DeepEpApi.NORMAL, DeepEpApi.NORMAL]
+
+
+def test_ranks_with_different_releases_do_not_start() -> None:
+    def work(parallel: Parallel) -> None:
+        library = stand_in(parallel.tp, ("normal", "1.2")[parallel.tp.rank])
+        with pytest.raises(StartupError, match="same release"):
+            DeepEpDispatcher(library, parallel.tp, a_shape(num_ranks=2), has_rdma=True)
+
+    run_ranks(ParallelLayout(tp_size=2), work, 20.0)
 
 
 # --- package and device ---------------------------------------------------------------------------------------------

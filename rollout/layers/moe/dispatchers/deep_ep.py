@@ -23,6 +23,7 @@ ranks, C = P / G on this one, M most tokens of a rank.  Physical expert p is loc
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
     DeepEpApi,
     DeepEpShape,
     choose_api,
+    has_rdma_device,
     make_buffer,
     make_elastic_buffer,
 )
@@ -71,8 +73,9 @@ class NormalMode:
             topk_idx=ids_TK,
             topk_weights=weights_TK,
         )
-        # Slots of other ranks arrive with id -1 and weight 0.
-        return DispatchOutput(received_RD, local_ids_RK.long(), received_weights_RK.to(received_RD.dtype), handle)
+        # Choices of other ranks arrive with id -1 and weight 0.
+        weights_RK = received_weights_RK.to(received_RD.dtype)
+        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
@@ -94,9 +97,9 @@ class ElasticMode:
             num_max_tokens_per_rank=self.shape.max_tokens_per_rank,
             do_cpu_sync=True,
         )
-        # A row arrives with the weights of all its K choices, also of those that are another rank's.
-        weights_RK = received_weights_RK.masked_fill(local_ids_RK < 0, 0.0).to(received_RD.dtype)
-        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle)
+        # Choices of other ranks arrive with id -1 and with the weight that was sent, which nobody reads.
+        weights_RK = received_weights_RK.to(received_RD.dtype)
+        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
@@ -144,14 +147,20 @@ class LowLatencyMode:
 
 
 class DeepEpDispatcher(Dispatcher):
-    """One for all MoE layers of a rank.  bfloat16 only.
+    """bfloat16 only.  Without a planned step it uses the mode that takes every batch.
 
     `library` is what `require_deep_ep` returned.  `communicator` joins the ranks among which the experts are spread, in
     their order; `device_group` is a torch group of the same ranks for `ElasticBuffer` (`form_device_group`), through
-    which the package pickles a few handles while it is set up.  Without it `Buffer` is used.
+    which the package pickles a few handles while it is set up.  Without it `Buffer` is used.  `has_rdma`: this rank has
+    an RDMA device; None looks.  All ranks make theirs together.
 
     Raises `StartupError` when the package cannot carry `shape` or cannot set its buffer up.
     """
+
+    scatters_tokens = True
+    normal_mode: type[NormalMode] = NormalMode
+    elastic_mode: type[ElasticMode] = ElasticMode
+    low_latency_mode: type[LowLatencyMode] = LowLatencyMode
 
     def __init__(
         self,
@@ -163,7 +172,11 @@ class DeepEpDispatcher(Dispatcher):
     ) -> None:
         assert communicator.size == shape.num_ranks
         self.shape = shape
-        self.api, passed_over = choose_api(library, shape, has_device_group=device_group is not None, has_rdma=has_rdma)
+        everywhere = communicator.all_agree(has_rdma_device() if has_rdma is None else has_rdma)
+        has_group = device_group is not None
+        self.api, passed_over = choose_api(library, shape, has_device_group=has_group, has_rdma=everywhere)
+        if len(set(communicator.gather_bytes(self.api.value.encode()))) > 1:
+            raise StartupError("--moe-a2a-backend deepep needs the same release of deep_ep on all ranks")
         if passed_over:
             logger.info("deep_ep: %s (%s)", self.api.value, "; ".join(passed_over))
         self._ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
@@ -181,23 +194,19 @@ class DeepEpDispatcher(Dispatcher):
         self._low_latency = self.low_latency_mode(self._buffer, shape) if low_latency else None
         elastic = self.api is DeepEpApi.ELASTIC
         self._large: Mode = (self.elastic_mode if elastic else self.normal_mode)(self._buffer, shape)
-        self._mode = self._large
+        self._mode: Mode = self._large
         self._max_tokens = shape.max_tokens_per_rank
         self._needs_cleaning = False
 
-    normal_mode: type[NormalMode] = NormalMode
-    elastic_mode: type[ElasticMode] = ElasticMode
-    low_latency_mode: type[LowLatencyMode] = LowLatencyMode
-
-    def plan_step(self, max_tokens_of_a_rank: int) -> None:
-        """Before each forward, with the same number on all ranks: the most tokens that one of them brings to a layer.
+    def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
+        """Low-latency mode for steps in which no rank brings more tokens than it takes.
 
         Ranks in different modes would wait for each other, so what a rank itself brings cannot choose.
         """
-        assert max_tokens_of_a_rank <= self.shape.max_tokens_per_rank
-        self._max_tokens = max_tokens_of_a_rank
-        small = self._low_latency is not None and max_tokens_of_a_rank <= self.shape.low_latency_tokens
-        self._mode = self._low_latency if small else self._large  # type: ignore[assignment]
+        self._max_tokens = max(tokens_by_rank)
+        assert self._max_tokens <= self.shape.max_tokens_per_rank
+        fits = self._max_tokens <= self.shape.low_latency_tokens
+        self._mode = self._low_latency if self._low_latency is not None and fits else self._large
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

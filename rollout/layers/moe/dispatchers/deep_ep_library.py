@@ -82,16 +82,19 @@ def require_deep_ep(device: torch.device | str) -> Any:
     return load_deep_ep()
 
 
+def has_rdma_device() -> bool:
+    """Whether this machine has one, InfiniBand or RoCE."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
 def choose_api(
-    library: Any, shape: DeepEpShape, *, has_device_group: bool, has_rdma: bool | None = None
+    library: Any, shape: DeepEpShape, *, has_device_group: bool, has_rdma: bool
 ) -> tuple[DeepEpApi, list[str]]:
     """The best API that `library` offers and that fits, and why better ones are passed over.
 
-    `has_device_group`: a process group for `ElasticBuffer` is there.  `has_rdma`: None looks at this machine.  Raises
-    `StartupError` with every reason if none fits.
+    `has_device_group`: a process group for `ElasticBuffer` is there.  `has_rdma`: every rank has an RDMA device.
+    Raises `StartupError` with every reason if none fits.
     """
-    if has_rdma is None:
-        has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
     common = _common_objections(shape)
     elastic = _elastic_objections(library, shape, has_device_group)
     normal = _normal_objections(library, shape)
