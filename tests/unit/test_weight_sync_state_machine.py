@@ -340,7 +340,7 @@ class NeverExpires(LoopbackUpdater):
 class NeverRenews(LoopbackUpdater):
     """Wrong: the lease counts from begin."""
 
-    def _renew_lease(self) -> None:
+    def renew_lease(self) -> None:
         pass
 
 
