@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.core.errors import StartupError
-from rollout.distributed.communicator import Communicator
-from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher, ElasticMode, LowLatencyMode, NormalMode
-from rollout.layers.moe.dispatchers.deep_ep_library import (
-    NEEDS,
-    DeepEpApi,
-    DeepEpShape,
-    _BufferComm,
-    choose_api,
-    load_deep_ep,
-    require_deep_ep,
-)
 from tests.deepep_contract import (
     APIS,
     HIDDEN,
@@ -41,8 +26,6 @@ from tests.deepep_contract import (
     with_dispatcher,
     wrong_cases,
 )
-from tests.deepep_stand_in import stand_in
-from tests.ranks import run_ranks
 
 # --- results --------------------------------------------------------------------------------------------------------
 
@@ -101,14 +84,6 @@ def test_sums_are_rounded_no_more_often_than_told(api: str) -> None:
         terms_TKD = batch.hidden_TD.double().unsqueeze(1) * matrices[batch.ids_TK].double()
         terms_TKD *= batch.weights_TK.double().unsqueeze(2)
         assert ((out.double() - terms_TKD.sum(1)).abs() <= 3 * 2**-8 * terms_TKD.abs().sum(1) + 1e-12).all()
-
-
-def test_elastic_works_with_three_ranks_that_divide_and_refuses_others() -> None:
-    shape = DeepEpShape(256, 9, 2, torch.bfloat16, 3, MAX_TOKENS)
-    library = SimpleNamespace(Buffer=object, ElasticBuffer=object)
-    assert choose_api(library, shape, has_device_group=True, has_rdma=False)[0] is DeepEpApi.ELASTIC
-    with pytest.raises(StartupError, match="2, 4 or 8 ranks of a node, not 3"):
-        choose_api(library, shape, has_device_group=False, has_rdma=True)
 
 
 def test_steps_alternate_between_modes_by_the_largest_rank() -> None:
@@ -308,155 +283,3 @@ def test_a_dispatcher_that_mixes_modes_is_caught(wrong: type[DeepEpDispatcher], 
 
     with pytest.raises(AssertionError, match=message):
         with_dispatcher("low_latency", 2, work, wrong)
-
-
-# --- which API ------------------------------------------------------------------------------------------------------
-
-NORMAL_ONLY = SimpleNamespace(Buffer=SimpleNamespace())
-RELEASE_1 = SimpleNamespace(Buffer=SimpleNamespace(low_latency_dispatch=None))
-RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)
-ELASTIC_ONLY = SimpleNamespace(ElasticBuffer=None)
-
-
-def a_shape(**changes: Any) -> DeepEpShape:
-    sizes: dict[str, Any] = {
-        "hidden_size": 2048,
-        "num_physical_experts": 128,
-        "top_k": 8,
-        "dtype": torch.bfloat16,
-        "num_ranks": 4,
-        "max_tokens_per_rank": 4096,
-    }
-    return DeepEpShape(**(sizes | changes))
-
-
-@pytest.mark.parametrize(
-    ("library", "changes", "device_group", "rdma", "api", "because"),
-    [
-        (RELEASE_2, {}, True, True, DeepEpApi.ELASTIC, ""),
-        (RELEASE_2, {}, True, False, DeepEpApi.ELASTIC, ""),
-        (RELEASE_2, {}, False, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, "NCCL"),
-        (RELEASE_2, {"hidden_size": 2064}, True, True, DeepEpApi.NORMAL, "256 divides"),
-        (ELASTIC_ONLY, {"num_ranks": 1}, True, False, DeepEpApi.ELASTIC, ""),
-        (RELEASE_1, {}, True, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, "no ElasticBuffer"),
-        (RELEASE_1, {}, True, False, DeepEpApi.NORMAL, "RDMA"),
-        (RELEASE_1, {"hidden_size": 1024}, True, True, DeepEpApi.NORMAL, "hidden size of 1024"),
-        (RELEASE_1, {"top_k": 12}, True, True, DeepEpApi.NORMAL, "11 experts"),
-        (RELEASE_1, {"max_low_latency_tokens": 600}, True, True, DeepEpApi.NORMAL, "511 tokens"),
-        (NORMAL_ONLY, {}, True, True, DeepEpApi.NORMAL, "no low-latency"),
-    ],
-)
-def test_the_best_api_that_fits_is_used(
-    library: Any, changes: dict[str, Any], device_group: bool, rdma: bool, api: DeepEpApi, because: str
-) -> None:
-    chosen, passed_over = choose_api(library, a_shape(**changes), has_device_group=device_group, has_rdma=rdma)
-    assert chosen is api
-    assert because in "; ".join(passed_over) and bool(because) == bool(passed_over)
-
-
-@pytest.mark.parametrize(
-    ("library", "changes", "message"),
-    [
-        (RELEASE_2, {"dtype": torch.float32}, "sends bfloat16, not float32"),
-        (RELEASE_2, {"num_physical_experts": 130}, "4 ranks do not divide 130 physical experts"),
-        (RELEASE_2, {"top_k": 33}, "at most 32 experts, not 33"),
-        (RELEASE_1, {"num_ranks": 1}, "2, 4 or 8 ranks of a node, not 1"),
-        (RELEASE_1, {"hidden_size": 8192}, "below 8184 that 16 divides, not 8192"),
-        (RELEASE_1, {"num_physical_experts": 1024}, "at most 128 physical experts a rank, not 256"),
-        (ELASTIC_ONLY, {"hidden_size": 320}, "256 divides, not 320; this deep_ep has no Buffer"),
-    ],
-)
-def test_what_deep_ep_cannot_carry_is_one_line_at_start(library: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(StartupError, match="--moe-a2a-backend deepep cannot carry") as raised:
-        choose_api(library, a_shape(**changes), has_device_group=True, has_rdma=True)
-    assert message in str(raised.value) and "all_to_all" in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_low_latency_places_are_a_multiple_of_four_and_not_more_than_needed() -> None:
-    assert [a_shape(max_tokens_per_rank=n).low_latency_tokens for n in (1, 4, 30, 4096)] == [4, 4, 32, 128]
-
-
-def test_a_buffer_that_cannot_be_set_up_is_a_startup_error() -> None:
-    class Broken:
-        def __init__(self, **settings: Any) -> None:
-            raise RuntimeError("no GIN\nlong trace")
-
-    library = SimpleNamespace(ElasticBuffer=Broken)
-    with pytest.raises(StartupError, match="cannot set up ElasticBuffer: no GIN; all_to_all") as raised:
-        DeepEpDispatcher(library, Communicator("tp", 0, 1), a_shape(num_ranks=1), device_group=object())  # type: ignore[arg-type]
-    assert "\n" not in str(raised.value)
-
-
-def test_low_latency_mode_is_for_ranks_that_all_have_rdma() -> None:
-    def work(parallel: Parallel) -> DeepEpApi:
-        library, rank = stand_in(parallel.tp, "1.2"), parallel.tp.rank
-        return DeepEpDispatcher(library, parallel.tp, a_shape(num_ranks=2), has_rdma=rank == 0).api
-
-    assert run_ranks(ParallelLayout(tp_size=2), work, 20.0) == [DeepEpApi.NORMAL, DeepEpApi.NORMAL]
-
-
-def test_ranks_with_different_releases_do_not_start() -> None:
-    def work(parallel: Parallel) -> None:
-        library = stand_in(parallel.tp, ("normal", "1.2")[parallel.tp.rank])
-        with pytest.raises(StartupError, match="same release"):
-            DeepEpDispatcher(library, parallel.tp, a_shape(num_ranks=2), has_rdma=True)
-
-    run_ranks(ParallelLayout(tp_size=2), work, 20.0)
-
-
-# --- package and device ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_without_a_gpu_the_error_names_the_way_out(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(StartupError) as raised:
-        require_deep_ep(device)
-    assert (
-        str(raised.value)
-        == NEEDS
-        == ("--moe-a2a-backend deepep needs the deep_ep package and a GPU; all_to_all does the same on this machine")
-    )
-
-
-@pytest.mark.parametrize(
-    "body", ["import a_module_that_is_missing", "assert False, 'two libnccl\\nfound'", "raise OSError('libnvshmem')"]
-)
-def test_a_package_that_cannot_be_loaded_is_the_same_line_and_the_reason(
-    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "deep_ep.py").write_text(body)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(StartupError) as raised:
-        load_deep_ep()
-    assert str(raised.value).startswith(NEEDS + " (") and "\n" not in str(raised.value)
-
-
-def test_a_package_that_loads_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "deep_ep.py").write_text("Buffer = 7")
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        assert load_deep_ep().Buffer == 7
-    finally:
-        sys.modules.pop("deep_ep", None)
-
-
-def test_set_up_values_cross_ranks_without_pickle() -> None:
-    values: list[Any] = [None, 3, bytearray(b"\x00n\xff"), bytearray()]
-
-    def work(parallel: Parallel) -> list[Any]:
-        comm = _BufferComm(parallel.tp)
-        return comm.allgather(values[comm.Get_rank()])
-
-    for gathered in run_ranks(ParallelLayout(tp_size=4), work, 20.0):
-        assert gathered == values
-        assert [type(value) for value in gathered] == [type(None), int, bytearray, bytearray]
-    with pytest.raises(AssertionError, match="exchanges dict"):
-        _BufferComm(Communicator("tp", 0, 1)).allgather({})  # type: ignore[arg-type]
-
-
-def test_releases_of_the_stand_in_offer_what_the_package_offers() -> None:
-    alone = Communicator("tp", 0, 1)
-    assert not hasattr(stand_in(alone, "normal").Buffer, "low_latency_dispatch")
-    assert not hasattr(stand_in(alone, "1.2"), "ElasticBuffer")
-    assert hasattr(stand_in(alone, "2.1"), "topk_idx_t")

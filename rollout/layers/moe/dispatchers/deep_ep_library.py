@@ -228,7 +228,10 @@ def _decode(message: bytes) -> int | bytearray | None:
 def form_device_group(
     store: dist.Store, rank: int, num_ranks: int, device: torch.device | str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A group whose backend works on tensors of `device`: NCCL on a GPU, gloo on a CPU.  Registered nowhere."""
+    """A group whose backend works on tensors of `device`: NCCL on a GPU, gloo on a CPU.  Registered nowhere.
+
+    All ranks call it together; it returns when they are connected.
+    """
     device = torch.device(device)
     timeout = datetime.timedelta(seconds=timeout_s)
     group = dist.ProcessGroup(store, rank, num_ranks)
@@ -242,4 +245,8 @@ def form_device_group(
         backend = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+    # NCCL connects at the first collective, and ElasticBuffer takes the connection as it finds it, null too.
+    options_of_sum = dist.AllreduceOptions()
+    options_of_sum.timeout = timeout
+    group.allreduce([torch.zeros(1, device=device)], options_of_sum).wait()
     return group
