@@ -1,19 +1,24 @@
 """`ShadowStaging`: a full second copy of what a refresh touches, in the layout in which it will serve.
 
     write      each tensor lands in the shadow of its storage, as it would in the model
-    prepare    shadow ^= live     what was not sent comes out as zero
-    commit     live ^= shadow     one pass, as long as a copy: nothing is packed or unpacked any more
+    prepare    what was not sent is filled in, so that the shadow is the whole new content
+    commit     live and shadow change places, and again in `undo`
+
+They change places page by page where the system can move pages (`pages`), which takes milliseconds whatever the size.
+What is left, edges, small storages and other devices, is exchanged by exclusive or:
+
+    prepare    shadow ^= live     beside running steps
+    commit     live ^= shadow     one pass, as long as a copy
     undo       live ^= shadow     again; a sum of the old words, taken in `prepare`, proves that they are back
 
-Only `commit` stalls the steps; the rest runs beside them.  Memory: the bytes of every storage that the refresh touches
-(a full refresh: the model's, padding and replicas included), in host memory or on the weights' device.
+Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
+model's, padding and replicas included), in host memory or on the weights' device.
 
 Knows places and bytes.  Does not know names' meaning, coverage or versions.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,10 +26,10 @@ from typing import Literal
 import torch
 
 from weight_sync.errors import StagingError
+from weight_sync.pages import PageTrader, new_area, tradable_spans
 from weight_sync.tensor_meta import LogicalWeights, Place
 
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
-_HUGE_FROM = 4 << 20
 
 
 class ShadowStaging:
@@ -39,11 +44,13 @@ class ShadowStaging:
         self._residents: dict[int, _Residents] = {}
         self._written: set[str] = set()
         self._prepared = False
+        self._trader: PageTrader | None = None
+        self._traded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def dirty(self) -> bool:
-        return bool(self._exchanged)
+        return bool(self._exchanged or self._traded) or self._is_lost
 
     @property
     def num_bytes(self) -> int:
@@ -55,20 +62,30 @@ class ShadowStaging:
         self._written.add(name)
 
     def read(self, name: str) -> torch.Tensor:
-        place = self._weights.places(name)[0]
-        content = self._aside(place).read()
-        return _xor_of(content, place.read()) if self._prepared else content
+        # Other ranks may hold the rest of the tensor, or all of it.
+        return self._weights.assemble(name, [self._staged(place) for place in self._weights.places(name)[:1]])
 
     def prepare(self) -> None:
         for key, shadow in self._shadows.items():
             if not shadow.is_copy:
                 self._fill(key)
+        shadows = list(self._shadows.values())
+        spans = tradable_spans([(shadow.live, shadow.aside) for shadow in shadows])
+        for shadow, tradable in zip(shadows, spans, strict=True):
+            shadow.divide(tradable)
             shadow.fold()
+        longest = max((len(span) for tradable in spans for span in tradable), default=0)
+        if longest:
+            self._trader = PageTrader(longest)
         self._prepared = True
 
     def commit(self) -> None:
         assert self._prepared
         for shadow in self._shadows.values():
+            for live, aside in shadow.traded():
+                assert self._trader is not None
+                self._trader.trade(live, aside)
+                self._traded.append((live, aside))
             for live, aside in shadow.parts():
                 self.exchange(live, aside)
                 self._exchanged.append((live, aside))
@@ -81,6 +98,11 @@ class ShadowStaging:
     def undo(self) -> None:
         for live, aside in reversed(self._exchanged):
             self.exchange(live, aside)
+        while self._traded and self._trader is not None:
+            self._trader.trade(*self._traded[-1])
+            self._traded.pop()
+        if self._trader is not None and self._trader.lost is not None:
+            raise StagingError(self._trader.lost)
         if self._prepared and any(shadow.live_sum() != shadow.old_sum for shadow in self._shadows.values()):
             raise StagingError("the sum of the restored weights is not that of the old ones")
         self.close()
@@ -88,15 +110,29 @@ class ShadowStaging:
     def close(self) -> None:
         self._shadows.clear()
         self._exchanged.clear()
+        self._traded.clear()
         self._written.clear()
         self._prepared = False
+        if self._trader is not None:
+            self._trader.close()
+            self._trader = None
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._trader is not None and self._trader.lost is not None
+
+    def _staged(self, place: Place) -> torch.Tensor:
+        if not self._prepared:
+            return self._aside(place).read()
+        shadow = self._shadows[_address_of(place.storage)]
+        return place.over(_viewed_like(place.storage, shadow.new_content())).read()
 
     def _aside(self, place: Place) -> Place:
         """The same place in the shadow of its storage."""
-        key = place.storage.untyped_storage().data_ptr()
+        key = _address_of(place.storage)
         if key not in self._shadows:
             self._shadows[key] = self._new_shadow(key, place.storage)
-        return place.over(self._shadows[key].view_like(place.storage))
+        return place.over(_viewed_like(place.storage, self._shadows[key].aside))
 
     def _new_shadow(self, key: int, storage: torch.Tensor) -> _Shadow:
         if not self._residents:
@@ -108,8 +144,8 @@ class ShadowStaging:
         """What else lives in a storage stays as it is."""
         for name in self._residents[key].names.keys() - self._written:
             for place in self._weights.places(name):
-                if place.storage.untyped_storage().data_ptr() == key:
-                    self._aside(place).write(place.read())
+                if _address_of(place.storage) == key:
+                    self._aside(place).put_back(place.read())
 
 
 @dataclass
@@ -125,9 +161,9 @@ def _residents_of(weights: LogicalWeights) -> dict[int, _Residents]:
     residents: dict[int, _Residents] = {}
     for name, meta in weights.metas().items():
         for place in weights.places(name):
-            found = residents.setdefault(place.storage.untyped_storage().data_ptr(), _Residents())
+            found = residents.setdefault(_address_of(place.storage), _Residents())
             found.names[name] = None
-            found.num_bytes += meta.nbytes
+            found.num_bytes += place.numel * meta.dtype.itemsize
     return residents
 
 
@@ -139,15 +175,16 @@ class _Shadow:
         self.aside = _new_bytes(self.live, device)
         self.is_copy = copy
         self.old_sum = 0
+        self._tradable: list[range] = []
         if copy:
             self.aside.copy_(self.live)
 
-    def view_like(self, storage: torch.Tensor) -> torch.Tensor:
-        typed = torch.empty(0, dtype=storage.dtype, device=self.aside.device)
-        return typed.set_(self.aside.untyped_storage(), storage.storage_offset(), storage.size(), storage.stride())
+    def divide(self, tradable: list[range]) -> None:
+        """Which offsets will be traded, ascending; `parts` are the rest."""
+        self._tradable = tradable
 
     def fold(self) -> None:
-        """`aside ^= live`, and the sum of the live words."""
+        """`aside ^= live` in what is not traded, and the sum of its live words."""
         self.old_sum = 0
         for live, aside in self.parts():
             self.old_sum += int(live.sum())
@@ -156,16 +193,42 @@ class _Shadow:
     def live_sum(self) -> int:
         return sum(int(live.sum()) for live, _ in self.parts())
 
+    def new_content(self) -> torch.Tensor:
+        """What the storage will hold, uint8, once `fold` was called: a copy."""
+        content = self.aside.clone()
+        for at in self._rest():
+            content[at.start : at.stop] ^= self.live[at.start : at.stop].to(content.device)
+        return content
+
+    def traded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Both sides of what is traded, uint8."""
+        for at in self._tradable:
+            yield self.live[at.start : at.stop], self.aside[at.start : at.stop]
+
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Both sides, int64 and, for what is left at the end, uint8; in parts only if a copy of each is needed."""
-        size = self.live.numel()
-        end = size // 8 * 8
-        step = max(end, 1) if self.live.device == self.aside.device else _PART_BYTES
-        for start in range(0, end, step):
-            stop = min(start + step, end)
-            yield self.live[start:stop].view(torch.int64), self.aside[start:stop].view(torch.int64)
-        if end < size:
-            yield self.live[end:], self.aside[end:]
+        """Both sides of the rest, int64 and, for what is left at the end, uint8; in parts only if a copy of each is
+        needed."""
+        for at in self._rest():
+            end = at.start + len(at) // 8 * 8
+            step = max(len(at), 1) if self.live.device == self.aside.device else _PART_BYTES
+            for start in range(at.start, end, step):
+                stop = min(start + step, end)
+                yield self.live[start:stop].view(torch.int64), self.aside[start:stop].view(torch.int64)
+            if end < at.stop:
+                yield self.live[end : at.stop], self.aside[end : at.stop]
+
+    def _rest(self) -> Iterator[range]:
+        """The offsets between those that are traded."""
+        start = 0
+        for span in (*self._tradable, range(self.live.numel(), self.live.numel())):
+            if start < span.start:
+                yield range(start, span.start)
+            start = span.stop
+
+
+def _address_of(storage: torch.Tensor) -> int:
+    """Of the whole storage behind a tensor."""
+    return storage.untyped_storage().data_ptr()
 
 
 def _bytes_of(storage: torch.Tensor) -> torch.Tensor:
@@ -173,18 +236,15 @@ def _bytes_of(storage: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage())
 
 
+def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """`storage`, with its whole storage's bytes replaced by `content`, uint8."""
+    typed = torch.empty(0, dtype=storage.dtype, device=content.device)
+    return typed.set_(content.untyped_storage(), storage.storage_offset(), storage.size(), storage.stride())
+
+
 def _new_bytes(live: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory that goes back to the system with its last view, uint8 [bytes of `live`]."""
+    """Memory for a shadow, uint8 [bytes of `live`], with any content."""
     size = live.numel()
-    if device.type != "cpu" or size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and live.is_cuda)
-    area = mmap.mmap(-1, size)
-    area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)
-
-
-def _xor_of(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Bit by bit, of two tensors of one dtype and shape; on the device of `left`."""
-    left_bytes = left.contiguous().view(-1).view(torch.uint8)
-    right_bytes = right.contiguous().view(-1).view(torch.uint8).to(left.device)
-    return (left_bytes ^ right_bytes).view(left.dtype).view(left.shape)
+    if device.type == "cpu" and live.is_cpu:
+        return new_area(size, at=live.data_ptr())
+    return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and live.is_cuda)

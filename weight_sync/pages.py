@@ -1,0 +1,220 @@
+"""Memory in whole pages: areas that go back to the system at once, and two spans that trade their pages.
+
+A trade moves page-table entries and copies nothing (`mremap`): it takes milliseconds where a copy of as many bytes
+takes a hundred.  Each move leaves an empty mapping behind, so that no other thread's memory can get in between:
+
+    live     old ---.      .--> new        1  live    -> scratch
+                     \\    /                2  aside   -> live
+    scratch   -      old  /                3  scratch -> aside
+                       \\ /
+    aside    new -------'--> old
+
+Addresses stay, content changes places.  A huge page moves as one only between addresses that are equal modulo its size,
+which is what `new_area(at=...)` is for.
+
+Knows addresses and Linux.  Does not know weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weight_sync.errors import StagingError
+
+HUGE_PAGE = 2 << 20
+_MIN_TRADE_BYTES = 16 * mmap.PAGESIZE  # below, copying is as fast
+_MOVE_AND_KEEP = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+_PROT_NONE = 0
+_MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
+    """Private memory in huge pages where there are some, zeros, uint8 [num_bytes]; it goes back with the last view.
+
+    Its address equals `at` modulo the size of a huge page.  Where the system has no such memory: plain memory of torch,
+    with any content.
+    """
+    if num_bytes < mmap.PAGESIZE or not _has_pages():
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    offset = at % HUGE_PAGE
+    first, end = _page_floor(offset), _page_ceil(offset + num_bytes)
+    reserved = _map(end + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
+    base = -(-reserved // HUGE_PAGE) * HUGE_PAGE
+    # Only whole pages that hold content stay: a huge page around them would take memory that nobody uses.
+    _unmap(reserved, base + first - reserved)
+    _unmap(base + end, reserved + end + HUGE_PAGE - (base + end))
+    _libc().madvise(base + first, end - first, mmap.MADV_HUGEPAGE)
+    content = (ctypes.c_ubyte * num_bytes).from_address(base + offset)
+    weakref.finalize(content, _unmap, base + first, end - first).atexit = False
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+class PageTrader:
+    """Trades spans of at most `max_bytes`.  `close` gives the scratch addresses back.
+
+    `lost`: why content is where it does not belong, after a trade that could neither be made nor taken back.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.lost: str | None = None
+        self._reserved = max_bytes + HUGE_PAGE
+        self._scratch = _map(self._reserved, _PROT_NONE, _MAP_NORESERVE)
+        self._free = weakref.finalize(self, _unmap, self._scratch, self._reserved)
+        self._free.atexit = False
+
+    def trade(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Each gets the content of the other; uint8 [n], as `tradable_spans` gave them.
+
+        Nothing else may touch either meanwhile.  Raises `StagingError`: nothing has changed then, or `lost` is set.
+        """
+        first, second, num_bytes = one.data_ptr(), other.data_ptr(), one.numel()
+        scratch = self._scratch + (first - self._scratch) % HUGE_PAGE
+        assert scratch + num_bytes <= self._scratch + self._reserved, "a larger span than was announced"
+        made: list[tuple[int, int]] = []
+        try:
+            for source, target in ((first, scratch), (second, first), (scratch, second)):
+                _move(source, target, num_bytes)
+                made.append((source, target))
+        except OSError as error:
+            try:
+                for source, target in reversed(made):
+                    _move(target, source, num_bytes)
+            except OSError as again:
+                self.lost = f"pages could not be moved ({error}), nor moved back ({again})"
+            raise StagingError(self.lost or f"pages could not be moved: {error}") from error
+
+    def close(self) -> None:
+        self._free()
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """Addresses from `start` to `end`; `movable`: private memory of nobody else."""
+
+    start: int
+    end: int
+    movable: bool
+
+
+def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[range]]:
+    """Of each pair of equally long byte tensors, what can be traded: ranges of offsets, ascending.
+
+    Whole pages of private anonymous memory, of which both have the same offsets.  Nothing where the system cannot move
+    pages, or has several memory nodes: pages would move away from the cores that read them.
+    """
+    if not pairs or not _can_trade():
+        return [[] for _ in pairs]
+    mappings = _mappings()
+    return [_spans_of(live, aside, mappings) for live, aside in pairs]
+
+
+def _spans_of(live: torch.Tensor, aside: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
+    if not live.is_cpu or not aside.is_cpu or live.numel() < _MIN_TRADE_BYTES or live.data_ptr() % 8:
+        return []
+    if (live.data_ptr() - aside.data_ptr()) % mmap.PAGESIZE:
+        return []
+    spans = []
+    for one in _movable_pages(live, mappings):
+        for other in _movable_pages(aside, mappings):
+            both = range(max(one.start, other.start), min(one.stop, other.stop))
+            if len(both) >= _MIN_TRADE_BYTES:
+                spans.append(both)
+    return spans
+
+
+def _movable_pages(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
+    """Offsets of whole pages inside `tensor`, a range for each mapping: a move cannot cross from one to the next."""
+    address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
+    found = []
+    for mapping in mappings:
+        first, last = max(_page_ceil(address), mapping.start), min(_page_floor(end), mapping.end)
+        if mapping.movable and first < last:
+            found.append(range(first - address, last - address))
+    return found
+
+
+def _mappings() -> list[_Mapping]:
+    """This process's, ascending.  A line of the file: `start-end rw-p offset device inode name`."""
+    mappings = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        start, end = (int(edge, 16) for edge in words[0].split("-"))
+        anonymous = words[4] == "0" and (len(words) == 5 or words[5].startswith("[anon"))
+        mappings.append(_Mapping(start, end, words[1] == "rw-p" and anonymous))
+    return mappings
+
+
+def _can_trade() -> bool:
+    """By trial, on two small areas: systems differ, and so do the sandboxes around them."""
+    if not _has_pages() or _num_memory_nodes() > 1:
+        return False
+    one, other = new_area(mmap.PAGESIZE), new_area(mmap.PAGESIZE)
+    one.fill_(1)
+    other.fill_(2)
+    trader = PageTrader(mmap.PAGESIZE)
+    try:
+        trader.trade(one, other)
+        return bool((one == 2).all() and (other == 1).all())
+    except StagingError:
+        return False
+    finally:
+        trader.close()
+
+
+def _has_pages() -> bool:
+    return sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def _num_memory_nodes() -> int:
+    nodes = Path("/sys/devices/system/node")
+    return sum(path.name[4:].isdigit() for path in nodes.glob("node*")) if nodes.exists() else 1
+
+
+def _page_floor(address: int) -> int:
+    return address // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _page_ceil(address: int) -> int:
+    return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _map(num_bytes: int, protection: int, flags: int = 0) -> int:
+    """Raises `StagingError`."""
+    found = _libc().mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, -1, 0)
+    if found == _FAILED:
+        raise StagingError(f"the system gives no {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(found)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    if num_bytes:
+        _libc().munmap(address, num_bytes)
+
+
+def _move(source: int, target: int, num_bytes: int) -> None:
+    if _libc().mremap(source, num_bytes, num_bytes, _MOVE_AND_KEEP, target) != target:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t], *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
