@@ -89,7 +89,7 @@ def live_server(
             channel = SchedulerChannel(sockets)
             metrics = Metrics(server_args.name)
             manager = TokenizerManager(server_args, load_model_config(folder), channel, [metrics])
-            addresses = (channel.input_addr, channel.output_addr)
+            addresses = (channel.input_addrs[0], channel.output_addr)
             if engine is not None:
                 scheduler = engine(server_args, *addresses)
             else:

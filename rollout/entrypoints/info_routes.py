@@ -184,43 +184,29 @@ class InfoRoutes:
 
     async def get_load(self) -> Response:
         """One entry per data-parallel rank."""
-        state = await self._state()
-        running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
-        load = {
-            "dp_rank": 0,
-            "num_reqs": running + waiting,
-            "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
-            "num_tokens": state.get("num_total_tokens"),
-        }
-        return json_response([load])
+        loads = [
+            {
+                "dp_rank": dp_rank,
+                "num_reqs": state["num_running_reqs"] + state["num_waiting_reqs"],
+                "num_running_reqs": state["num_running_reqs"],
+                "num_waiting_reqs": state["num_waiting_reqs"],
+                "num_tokens": state.get("num_total_tokens"),
+            }
+            for dp_rank, state in enumerate(_by_dp_rank(await self._state()))
+        ]
+        return json_response(loads)
 
     async def loads(self) -> Response:
         """SGLang's /v1/loads: one entry per data-parallel rank, all sections always."""
         state, now = await self._state(), time.time()
-        running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
-        capacity = max(1, state.get("max_running_requests") or 1)
-        same = (
-            "num_used_tokens", "num_total_tokens", "max_total_num_tokens", "max_running_requests", "token_usage",
-            "gen_throughput", "cache_hit_rate",
-        )  # fmt: skip
-        load = {
-            "timestamp": now,
-            "dp_rank": 0,
-            "num_reqs": running + waiting,
-            "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
-            **{name: state.get(name) for name in same},
-            "num_active_tokens": state.get("num_used_tokens"),
-            "utilization": running / capacity,
-        }
+        loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(_by_dp_rank(state))]
         return json_response(
             {
                 "timestamp": now,
                 "version": version("lockstep-rl"),
                 "accelerator": state.get("device"),
-                "num_accelerators": 1,
-                "loads": [load],
+                "num_accelerators": self._manager.server_args.tp_size,
+                "loads": loads,
             }
         )
 
@@ -232,3 +218,26 @@ class InfoRoutes:
             except LockstepError as error:
                 self._metrics.note_scrape_failure(error)
         return Response(self._metrics.render(), media_type=self._metrics.content_type)
+
+
+def _by_dp_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state of each data-parallel rank."""
+    return state.get("dp_ranks") or [state]
+
+
+def _load_of(dp_rank: int, state: dict[str, Any], now: float) -> dict[str, Any]:
+    running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
+    same = (
+        "num_used_tokens", "num_total_tokens", "max_total_num_tokens", "max_running_requests", "token_usage",
+        "gen_throughput", "cache_hit_rate",
+    )  # fmt: skip
+    return {
+        "timestamp": now,
+        "dp_rank": dp_rank,
+        "num_reqs": running + waiting,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        **{name: state.get(name) for name in same},
+        "num_active_tokens": state.get("num_used_tokens"),
+        "utilization": running / max(1, state.get("max_running_requests") or 1),
+    }

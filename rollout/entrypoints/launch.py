@@ -28,9 +28,11 @@ from rollout.core.errors import LockstepError, StartupError
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
+from rollout.distributed.layout import ParallelLayout, layout_of
+from rollout.entrypoints.follower import run_follower
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
-from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcess, describe_exit
+from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.tokenizer import Tokenizer
@@ -65,8 +67,12 @@ def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND)
     config = load_model_config(args.model_path)
     if args.return_routed_experts_by_default and not config.is_moe:
         raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
+    layout = layout_of(args)
+    if args.node_rank > 0:
+        with _private_folder() as folder:
+            return asyncio.run(run_follower(args, layout, folder, worker_command))
     with contextlib.closing(_bind(args)) as listener, _private_folder() as folder:
-        return asyncio.run(_Server(args, config, listener, folder, worker_command).run())
+        return asyncio.run(_Server(args, config, layout, listener, folder, worker_command).run())
 
 
 class _Server:
@@ -76,22 +82,24 @@ class _Server:
         self,
         args: ServerArgs,
         config: ModelConfig,
+        layout: ParallelLayout,
         listener: socket.socket,
         folder: Path,
         worker_command: Sequence[str],
     ) -> None:
         self._args = args
         self._config = config
+        self._layout = layout
         self._listener = listener
         self._folder = folder
         self._worker_command = worker_command
         self._stop = asyncio.Event()
-        self._scheduler: SchedulerProcess | None = None
+        self._scheduler: SchedulerProcesses | None = None
 
     async def run(self) -> int:
         """Raises `StartupError`."""
         self._install_signals()
-        channel = SchedulerChannel(self._folder)
+        channel = SchedulerChannel(self._folder, self._layout.num_replicas, _remote_host(self._args))
         metrics = Metrics(self._args.name)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
         http = _HttpServer(_uvicorn_config(build_app(manager, metrics), self._args))
@@ -99,7 +107,9 @@ class _Server:
         reader = asyncio.create_task(manager.run())
         try:
             _say(f"loading {self._args.model_path}")
-            self._scheduler = await SchedulerProcess.start(self._args, channel, self._worker_command)
+            self._scheduler = await SchedulerProcesses.start(
+                self._args, self._layout, channel, self._folder, self._worker_command
+            )
             return await self._serve(manager, self._scheduler, http_task, reader)
         finally:
             http.should_exit = True
@@ -114,11 +124,11 @@ class _Server:
     async def _serve(
         self,
         manager: TokenizerManager,
-        scheduler: SchedulerProcess,
+        scheduler: SchedulerProcesses,
         http_task: asyncio.Task[None],
         reader: asyncio.Task[None],
     ) -> int:
-        death = asyncio.create_task(scheduler.wait())
+        death = asyncio.create_task(scheduler.first_end())
         stop = asyncio.create_task(self._stop.wait())
         start = asyncio.create_task(self._start(manager))
         try:
@@ -154,7 +164,9 @@ class _Server:
             progress.cancel()
         manager.serve(ready, tokenizer)
 
-    async def _shut_down(self, manager: TokenizerManager, scheduler: SchedulerProcess, death: asyncio.Task[int]) -> int:
+    async def _shut_down(
+        self, manager: TokenizerManager, scheduler: SchedulerProcesses, death: asyncio.Task[str]
+    ) -> int:
         """Drain and stop.  The HTTP server still runs, so that answers reach their clients."""
         if manager.phase is Phase.STARTING:
             return 0
@@ -168,7 +180,7 @@ class _Server:
         # The answer may be in the socket still when the process is gone already.
         await asyncio.wait({drained}, timeout=LAST_WORDS_S)
         if not drained.done():
-            reason = f"the scheduler process ended while stopping: {describe_exit(death.result())}"
+            reason = death.result().format(when=" while stopping")
             manager.fail(reason)
             await asyncio.gather(drained, return_exceptions=True)
             return _fail(reason)
@@ -252,7 +264,7 @@ async def _first_of(*tasks: asyncio.Task) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _reason(manager: TokenizerManager, death: asyncio.Task[int], reader: asyncio.Task[None], when: str) -> str:
+async def _reason(manager: TokenizerManager, death: asyncio.Task[str], reader: asyncio.Task[None], when: str) -> str:
     """Why the server cannot go on, in one line."""
     if reader.done() and not reader.cancelled() and reader.exception() is not None:
         return f"a message of the scheduler process cannot be read: {reader.exception()}"
@@ -262,7 +274,7 @@ async def _reason(manager: TokenizerManager, death: asyncio.Task[int], reader: a
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(manager.scheduler_failed.wait(), LAST_WORDS_S)
     said = manager.failure_message
-    return said if said else f"the scheduler process ended {when}: {describe_exit(death.result())}"
+    return said if said else death.result().format(when=f" {when}")
 
 
 async def _report_progress() -> None:
@@ -271,6 +283,13 @@ async def _report_progress() -> None:
         await asyncio.sleep(PROGRESS_EVERY_S)
         waited += PROGRESS_EVERY_S
         _say(f"still loading ({waited:.0f} s)")
+
+
+def _remote_host(args: ServerArgs) -> str | None:
+    """The address of this machine that ranks on others know."""
+    if args.nnodes == 1 or args.dist_init_addr is None:
+        return None
+    return socket.gethostbyname(args.dist_init_addr.rpartition(":")[0].strip("[]"))
 
 
 def _url_host(host: str) -> str:

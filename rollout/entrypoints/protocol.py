@@ -71,9 +71,14 @@ class GenerateRequest(Body):
     extra_key: str | None = None
     cache_salt: str | None = None
     max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
 
     def to_request(self) -> GenerateReqInput:
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "cache_salt"}
+        others = ("cache_salt", "data_parallel_rank")
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in others}
+        if self.routed_dp_rank is None:
+            fields["routed_dp_rank"] = self.data_parallel_rank
         return GenerateReqInput(**fields | {"extra_key": combined_extra_key(self.cache_salt, self.extra_key)})
 
 

@@ -1,6 +1,6 @@
-"""The scheduler's process, as its parent sees it.
+"""The schedulers' processes, one for each rank on this machine, as their parent sees them.
 
-Knows how to start, watch and end it.  Does not know what it does.
+Knows how to start, watch and end them.  Does not know what they do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rollout.core.server_args import ServerArgs
+from rollout.distributed.layout import ParallelLayout
 from rollout.tokenizer_manager.channel import SchedulerChannel
 
 WORKER_COMMAND = (sys.executable, "-m", "rollout.scheduler.worker")
@@ -23,55 +26,90 @@ KILL_WAIT_S = 5.0
 SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
 
-class SchedulerProcess:
-    """A running scheduler.  Its standard output and error are ours."""
+class SchedulerProcesses:
+    """The running ranks of this machine.  Their standard output and error are ours."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, processes: dict[int, asyncio.subprocess.Process]) -> None:
+        self._processes = processes
 
     @classmethod
     async def start(
-        cls, args: ServerArgs, channel: SchedulerChannel, command: Sequence[str] = WORKER_COMMAND
-    ) -> SchedulerProcess:
-        """Start it in a session of its own, so that Ctrl-C reaches only this process, which then ends it in order.
+        cls,
+        args: ServerArgs,
+        layout: ParallelLayout,
+        channel: SchedulerChannel | None,
+        folder: Path,
+        command: Sequence[str] = WORKER_COMMAND,
+    ) -> SchedulerProcesses:
+        """Start the ranks of `args.node_rank`; `channel` is None on a machine that does not serve HTTP.
 
-        The command line is visible to other users of the machine, so keys are left out of the settings.
+        Each is in a session of its own, so that Ctrl-C reaches only this process, which then ends them in order.
         """
-        config = {
-            "server_args": args.public_dict(),
-            "input_addr": channel.input_addr,
-            "output_addr": channel.output_addr,
-            "parent_pid": os.getpid(),
-        }
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--config",
-            json.dumps(config),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            env=SPIN_ENVIRONMENT | os.environ,
-        )
-        return cls(process)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Wait for its end; the exit status, negative for a signal."""
-        return await self._process.wait()
-
-    async def end(self, timeout_s: float) -> int:
-        """Wait `timeout_s` seconds for it to end by itself, then kill it.  The exit status."""
+        ranks_here = layout.world_size // args.nnodes
+        first = args.node_rank * ranks_here
+        processes: dict[int, asyncio.subprocess.Process] = {}
         try:
-            return await asyncio.wait_for(self._process.wait(), timeout_s)
+            for rank in range(first, first + ranks_here):
+                config = _config(args, layout, channel, folder, rank)
+                processes[rank] = await asyncio.create_subprocess_exec(
+                    *command,
+                    "--config",
+                    json.dumps(config),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=SPIN_ENVIRONMENT | os.environ,
+                )
+        except BaseException:
+            cls(processes).kill()
+            raise
+        return cls(processes)
+
+    async def first_end(self) -> str:
+        """Wait until one of them ends; which and how, in words."""
+        ends = {rank: asyncio.create_task(process.wait()) for rank, process in self._processes.items()}
+        try:
+            await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)
+            ended = {rank: task.result() for rank, task in ends.items() if task.done()}
+        finally:
+            for task in ends.values():
+                task.cancel()
+        # One that was killed took the others with it.
+        rank = min(ended, key=lambda rank: (ended[rank] >= 0, rank))
+        return f"the {self._name(rank)} ended{{when}}: {describe_exit(ended[rank])}"
+
+    async def end(self, timeout_s: float) -> list[int]:
+        """Wait `timeout_s` seconds for all to end by themselves, then kill the rest.  The exit statuses."""
+        waits = [process.wait() for process in self._processes.values()]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*waits), timeout_s)
         except TimeoutError:
             self.kill()
-            return await asyncio.wait_for(self._process.wait(), KILL_WAIT_S)
+            waits = [process.wait() for process in self._processes.values()]
+            return await asyncio.wait_for(asyncio.gather(*waits), KILL_WAIT_S)
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.kill()
+
+    def _name(self, rank: int) -> str:
+        return "scheduler process" if len(self._processes) == 1 else f"scheduler process of rank {rank}"
+
+
+def _config(
+    args: ServerArgs, layout: ParallelLayout, channel: SchedulerChannel | None, folder: Path, rank: int
+) -> dict[str, Any]:
+    """What a rank is told.  The command line is visible to other users of the machine: keys are left out."""
+    place = layout.position(rank)
+    return {
+        "server_args": args.public_dict(),
+        "rank": rank,
+        "rendezvous": str(folder / "ranks") if args.nnodes == 1 else f"tcp://{args.dist_init_addr}",
+        "input_addr": channel.input_addrs[place.replica] if channel is not None and place.is_inbox_owner else None,
+        "output_addr": None if channel is None else channel.output_addr,
+        "remote_output_addr": None if channel is None else channel.remote_output_addr,
+        "parent_pid": os.getpid(),
+    }
 
 
 def describe_exit(status: int) -> str:

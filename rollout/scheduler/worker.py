@@ -1,12 +1,13 @@
-"""Entry of the scheduler process: `python -m rollout.scheduler.worker --config JSON`.
+"""Entry of the process of one rank: `python -m rollout.scheduler.worker --config JSON`.
 
-Reads its settings from the command line, says when it is ready or why it cannot be, and ends when it is told to, when
-its parent is gone, or with an error that the parent gets to see.
+Reads its settings from the command line, meets the other ranks, says when it is ready or why it cannot be, and ends
+when it is told to, when its parent or another rank is gone, or with an error that the parent gets to see.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import os
@@ -14,16 +15,24 @@ import signal
 import sys
 import time
 import traceback
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from rollout.core.errors import LockstepError
+from rollout.core.errors import LockstepError, StartupError
 from rollout.core.io_struct import SchedulerFailed
 from rollout.core.server_args import ServerArgs
+from rollout.distributed.communicator import RankLostError
+from rollout.distributed.layout import layout_of
+from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
 from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import ZmqChannel
 
 PROGRESS_EVERY_S = 2.0
+JOIN_TIMEOUT_S = 300.0
+CONSEQUENCE_WAIT_S = 2.0  # before a rank speaks of another's end: whoever knows the reason speaks first
+_OUTPUT_KEY = "output_addr"
 
 
 def main() -> int:
@@ -32,9 +41,19 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     config = json.loads(parser.parse_args().config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    channel = ZmqChannel(config["input_addr"], config["output_addr"])
+    args = ServerArgs(**config["server_args"])
     try:
-        status = _serve(ServerArgs(**config["server_args"]), channel, config["parent_pid"])
+        parallel, output_addr = _join(args, config)
+    except LockstepError as error:
+        print(f"lockstep: rank {config['rank']}: {error}", file=sys.stderr, flush=True)
+        return 1
+    channel = ZmqChannel(config["input_addr"], output_addr)
+    try:
+        status = _serve(args, channel, config["parent_pid"], parallel)
+    except RankLostError as error:
+        time.sleep(CONSEQUENCE_WAIT_S)
+        channel.send(SchedulerFailed(message=str(error)))
+        status = 1
     except LockstepError as error:
         channel.send(SchedulerFailed(message=str(error)))
         status = 1
@@ -59,9 +78,40 @@ class _LoadProgress:
             print(f"lockstep: read {done / 1e9:.1f} of {total / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
 
 
-def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int) -> int:
-    scheduler, ready = build_scheduler(args, channel, _LoadProgress())
-    channel.send(ready)
+def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str]:
+    """The groups of this rank, and where its messages go.  Raises `StartupError`."""
+    layout, rank = layout_of(args), config["rank"]
+    if layout.world_size == 1:
+        return Parallel(), config["output_addr"]
+    store = _store(config["rendezvous"], rank, layout.world_size)
+    if rank == 0 and config["remote_output_addr"] is not None:
+        store.set(_OUTPUT_KEY, config["remote_output_addr"])
+    output_addr = config["output_addr"] or store.get(_OUTPUT_KEY).decode()
+    weight_timeout_s = 2 * args.weight_update_timeout + COLLECTIVE_TIMEOUT_S
+    loopback = args.nnodes == 1
+    return join(layout, rank, store, weight_timeout_s=weight_timeout_s, loopback=loopback), output_addr
+
+
+def _store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
+    """A file for the ranks of one machine, else a listener of rank 0."""
+    timeout = datetime.timedelta(seconds=JOIN_TIMEOUT_S)
+    if not rendezvous.startswith("tcp://"):
+        store = dist.FileStore(rendezvous, world_size)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise StartupError(f"--dist-init-addr {host}:{port}: {reason}") from error
+
+
+def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:
+    progress = _LoadProgress() if parallel.position.world_rank == 0 else None
+    scheduler, ready = build_scheduler(args, channel, progress, parallel)
+    if parallel.position.speaks:
+        channel.send(ready)
     # Modules and the model stay to the end: no collection between two steps need look at them.
     gc.collect()
     gc.freeze()

@@ -1,9 +1,10 @@
-"""The two sockets between the main process and the scheduler, main's side.
+"""The sockets between the main process and the schedulers, main's side.
 
 Knows ZMQ and the byte form of messages.  Does not know what they mean.
 
-    main  PUSH (bind) input.sock  ->  PULL (connect)  scheduler
-    main  PULL (bind) output.sock <-  PUSH (connect)  scheduler
+    main  PUSH (bind) input0.sock, ...  ->  PULL (connect)  rank 0 of each engine
+    main  PULL (bind) output.sock       <-  PUSH (connect)  every rank
+          and, for ranks on other machines, the same at a TCP port
 """
 
 from __future__ import annotations
@@ -14,35 +15,56 @@ import zmq
 import zmq.asyncio
 
 from rollout.core.errors import StartupError, Unavailable
-from rollout.core.io_struct import SchedulerInput, SchedulerOutput, decode_output, encode
+from rollout.core.io_struct import (
+    SchedulerInput,
+    SchedulerOutput,
+    TokenizedGenerateReqInput,
+    decode_output,
+    encode,
+)
 
 # The kernel's limit on the path of a Unix socket, with its closing zero.
 _MAX_SOCKET_PATH = 107
 
 
 class SchedulerChannel:
-    """Both ends bound by main, in a folder that only its user can enter.  Use from one event loop."""
+    """Both ends bound by main, in a folder that only its user can enter.  Use from one event loop.
 
-    def __init__(self, folder: str | Path) -> None:
+    `num_inboxes`: engines that take requests of their own.  `remote_host`: an address of this machine at which ranks
+    on others reach it.
+    """
+
+    def __init__(self, folder: str | Path, num_inboxes: int = 1, remote_host: str | None = None) -> None:
         """Raises `StartupError` when `folder` is too deep for a socket."""
-        self.input_addr = _address(Path(folder) / "input.sock")
+        self.input_addrs = [_address(Path(folder) / f"input{index}.sock") for index in range(num_inboxes)]
         self.output_addr = _address(Path(folder) / "output.sock")
+        self.remote_output_addr: str | None = None
         self._context = zmq.asyncio.Context()
         # A plain socket: sending is one synchronous hand-over, so messages leave in the order of the calls.
-        self._push: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._pushes: list[zmq.Socket[bytes]] = [plain.socket(zmq.PUSH) for _ in self.input_addrs]
         self._pull = self._context.socket(zmq.PULL)
-        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-            self._push.setsockopt(option, 0)
-            self._pull.setsockopt(option, 0)
-        self._push.bind(self.input_addr)
+        for socket in (*self._pushes, self._pull):
+            for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+                socket.setsockopt(option, 0)
+        for push, address in zip(self._pushes, self.input_addrs):
+            push.bind(address)
         self._pull.bind(self.output_addr)
+        if remote_host is not None:
+            port = self._pull.bind_to_random_port(f"tcp://{remote_host}")
+            self.remote_output_addr = f"tcp://{remote_host}:{port}"
 
     def send(self, message: SchedulerInput) -> None:
-        """Hand `message` to the scheduler.  Raises `Unavailable` when no scheduler is connected."""
-        try:
-            self._push.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise Unavailable("the scheduler is not connected") from None
+        """Hand a request to its engine, anything else to all.  Raises `Unavailable` when one is not connected."""
+        targets = self._pushes
+        if len(targets) > 1 and isinstance(message, TokenizedGenerateReqInput):
+            targets = [targets[message.dp_rank]]
+        data = encode(message)
+        for push in targets:
+            try:
+                push.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                raise Unavailable("the scheduler is not connected") from None
 
     async def receive(self) -> SchedulerOutput:
         """The next message; waits without a deadline, as the caller ends with the scheduler process.
@@ -52,7 +74,8 @@ class SchedulerChannel:
         return decode_output(await self._pull.recv())
 
     def close(self) -> None:
-        self._push.close()
+        for push in self._pushes:
+            push.close()
         self._pull.close()
         self._context.term()
 

@@ -1,4 +1,4 @@
-"""Control verbs and their answers: one future per verb, each with a deadline.
+"""Control verbs and their answers, one from each data-parallel rank: one future per verb, each with a deadline.
 
 Knows request ids and deadlines.  Does not know what a verb does or how messages travel.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
+from rollout.tokenizer_manager.answers import merge_answers
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +26,20 @@ class SchedulerTimeout(Unavailable):
 
 
 class Communicator:
-    """Sends verbs through `send` and matches the answers by `request_id`."""
+    """Sends verbs through `send` and matches the answers by `request_id`.  A verb has `num_answers` of them."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Callable[[Any], None], num_answers: int = 1) -> None:
         self._send = send
+        self._num_answers = num_answers
         self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
+        self._answers: dict[str, list[ControlReqOutput]] = {}
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     async def call(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
-        """Send `verb(**fields)` and wait at most `timeout_s` seconds for its answer, whether it succeeded or not.
+        """Send `verb(**fields)` and wait at most `timeout_s` seconds for its answers, whether it succeeded or not.
 
         Raises `SchedulerTimeout`, or the error given to `fail_all`.
         """
@@ -51,6 +54,7 @@ class Communicator:
             raise SchedulerTimeout(f"the scheduler did not answer {name} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(request_id, None)
+            self._answers.pop(request_id, None)
 
     def resolve(self, output: ControlReqOutput) -> None:
         """Hand an answer to whoever waits for it."""
@@ -58,7 +62,10 @@ class Communicator:
         if future is None or future.done():
             logger.warning("answer to control verb %s came after its deadline", output.request_id)
             return
-        future.set_result(output)
+        answers = self._answers.setdefault(output.request_id, [])
+        answers.append(output)
+        if len(answers) == self._num_answers:
+            future.set_result(merge_answers(answers))
 
     def fail_all(self, error: LockstepError) -> None:
         """Every verb in flight raises `error`."""

@@ -37,7 +37,9 @@ from rollout.core.io_struct import (
 from rollout.core.message import ControlReqInput
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
+from rollout.tokenizer_manager.answers import merge_ready
 from rollout.tokenizer_manager.communicator import Communicator
+from rollout.tokenizer_manager.dp_router import DPRouter
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, expand
 from rollout.tokenizer_manager.response import RouteShape
@@ -98,7 +100,7 @@ class TokenizerManager:
         self.num_messages = 0
         self.scheduler_failed = asyncio.Event()
         self.failure_message: str | None = None  # the scheduler's last words
-        self.communicator = Communicator(link.send)
+        self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
         self._observers = list(observers)
         self._route_shape = RouteShape.of(model_config)
@@ -106,7 +108,9 @@ class TokenizerManager:
         self._limits: ServingLimits | None = None
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
+        self._first_words: list[SchedulerReady] = []
         self._in_flight: dict[str, _InFlight] = {}
+        self._dp = DPRouter(server_args.dp_size)
         self._rids = RidRegistry()
         self._warned_sampling_keys: set[str] = set()
 
@@ -118,7 +122,7 @@ class TokenizerManager:
             self.handle_message(await self._link.receive())
 
     async def scheduler_ready(self) -> SchedulerReady:
-        """Wait for the scheduler's first word.  The caller bounds the wait by the life of the process.
+        """Wait for the first word of every data-parallel rank.  The caller bounds the wait by the life of the process.
 
         Raises `StartupError` with the scheduler's reason.
         """
@@ -153,6 +157,7 @@ class TokenizerManager:
         for entry in list(self._in_flight.values()):
             entry.handle.fail(Unavailable(reason))
         self._in_flight.clear()
+        self._dp.clear()
         self._rids.clear()
         self.communicator.fail_all(self._failure)
 
@@ -185,6 +190,7 @@ class TokenizerManager:
         Raises `BadRequest` and its kin before anything was sent, `Unavailable` when the server does not serve.
         """
         limits = self.limits
+        self._dp.check(request.routed_dp_rank)
         expanded = expand(request)
         self._warn_unknown(expanded.unknown_sampling_keys)
         rids = [rid for prompt in expanded.prompts for rid in prompt.sample_rids()]
@@ -279,8 +285,10 @@ class TokenizerManager:
             self.fail(message.message)
             if not self._ready.done():
                 self._ready.set_exception(StartupError(message.message))
-        elif not self._ready.done():
-            self._ready.set_result(message)
+        else:
+            self._first_words.append(message)
+            if len(self._first_words) == self._dp.num_ranks and not self._ready.done():
+                self._ready.set_result(merge_ready(self._first_words))
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -312,6 +320,8 @@ class TokenizerManager:
                 self._on_output(_aborted_before_prefill(record), time.monotonic())
                 continue
             options = record.options
+            num_tokens = len(record.prompt_ids) + record.params.max_new_tokens
+            record.dp_rank = self._dp.assign(record.rid, num_tokens, request.routed_dp_rank)
             self._link.send(
                 TokenizedGenerateReqInput(
                     rid=record.rid,
@@ -326,11 +336,13 @@ class TokenizerManager:
                     routed_experts_start_len=options.routed_experts_start_len,
                     extra_key=request.extra_key,
                     max_kv_version_lag=request.max_kv_version_lag,
+                    dp_rank=record.dp_rank,
                 )
             )
 
     def _forget(self, rid: str) -> None:
         del self._in_flight[rid]
+        self._dp.release(rid)
         self._rids.release([rid])
 
     def _tell(self, event: Callable[[RequestObserver], None]) -> None:

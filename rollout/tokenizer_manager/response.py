@@ -85,6 +85,7 @@ def build_meta_info(record: SampleRecord, route_shape: RouteShape, token_text: T
         "prompt_tokens": len(record.prompt_ids),
         "completion_tokens": len(record.output_ids),
         "weight_version": record.weight_version,
+        "dp_rank": record.dp_rank,
     }
     if record.options.return_logprob:
         text_of = token_text if record.options.return_text_in_logprobs else None

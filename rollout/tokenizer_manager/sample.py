@@ -25,6 +25,7 @@ class SampleRecord:
     options: OutputOptions
     created_at: float
     weight_version: str
+    dp_rank: int = 0
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[TopLogprobs] = field(default_factory=list)

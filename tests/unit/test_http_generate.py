@@ -24,7 +24,7 @@ from tests.tiny_tokenizer import write_model_folder
 META_ALWAYS = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions", "weight_version",
     "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-    "kv_weight_version_oldest", "e2e_latency",
+    "kv_weight_version_oldest", "e2e_latency", "dp_rank",
 }  # fmt: skip
 
 
