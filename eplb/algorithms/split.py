@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections import deque
 
-PRECISION = 3e-4  # shifts of load that are not worth following
+LEVEL = 1.001  # largest load that is level enough
+PRECISION = 1e-4  # load over the least possible
 NEGLIGIBLE = 1e-5  # load over the cap, or flow of a replica, that counts as none
-MOST_STEPS = 20_000  # levellings of one call
 
 
 class LayerSplit:
     """Who holds what in one layer, and who takes which load.
 
-    `loads[g]` load of rank g; `held[g]` experts in the slots of rank g; `flows[e]`, only for experts with several
-    slots: load that each rank which holds e takes of it, by rank.
+    `loads[g]` load of rank g; `held[g]` experts in the slots of rank g, and `shared[g]` those of them with several
+    slots; `flows[e]`, only for experts with several slots: load that each rank which holds e takes of it, by rank.
     """
 
-    __slots__ = ("flows", "held", "loads", "shares")
+    __slots__ = ("flows", "held", "loads", "shared", "shares")
 
     def __init__(self, shares: list[float], held: list[list[int]]) -> None:
         """`shares[e]` load of expert e.  No rank may hold an expert twice."""
@@ -41,12 +41,14 @@ class LayerSplit:
                 self.loads[rank] += shares[expert] / len(ranks)
             if len(ranks) > 1:
                 self.flows[expert] = dict.fromkeys(ranks, shares[expert] / len(ranks))
+        self.shared = [[expert for expert in experts if expert in self.flows] for experts in held]
 
     def clone(self) -> LayerSplit:
         """An independent copy; the slots of a rank are shared until they change."""
         other = LayerSplit.__new__(LayerSplit)
         other.shares = self.shares
         other.held = self.held[:]
+        other.shared = self.shared[:]
         other.loads = self.loads[:]
         other.flows = {expert: flow.copy() for expert, flow in self.flows.items()}
         return other
@@ -68,16 +70,27 @@ class LayerSplit:
         self.loads[lightest] += left
         if len(victim_flow) == 1:
             del self.flows[victim]
-        self.flows.setdefault(expert, {source: self.shares[expert]})[rank] = 0.0
+            self.shared[lightest] = [other for other in self.shared[lightest] if other != victim]
+        if expert not in self.flows:
+            self.flows[expert] = {source: self.shares[expert]}
+            self.shared[source] = [*self.shared[source], expert]
+        self.flows[expert][rank] = 0.0
+        self.shared[rank] = [*(other for other in self.shared[rank] if other != victim), expert]
 
     def exchange(self, rank: int, slot: int, other: int, other_slot: int) -> None:
-        """Two ranks exchange experts that have one slot each."""
+        """Two ranks, neither of which holds the other's, exchange experts and the load that they take of them."""
         held, other_held = self.held[rank][:], self.held[other][:]
-        moved = self.shares[held[slot]] - self.shares[other_held[other_slot]]
+        for expert, giver, taker in ((held[slot], rank, other), (other_held[other_slot], other, rank)):
+            moved = self.flow(expert, giver)
+            self.loads[giver] -= moved
+            self.loads[taker] += moved
+            if expert in self.flows:
+                del self.flows[expert][giver]
+                self.flows[expert][taker] = moved
+                self.shared[giver] = [kept for kept in self.shared[giver] if kept != expert]
+                self.shared[taker] = [*self.shared[taker], expert]
         held[slot], other_held[other_slot] = other_held[other_slot], held[slot]
         self.held[rank], self.held[other] = held, other_held
-        self.loads[rank] -= moved
-        self.loads[other] += moved
 
     def relieve(self, cap: float) -> tuple[float, list[bool]]:
         """Pass load on from ranks over `cap` along chains of replicas to ranks under it, as far as that goes.
@@ -86,32 +99,44 @@ class LayerSplit:
         ranks that could take over from them, all at the cap or over it (maximum flow by augmenting paths, and its
         minimum cut).
         """
-        loads, flows, held = self.loads, self.flows, self.held
-        while True:
-            came: dict[int, tuple[int, int]] = {
-                rank: (-1, -1) for rank, load in enumerate(loads) if load > cap + NEGLIGIBLE
-            }
-            queue = deque(came)
-            end = -1
-            while queue and end < 0:
-                rank = queue.popleft()
-                for expert in held[rank]:
-                    flow = flows.get(expert)
-                    if flow is None or flow[rank] <= NEGLIGIBLE:
-                        continue
-                    for other in flow:
-                        if other not in came:
-                            came[other] = (rank, expert)
-                            if loads[other] < cap - NEGLIGIBLE:
-                                end = other
-                                break
-                            queue.append(other)
-                    if end >= 0:
-                        break
-            if end < 0:
-                stuck = [rank in came for rank in range(len(loads))]
-                return sum(load - cap for load in loads if load > cap + NEGLIGIBLE), stuck
-            self._pass_on(came, end, cap)
+        loads = self.loads
+        stuck = [False] * len(loads)
+        excess = 0.0
+        for rank, load in enumerate(loads):
+            if stuck[rank]:  # its way out was sought from another rank
+                excess += max(0.0, load - cap)
+            while loads[rank] > cap + NEGLIGIBLE and not stuck[rank]:
+                came, end = self._way_out(rank, cap, stuck)
+                if end >= 0:
+                    self._pass_on(came, end, cap)
+                    continue
+                for reached in came:
+                    stuck[reached] = True
+                excess += loads[rank] - cap
+        return excess, stuck
+
+    def _way_out(self, rank: int, cap: float, stuck: list[bool]) -> tuple[dict[int, tuple[int, int]], int]:
+        """Where load came from, (rank, expert) by rank, on the way to the nearest rank with room: that, or -1.
+
+        Ranks that are known to be stuck lead nowhere.
+        """
+        loads, flows, shared = self.loads, self.flows, self.shared
+        came = {rank: (-1, -1)}
+        queue = deque(came)
+        seen = set()  # experts all of whose ranks were reached
+        while queue:
+            rank = queue.popleft()
+            for expert in shared[rank]:
+                if expert in seen or (flow := flows[expert])[rank] <= NEGLIGIBLE:
+                    continue
+                seen.add(expert)
+                for other in flow:
+                    if other not in came and not stuck[other]:
+                        came[other] = (rank, expert)
+                        if loads[other] < cap - NEGLIGIBLE:
+                            return came, other
+                        queue.append(other)
+        return came, -1
 
     def _pass_on(self, came: dict[int, tuple[int, int]], end: int, cap: float) -> None:
         """Move as much load as possible along the path that led to `end`."""
@@ -131,42 +156,14 @@ class LayerSplit:
         self.loads[end] += amount
 
     def settle(self) -> None:
-        """Level the ranks of every replicated expert, to within small shifts."""
-        flows, loads, held = self.flows, self.loads, self.held
-        queue = deque(flows)
-        queued = set(queue)
-        steps = MOST_STEPS
-        while queue and steps:
-            steps -= 1
-            expert = queue.popleft()
-            queued.discard(expert)
-            flow = flows[expert]
-            touched = _level(flow, loads, self.shares[expert])
-            for rank in touched:
-                for neighbour in held[rank]:
-                    if neighbour in flows and neighbour != expert and neighbour not in queued:
-                        queued.add(neighbour)
-                        queue.append(neighbour)
+        """Make the largest load of a rank the least possible, to within `PRECISION`.
 
-
-def _level(flow: dict[int, float], loads: list[float], share: float) -> list[int]:
-    """Pour the load of an expert into its ranks, lowest first, up to one level; the ranks that changed."""
-    floors = sorted((loads[rank] - taken, rank) for rank, taken in flow.items())
-    total, count, level = share, 0, 0.0
-    for floor, _ in floors:
-        if count and floor >= level:
-            break
-        total += floor
-        count += 1
-        level = total / count
-    touched = []
-    for index, (floor, rank) in enumerate(floors):
-        poured = level - floor if index < count else 0.0
-        change = poured - flow[rank]
-        if abs(change) > PRECISION:
-            touched.append(rank)
-    if touched:
-        for index, (floor, rank) in enumerate(floors):
-            flow[rank] = level - floor if index < count else 0.0
-            loads[rank] = floor + flow[rank]
-    return touched
+        The ranks that load is stuck on share it evenly at best, so their mean is the next cap to try (Dinkelbach).
+        """
+        cap = LEVEL
+        while True:
+            excess, stuck = self.relieve(cap)
+            ranks = [load for load, is_stuck in zip(self.loads, stuck, strict=True) if is_stuck]
+            if excess <= PRECISION:
+                return
+            cap = sum(ranks) / len(ranks)
