@@ -11,12 +11,22 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots over all rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from eplb.errors import MapError
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.split_table import PICKS, SplitTable
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """`epoch`: of the placement that it was made under."""
+
+    metadata: ExpertLocationMetadata
+    split_weights: torch.Tensor | None
+    epoch: int
 
 
 class ExpertPlacement:
@@ -41,6 +51,7 @@ class ExpertPlacement:
         self.epoch = 0
         self.ep_rank, self.ep_size = ep_rank, ep_size
         self._room = metadata.num_physical_experts - metadata.num_logical_experts + 1 if ep_size > 1 else 1
+        self._proposal: _Proposal | None = None
         table = self._new_table(metadata, None)
         self._split = table.to(device)
         self._note_table(table)
@@ -60,9 +71,12 @@ class ExpertPlacement:
 
         None, if other ranks hold it.
         """
-        first = self.ep_rank * self.num_local_experts
-        slots = self.metadata.slots_of(layer, logical_expert)
-        return [slot - first for slot in slots if 0 <= slot - first < self.num_local_experts]
+        return self._local_slots(self.metadata, layer, logical_expert)
+
+    def coming_slots(self, layer: int, logical_expert: int) -> list[int]:
+        """`local_slots` under the proposed map; without one, under the map in force."""
+        proposal = self._proposal
+        return self._local_slots(self.metadata if proposal is None else proposal.metadata, layer, logical_expert)
 
     def adopt(
         self,
@@ -75,21 +89,35 @@ class ExpertPlacement:
         `split_weights` [L, P]: how an expert's tokens are divided over its slots; None for evenly.  `layers`: take only
         these of the map and the weights.  Raises as the constructor, and `MapError` for another shape; nothing changed.
         """
-        located_LP = metadata.physical_to_logical_map
-        if located_LP.shape != self.metadata.physical_to_logical_map.shape:
-            wanted = list(self.metadata.physical_to_logical_map.shape)
-            raise MapError(f"the map has the shape {list(located_LP.shape)}, the one in force has {wanted}")
-        if metadata.num_logical_experts != self.metadata.num_logical_experts:
-            raise MapError(f"the map is of {metadata.num_logical_experts} experts, not {self.num_logical_experts}")
-        metadata.check_ranks(self.ep_size)
+        table = self._checked(metadata, split_weights)
         chosen = list(range(metadata.num_layers)) if layers is None else list(layers)
-        table = self._new_table(metadata, split_weights)
         merged_LP = self.metadata.physical_to_logical_map.clone()
-        merged_LP[chosen] = located_LP[chosen]
+        merged_LP[chosen] = metadata.physical_to_logical_map[chosen]
         self.metadata = ExpertLocationMetadata(merged_LP, metadata.num_logical_experts)
         self._split.copy_layers(table, chosen)
         self._note_table(self._split.host_copy())
         self.epoch += 1
+        self._proposal = None
+
+    def propose(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None = None) -> None:
+        """The map that comes into force with the weights that are being staged for it.  Raises as `adopt`."""
+        self._checked(metadata, split_weights)
+        self._proposal = _Proposal(metadata, split_weights, self.epoch)
+
+    def withdraw(self) -> None:
+        """Forget what was proposed, if anything was."""
+        self._proposal = None
+
+    @property
+    def has_proposal(self) -> bool:
+        return self._proposal is not None
+
+    def adopt_proposed(self) -> None:
+        """The proposed map is in force from now on: every slot holds what it says."""
+        proposal = self._proposal
+        assert proposal is not None, "nothing was proposed"
+        assert proposal.epoch == self.epoch, "the placement changed under staged weights"
+        self.adopt(proposal.metadata, proposal.split_weights)
 
     @property
     def num_logical_experts(self) -> int:
@@ -115,6 +143,21 @@ class ExpertPlacement:
         if self.is_identity:
             return logical_ids_TK
         return self._split.slots(layer, self._widths[layer], logical_ids_TK, first_row)
+
+    def _local_slots(self, metadata: ExpertLocationMetadata, layer: int, logical_expert: int) -> list[int]:
+        first = self.ep_rank * self.num_local_experts
+        slots = metadata.slots_of(layer, logical_expert)
+        return [slot - first for slot in slots if 0 <= slot - first < self.num_local_experts]
+
+    def _checked(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None) -> SplitTable:
+        """The table of a map that can take the place of the one in force.  Raises `MapError`, `LayoutError`."""
+        shape, wanted = list(metadata.physical_to_logical_map.shape), list(self.metadata.physical_to_logical_map.shape)
+        if shape != wanted:
+            raise MapError(f"the map has the shape {shape}, the one in force has {wanted}")
+        if metadata.num_logical_experts != self.num_logical_experts:
+            raise MapError(f"the map is of {metadata.num_logical_experts} experts, not {self.num_logical_experts}")
+        metadata.check_ranks(self.ep_size)
+        return self._new_table(metadata, split_weights)
 
     def _new_table(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None) -> SplitTable:
         table = SplitTable.of(metadata, split_weights, self._room)

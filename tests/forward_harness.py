@@ -37,9 +37,7 @@ class ForwardHarness:
         self.model = model
         config = model.config
         num_slots = max_requests * max_context
-        self.pool = KVPool(
-            num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, model.dtype
-        )
+        self.pool = KVPool(num_slots, config.num_hidden_layers, model.local_kv_heads, config.head_dim, model.dtype)
         for tensor in (*self.pool.k, *self.pool.v):
             tensor.fill_(float("nan"))
         self.attention = create_attention_backend(backend, self.pool)

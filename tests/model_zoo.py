@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from eplb.expert_location import trivial_location
+from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.torch_ops import TorchOps
@@ -59,8 +60,14 @@ def logical_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def trivial_placement(config: ModelConfig) -> ExpertPlacement:
-    return ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts))
+def trivial_placement(config: ModelConfig, parallel: Parallel | None = None) -> ExpertPlacement:
+    return placed(trivial_location(len(config.moe_layer_ids), config.num_experts), parallel)
+
+
+def placed(metadata: ExpertLocationMetadata, parallel: Parallel | None = None) -> ExpertPlacement:
+    """The map as one rank sees it."""
+    parallel = parallel or Parallel()
+    return ExpertPlacement(metadata, ep_rank=parallel.position.ep_rank, ep_size=parallel.layout.ep_size)
 
 
 def load_tiny(
@@ -68,7 +75,12 @@ def load_tiny(
     dtype: torch.dtype = torch.float64,
     placement: ExpertPlacement | None = None,
     ops: LayerOps | None = None,
+    parallel: Parallel | None = None,
+    moe_a2a_backend: str = "none",
 ) -> DecoderForCausalLM:
     """The engine's model of a checkpoint, cold-loaded; trivial placement and plain torch unless told otherwise."""
     config = load_model_config(folder)
-    return load_model(folder, config, dtype, "cpu", placement or trivial_placement(config), ops or TorchOps())
+    placement = placement or trivial_placement(config, parallel)
+    return load_model(
+        folder, config, dtype, "cpu", placement, ops or TorchOps(), parallel=parallel, moe_a2a_backend=moe_a2a_backend
+    )

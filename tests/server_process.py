@@ -74,8 +74,12 @@ class ServerProcess:
 
     def scheduler_pid(self) -> int:
         """The one child of the server that runs the scheduler."""
-        (pid,) = [pid for pid in self.children() if "rollout.scheduler.worker" in _command_line(pid)]
+        (pid,) = self.rank_pids()
         return pid
+
+    def rank_pids(self) -> list[int]:
+        """The children that run the ranks of this machine, in the order of their ranks."""
+        return [pid for pid in self.children() if "rollout.scheduler.worker" in _command_line(pid)]
 
     def children(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

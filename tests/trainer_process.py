@@ -23,14 +23,16 @@ TIMEOUT_S = 30.0
 class TrainerProcess:
     """Holds `tensors`; `join_fields` and `bucket_fields` are the fields of the matching control calls."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, engine_ranks: int = 1) -> None:
         self.tensors = tensors
+        self.world_size = 1 + engine_ranks
         self.port = free_port()
         self.group_name = f"group-{self.port}"  # a process can hold a name only once
         file = folder / f"trainer-{self.port}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        arguments = [str(self.port), self.group_name, str(file), str(engine_ranks)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer_process", str(self.port), self.group_name, str(file)],
+            [sys.executable, "-m", "tests.trainer_process", *arguments],
             stdin=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
         )
@@ -40,7 +42,7 @@ class TrainerProcess:
             "master_address": "127.0.0.1",
             "master_port": self.port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": self.world_size,
             "group_name": self.group_name,
             "backend": "gloo",
         }
@@ -68,9 +70,9 @@ class TrainerProcess:
         self._process.wait(10)
 
 
-def _main(port: str, group_name: str, file: str) -> None:
+def _main(port: str, group_name: str, file: str, engine_ranks: str) -> None:
     tensors = load_file(file)
-    group = init_process_group("127.0.0.1", int(port), 0, 2, group_name, "gloo", TIMEOUT_S)
+    group = init_process_group("127.0.0.1", int(port), 0, 1 + int(engine_ranks), group_name, "gloo", TIMEOUT_S)
     for line in sys.stdin:
         command = json.loads(line)
         named = [(name, tensors[name]) for name in command["names"]]

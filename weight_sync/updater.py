@@ -46,7 +46,8 @@ class WeightUpdater:
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
     deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  One call may
     announce at most twice the model's bytes.  `staging`: where tensors are until the commit; `journal_dir`: see
-    `new_staging`.  `clock`: monotonic, for leases.
+    `new_staging`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is
+    staged, if that is not where `weights` lie now.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class WeightUpdater:
         timeout_s: float,
         vote: Callable[[bool], bool],
         commit_vote: Callable[[bool], bool] | None = None,
+        target: Callable[[Coverage], LogicalWeights] | None = None,
         staging: StagingMode = "host",
         journal_dir: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -66,8 +68,9 @@ class WeightUpdater:
         self._timeout_s = timeout_s
         self._vote = vote
         self._commit_vote = commit_vote or vote
+        self._target = target or (lambda _: weights)
         self._groups = WeightUpdateGroups(self._device, timeout_s)
-        self._content = ContentBook(weights.metas())
+        self.content = ContentBook(weights.metas())
         self._next_digest: str | None = None
         self._staging = staging
         self._journal_dir = journal_dir
@@ -212,7 +215,7 @@ class WeightUpdater:
             raise failure
         if not agreed:
             raise TransactionStateError("another rank could not verify the weight update")
-        self._next_digest = self._content.digest_after(transaction.fingerprints)
+        self._next_digest = self.content.digest_after(transaction.fingerprints)
 
     def fail(self, reason: str) -> None:
         """Another rank did not receive a bucket well: the open transaction cannot be verified."""
@@ -222,7 +225,7 @@ class WeightUpdater:
         """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""
         transaction = self._close(told=True)
         transaction.abort()
-        self._note_torn(transaction)
+        self._torn = transaction.torn or self._torn
 
     def drop(self, reason: str, *, told: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
@@ -263,7 +266,7 @@ class WeightUpdater:
         self._lost.forget(transaction.weight_version)
         if len(names) == len(self._weights.metas()):
             self._torn = None
-        self._content.note(transaction.fingerprints)
+        self.content.note(transaction.fingerprints)
         return CommitResult(transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest)
 
     # --- state -------------------------------------------------------------------------------------------------
@@ -327,12 +330,8 @@ class WeightUpdater:
     def content_digest(self) -> str:
         """`fingerprint.digest` over all logical tensors as they are served now; not while a commit runs."""
         found, metas = live_fingerprints(self._weights), self._weights.metas()
-        self.note_content(found)
+        self.content.note(found)
         return digest((metas[name], value) for name, value in found.items())
-
-    def note_content(self, fingerprints: Mapping[str, int]) -> None:
-        """What live tensors, by canonical name, were found to be; what is not touched need not be read again."""
-        self._content.note(fingerprints)
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
@@ -343,8 +342,9 @@ class WeightUpdater:
         if self._transaction is not None:
             raise TransactionStateError("a weight update is open already; end or abort it first")
         lease = Lease(lease_s, self._clock)
-        staging = new_staging(self._weights, self._staging, self._journal_dir)
-        self._transaction = WeightTransaction(self._weights, weight_version, coverage, manifest, staging)
+        target = self._target(coverage)
+        staging = new_staging(target, self._staging, self._journal_dir)
+        self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging)
         self._lease = lease
         self._is_implicit = implicit
         if not implicit:
@@ -369,9 +369,6 @@ class WeightUpdater:
                 told = more if told in more else f"{told}; {more}"
         if told:
             self._last_failure = UpdateFailure(told, transaction.weight_version, time.time())
-        self._note_torn(transaction)
-
-    def _note_torn(self, transaction: WeightTransaction) -> None:
         self._torn = transaction.torn or self._torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:

@@ -40,6 +40,8 @@ class BeginWeightUpdateReqInput(ControlReqInput):
     manifest: list[ManifestEntry] | None = None
     base_version: str | None = None  # what must be in force, or the update is refused
     base_digest: str | None = None
+    placement_epoch: int | None = None  # of the expert map that the sender goes by: it must be, and stays, in force
+    adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: float | None = None  # seconds that the next bucket or the end may take; None: 600
 
 

@@ -63,6 +63,8 @@ class Communicator:
         """The tensors of all ranks, of one shape and dtype: [N, ...]."""
         if self._process_group is None:
             return tensor.unsqueeze(0)
+        if tensor.numel() == 0:
+            return tensor.new_empty(self.size, *tensor.shape)
         mine = _as_bytes(tensor)
         out = mine.new_empty(self.size * mine.numel())
         sent = tensor.nbytes * (self.size - 1)
@@ -116,7 +118,7 @@ class Communicator:
 
     def reduce_scatter_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Of the sum over all ranks, in their order, this rank's `counts[rank]` rows; `counts` cover all rows."""
-        if self.size == 1:
+        if self.size == 1 or tensor.numel() == 0:
             return tensor
         mine = counts[self.rank]
         received = self.all_to_all(tensor, counts, [mine] * self.size)

@@ -167,6 +167,8 @@ class BeginWeightUpdateRequest(Body):
     base_version: str | None = None
     base_digest: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
     lease_s: float | None = Field(default=None, gt=0, le=86400)
+    placement_epoch: int | None = Field(default=None, ge=0)
+    adopt_placement: bool | None = None
     selector: Literal["all", "target"] = "all"
 
 

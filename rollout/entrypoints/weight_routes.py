@@ -111,6 +111,8 @@ class WeightRoutes:
             base_version=body.base_version,
             base_digest=body.base_digest,
             lease_s=body.lease_s,
+            placement_epoch=body.placement_epoch,
+            adopt_placement=body.adopt_placement,
         )
 
     async def update_state(self) -> Response:

@@ -1,6 +1,7 @@
 """Self-attention with grouped query heads: projections, query and key norm, rotation, and the backend between them.
 
-Does not know how queries attend: that is the backend's.
+Ranks that share tokens have some heads each; what the block returns is then one rank's part of a sum over them.
+Does not know how queries attend: that is the backend's; nor who adds the parts up.
 
 Shapes: T tokens, D hidden, hd head size.
 """
@@ -10,15 +11,20 @@ from __future__ import annotations
 import torch
 
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm
 from rollout.layers.ops.base import AttentionWeights, LayerOps
+from rollout.layers.shard import kv_heads, query_heads
 
 
 class Attention(Layer):
-    """`layer_id` is the hidden layer, which is also the layer of the KV pool; `norm` comes before the block."""
+    """`layer_id` is the hidden layer, which is also the layer of the KV pool; `norm` comes before the block.
+
+    Raises `StartupError` for heads that do not divide over the ranks.
+    """
 
     def __init__(
         self,
@@ -28,14 +34,16 @@ class Attention(Layer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        parallel: Parallel,
     ) -> None:
         self.ops = ops
         self.layer_id = layer_id
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        parts = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        head_dim = config.head_dim
+        queries, keys = query_heads(config, parallel), kv_heads(config, parallel)
+        parts = {"q_proj": queries.times(head_dim), "k_proj": keys.times(head_dim), "v_proj": keys.times(head_dim)}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, device, ops)
-        self.qk_norm = QueryKeyNorm(heads, kv_heads, head_dim, dtype, device)
-        self.o_proj = Linear(heads * head_dim, config.hidden_size, dtype, device, ops)
+        self.qk_norm = QueryKeyNorm(queries.length, keys.length, head_dim, dtype, device)
+        self.o_proj = Linear(queries.times(head_dim), config.hidden_size, dtype, device, ops)
         self.weights = AttentionWeights(
             norm=norm.weight,
             qkv=self.qkv_proj.weight,
@@ -54,7 +62,7 @@ class Attention(Layer):
         angles: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """Of the norm of `residual += hidden`.  `angles` [T, 2, hd]."""
+        """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, hd]."""
         slots_T = context.batch.out_cache_loc
         return self.ops.attention_block(
             residual_TD, hidden_TD, self.weights, angles, context.attention, self.layer_id, slots_T

@@ -1,6 +1,9 @@
 """Token embedding and the output head, which may be the same matrix.
 
-Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary.
+The embedding is whole on every rank.  Ranks that share tokens have some rows of the head each, unless it is the
+embedding.
+
+Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary, G ranks that share tokens.
 """
 
 from __future__ import annotations
@@ -8,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
-from rollout.layers.linear import Linear, matrix_entry
+from rollout.distributed.communicator import Communicator, share_sizes
+from rollout.layers.linear import Linear, row_entry
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.place import Place, ViewPlace
+from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
@@ -44,7 +50,10 @@ class TiedEmbedding(Linear):
 
 
 class OutputHead(WeightLayer):
-    """Logits over the vocabulary.  With `tied_to`, the matrix is the embedding's and this layer holds nothing."""
+    """Logits over the vocabulary.  With `tied_to`, the matrix is the embedding's and this layer holds nothing.
+
+    `ranks` join those that share tokens; all of them call it together.
+    """
 
     def __init__(
         self,
@@ -53,17 +62,30 @@ class OutputHead(WeightLayer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        ranks: Communicator,
         tied_to: TiedEmbedding | None = None,
     ) -> None:
         self.ops = ops
         self.is_tied = tied_to is not None
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.weight = tied_to.weight if tied_to else ops.empty_matrix(vocab_size, hidden_size, dtype, device)
+        self.hidden_size = hidden_size
+        self._ranks = ranks
+        self.rows = Shard.whole(vocab_size) if tied_to else Shard.even(vocab_size, ranks.rank, ranks.size)
+        self.weight = tied_to.weight if tied_to else ops.empty_matrix(self.rows.length, hidden_size, dtype, device)
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> logits [N, V] in the model's dtype."""
-        return self.ops.linear(hidden_ND, self.weight, self.vocab_size)
+        mine = self.ops.linear(hidden_ND, self.weight, self.rows.length)
+        return mine if self.rows.is_whole else self._gathered(mine)
+
+    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+        lengths = share_sizes(self.rows.total, self._ranks.size)
+        padded = F.pad(mine, (0, lengths[0] - mine.shape[1]))
+        logits_NV = mine.new_empty(mine.shape[0], self.rows.total)
+        for part, columns in zip(self._ranks.all_gather(padded), logits_NV.split(lengths, dim=1), strict=True):
+            columns.copy_(part[:, : columns.shape[1]])
+        return logits_NV
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         if not self.is_tied:
-            yield matrix_entry(self.ops, f"{prefix}.weight", self.weight, range(self.vocab_size), self.hidden_size)
+            place = self.ops.matrix_place(self.weight, range(self.rows.length), self.hidden_size)
+            yield row_entry(f"{prefix}.weight", self.weight, place, self.rows, self.hidden_size)

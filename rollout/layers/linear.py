@@ -1,73 +1,86 @@
-"""Linear layers without bias, plain and merged.
+"""Linear layers without bias, plain and merged, whole or one rank's shard.
 
 Knows how several projections of the same input share one weight.  Does not know what is projected.
 
-Shapes: T tokens, D input features, O output features.
+Shapes: T tokens, D input features, O output features, here on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.place import Place, ShardPlace
+from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class MergedLinear(WeightLayer):
     """Several projections of one input as one matrix; a checkpoint names each of them as a sibling of this layer.
 
-    `self_attn.qkv_proj` with parts `{"q_proj": 64, "k_proj": 32, "v_proj": 32}` holds
-    `self_attn.q_proj.weight` in rows 0..63, and so on.
+    `self_attn.qkv_proj` with parts of 64, 32 and 32 rows `{"q_proj": .., "k_proj": .., "v_proj": ..}` holds
+    `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: dict[str, int],
+        parts: Mapping[str, Shard],
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
     ) -> None:
         self.ops = ops
         self.parts = dict(parts)
-        self.in_features, self.out_features = in_features, sum(parts.values())
+        self.in_features, self.out_features = in_features, sum(part.length for part in parts.values())
         self.weight = ops.empty_matrix(self.out_features, in_features, dtype, device)
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
-        """All parts side by side, of the norm of `residual += hidden`: [T, sum of the parts' sizes]."""
+        """All parts side by side, of the norm of `residual += hidden`: [T, O]."""
         return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, self.weight, self.out_features)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]
         start = 0
-        for part, size in self.parts.items():
-            name = f"{parent}.{part}.weight"
-            yield matrix_entry(self.ops, name, self.weight, range(start, start + size), self.in_features)
-            start += size
+        for part, rows in self.parts.items():
+            place = self.ops.matrix_place(self.weight, range(start, start + rows.length), self.in_features)
+            yield row_entry(f"{parent}.{part}.weight", self.weight, place, rows, self.in_features)
+            start += rows.length
 
 
 class Linear(WeightLayer):
-    """`x @ weight.T` with weight [O, D]."""
+    """`x @ weight.T` with weight [O, D].  With a shard of the inputs, the product is one rank's part of a sum."""
 
     def __init__(
-        self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
+        self, inputs: Shard, out_features: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
     ) -> None:
         self.ops = ops
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = ops.empty_matrix(out_features, in_features, dtype, device)
+        self.inputs = inputs
+        self.in_features, self.out_features = inputs.length, out_features
+        self.weight = ops.empty_matrix(out_features, inputs.length, dtype, device)
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(hidden_TD, self.weight, self.out_features)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        rows = range(self.out_features)
-        yield matrix_entry(self.ops, f"{prefix}.weight", self.weight, rows, self.in_features)
+        place = self.ops.matrix_place(self.weight, range(self.out_features), self.in_features)
+        shape = (self.out_features, self.inputs.total)
+        yield sharded_entry(f"{prefix}.weight", self.weight, place, shape, 1, self.inputs)
 
 
-def matrix_entry(ops: LayerOps, name: str, weight: torch.Tensor, rows: range, in_features: int) -> WeightEntry:
-    """The entry of a logical tensor that is some rows of a matrix."""
-    place = ops.matrix_place(weight, rows, in_features)
-    return WeightEntry(name, (len(rows), in_features), weight.dtype, lambda: [place])
+def row_entry(name: str, weight: torch.Tensor, place: Place, rows: Shard, in_features: int) -> WeightEntry:
+    """The entry of a matrix of which this rank has `rows`, at `place`."""
+    return sharded_entry(name, weight, place, (rows.total, in_features), 0, rows)
+
+
+def sharded_entry(
+    name: str, weight: torch.Tensor, place: Place, shape: tuple[int, ...], dim: int, shard: Shard
+) -> WeightEntry:
+    """The entry of a logical tensor of `shape`, of which this rank has `shard` in dimension `dim`, at `place`."""
+    if shard.is_whole:
+        return WeightEntry(name, shape, weight.dtype, lambda: [place])
+    part = ShardPlace(place, dim, shard.start, shard.length)
+    return WeightEntry(name, shape, weight.dtype, lambda: [part], is_everywhere=False)

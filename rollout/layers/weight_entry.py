@@ -21,6 +21,7 @@ class WeightEntry:
 
     `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now.
     It is called for each write and never cached, because the places of an expert follow the placement in force.
+    `coming()`: the same under a placement that is proposed; None for a tensor that no placement concerns.
     `is_everywhere`: every rank of the engine holds all of it; if not, there may be no place here.
     """
 
@@ -29,6 +30,7 @@ class WeightEntry:
     dtype: torch.dtype
     places: Callable[[], Sequence[Place]]
     is_everywhere: bool = True
+    coming: Callable[[], Sequence[Place]] | None = None
 
 
 @dataclass(frozen=True)

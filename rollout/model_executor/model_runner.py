@@ -20,6 +20,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState
+from rollout.model_executor.route_gather import gather_routes, slice_size
 
 _SCORED_ROWS_AT_ONCE = 256
 
@@ -54,19 +55,31 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] of the step.
 
-        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees the same rows.
+        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees the same rows.  Ranks
+        that share tokens all have all rows, also where each of them routed a slice.
         """
+        model = self.state.model
         wants_routes = self.recorder is not None or self.load_recorder is not None
         hooks = []
         if wants_routes:
-            self._capturer.begin_step(batch.num_tokens)
+            num_rows = batch.num_tokens
+            if model.scatters_tokens:
+                num_rows = slice_size(num_rows, model.parallel.attn_tp)
+            self._capturer.begin_step(num_rows)
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
-        hidden_TD = self.state.model(batch, ForwardContext(batch, self._attention, hooks))
+        hidden_TD = model(batch, ForwardContext(batch, self._attention, hooks))
         if wants_routes:
-            self._keep_routes(batch, self._capturer.finish_step())
+            self._keep_routes(batch, self._routes(batch.num_tokens))
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD
+
+    def _routes(self, num_tokens: int) -> list[torch.Tensor]:
+        """What the step's routers chose, by MoE layer [T, K]."""
+        model, ids_by_layer = self.state.model, self._capturer.finish_step()
+        if not model.scatters_tokens:
+            return ids_by_layer
+        return gather_routes(ids_by_layer, num_tokens, model.config.num_experts, model.parallel.attn_tp)
 
     def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
         if self.recorder is not None:

@@ -17,6 +17,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict, Unavailable
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.context import ForwardContext
 from rollout.models.weight_loading import WeightIndex
 
@@ -26,6 +27,8 @@ class CausalLM(Protocol):
 
     config: ModelConfig
     moe_layer_ids: tuple[int, ...]
+    parallel: Parallel
+    scatters_tokens: bool  # ranks that share tokens route a slice of them each
 
     @property
     def weights(self) -> WeightIndex: ...

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.attention import Attention
 from rollout.layers.context import ForwardContext
 from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from rollout.layers.layer import Layer
 from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.dispatchers.base import Dispatcher
+from rollout.layers.moe.dispatchers.select import tokens_by_rank
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
 from rollout.layers.ops.base import AttentionWeights, LayerOps, LayerRun, SparseWeights
+from rollout.layers.shard import Shard, kv_heads
 from rollout.models.weight_loading import WeightIndex
 
 # Hidden-layer index -> block called with (residual [T, D], hidden [T, D], the norm before it, context).
@@ -40,10 +45,11 @@ class DecoderLayer(Layer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        parallel: Parallel,
     ) -> None:
         norm_args = (config.hidden_size, config.rms_norm_eps, dtype, device, ops)
         self.input_layernorm = RMSNorm(*norm_args)
-        self.self_attn = Attention(config, layer_id, self.input_layernorm, dtype, device, ops)
+        self.self_attn = Attention(config, layer_id, self.input_layernorm, dtype, device, ops, parallel)
         self.post_attention_layernorm = RMSNorm(*norm_args)
         self.mlp = mlp
 
@@ -53,10 +59,10 @@ class DecoderLayer(Layer):
         hidden_TD: torch.Tensor | None,
         angles: torch.Tensor,
         context: ForwardContext,
-    ) -> torch.Tensor:
-        """The block's output, not yet added to the residual stream, which is changed in place."""
-        hidden_TD = self.self_attn(residual_TD, hidden_TD, angles, context)
-        return self.mlp(residual_TD, hidden_TD, self.post_attention_layernorm, context)
+    ) -> torch.Tensor | None:
+        """The block's output, not yet added to the residual stream, which is changed in place; None if it is added."""
+        parts_TD = self.self_attn(residual_TD, hidden_TD, angles, context)
+        return self.mlp(residual_TD, parts_TD, self.post_attention_layernorm, context)
 
     def local_weights(self) -> tuple[AttentionWeights, SparseWeights] | None:
         """What the layer computes with, if it is sparse and no token leaves this rank."""
@@ -67,7 +73,7 @@ class DecoderLayer(Layer):
 
 
 class LocalRun:
-    """Consecutive sparse layers without communication, computed by one call.  Called like a `DecoderLayer`."""
+    """Consecutive sparse layers of a model on one rank, computed by one call.  Called like a `DecoderLayer`."""
 
     def __init__(self, first_layer: int, layers: Sequence[DecoderLayer]) -> None:
         weights = [layer.local_weights() for layer in layers]
@@ -107,7 +113,7 @@ def _in_runs(layers: Sequence[DecoderLayer]) -> list[DecoderLayer | LocalRun]:
 
 
 class Decoder(Layer):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.  `dispatcher` is that of the MoE layers."""
 
     def __init__(
         self,
@@ -116,14 +122,17 @@ class Decoder(Layer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
     ) -> None:
+        self._layout, self._dispatcher = parallel.layout, dispatcher
         self.embed_tokens: Embedding | TiedEmbedding
         if config.tie_word_embeddings:
-            self.embed_tokens = TiedEmbedding(config.hidden_size, config.vocab_size, dtype, device, ops)
+            self.embed_tokens = TiedEmbedding(Shard.whole(config.hidden_size), config.vocab_size, dtype, device, ops)
         else:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device, ops)
         self.layers = [
-            DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops)
+            DecoderLayer(config, layer_id, make_mlp(layer_id), dtype, device, ops, parallel)
             for layer_id in range(config.num_hidden_layers)
         ]
         self._runs = _in_runs(self.layers)
@@ -132,6 +141,10 @@ class Decoder(Layer):
         self.rotary = RotaryTable(*rotary, dtype, device, ops)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        if self._layout.tp_size > 1:
+            tokens = batch.global_num_tokens or [batch.num_tokens]
+            scattered = self._dispatcher.scatters_tokens
+            self._dispatcher.plan_step(tokens_by_rank(self._layout, tokens, scattered=scattered))
         angles = self.rotary.angles(batch.positions)
         residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
         for run in self._runs:
@@ -144,6 +157,9 @@ class DecoderForCausalLM(Layer):
 
     `weights` is its side of loading and refresh; `moe_layer_ids` are the hidden layers whose routes hooks see, in the
     order of their ordinals.  Run it without autograd.
+
+    On several ranks, all of an engine call it together, each with the tokens of its attention-DP rank, perhaps none;
+    `compute_logits` is called together by those that share tokens.  `local_kv_heads`: KV heads of this rank.
     """
 
     def __init__(
@@ -153,16 +169,21 @@ class DecoderForCausalLM(Layer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.parallel = parallel
+        self.local_kv_heads = kv_heads(config, parallel).length
+        self.scatters_tokens = dispatcher.scatters_tokens and parallel.attn_tp.size > 1
         self.moe_layer_ids = config.moe_layer_ids
-        self.model = Decoder(config, make_mlp, dtype, device, ops)
+        self.model = Decoder(config, make_mlp, dtype, device, ops, parallel, dispatcher)
         embedding = self.model.embed_tokens
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
-        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, tied_to)
+        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, parallel.attn_tp, tied_to)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
-        self.weights = WeightIndex(self, aliases)
+        self.weights = WeightIndex(self, aliases, parallel.weight_io)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Final-normed hidden states [T, D] of the step's tokens."""
@@ -173,4 +194,17 @@ class DecoderForCausalLM(Layer):
         return self.lm_head(hidden_ND)
 
 
-ModelFactory = Callable[[ModelConfig, torch.dtype, torch.device | str, ExpertPlacement, LayerOps], DecoderForCausalLM]
+class ModelFactory(Protocol):
+    """A family: what `registry` lists.  `parallel` is this rank's view, of an engine of one rank by default."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        placement: ExpertPlacement,
+        ops: LayerOps,
+        parallel: Parallel | None = None,
+        moe_a2a_backend: str = "none",
+    ) -> DecoderForCausalLM:
+        """Raises `StartupError` for sizes that do not divide over the ranks."""

@@ -6,13 +6,15 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.ops.base import LayerOps
 from rollout.models.decoder import DecoderForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Every layer has a dense feed-forward block; `placement` has no layers and is not read."""
+    """Every layer has a dense feed-forward block; `placement` has no layers, and no token looks for an expert."""
 
     def __init__(
         self,
@@ -21,8 +23,12 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         device: torch.device | str,
         placement: ExpertPlacement,
         ops: LayerOps,
+        parallel: Parallel | None = None,
+        moe_a2a_backend: str = "none",
     ) -> None:
-        def make_mlp(layer_id: int) -> DenseMLP:
-            return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device, ops)
+        parallel = parallel or Parallel()
 
-        super().__init__(config, make_mlp, dtype, device, ops)
+        def make_mlp(layer_id: int) -> DenseMLP:
+            return DenseMLP(config, dtype, device, ops, parallel)
+
+        super().__init__(config, make_mlp, dtype, device, ops, parallel, LocalDispatcher())

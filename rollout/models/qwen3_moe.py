@@ -6,7 +6,9 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.dispatchers.select import select_dispatcher
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.ops.base import LayerOps
 from rollout.models.decoder import DecoderForCausalLM
@@ -25,12 +27,16 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         device: torch.device | str,
         placement: ExpertPlacement,
         ops: LayerOps,
+        parallel: Parallel | None = None,
+        moe_a2a_backend: str = "none",
     ) -> None:
+        parallel = parallel or Parallel()
+        dispatcher = select_dispatcher(moe_a2a_backend, parallel, placement.num_physical_experts)
         moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
 
         def make_mlp(layer_id: int) -> DenseMLP | MoELayer:
             if layer_id in moe_layers:
-                return MoELayer(config, moe_layers[layer_id], placement, dtype, device, ops)
-            return DenseMLP(config.hidden_size, config.intermediate_size, dtype, device, ops)
+                return MoELayer(config, moe_layers[layer_id], placement, dtype, device, ops, parallel, dispatcher)
+            return DenseMLP(config, dtype, device, ops, parallel)
 
-        super().__init__(config, make_mlp, dtype, device, ops)
+        super().__init__(config, make_mlp, dtype, device, ops, parallel, dispatcher)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ class WeightIndex:
 
     def __init__(self, model: Layer, aliases: Mapping[str, str], ranks: Communicator | None = None) -> None:
         self._ranks = ranks
+        self._is_coming = False
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
@@ -62,7 +64,7 @@ class WeightIndex:
         """
         entry = self._entry(name)
         _require_shape(name, tuple(source.shape), entry.shape)
-        for place in entry.places():
+        for place in self._places(entry):
             place.write(source)
 
     def read(self, name: str) -> torch.Tensor:
@@ -70,15 +72,21 @@ class WeightIndex:
 
         With several ranks a call that all of them make, in one order.  Raises `UnknownTensorError`.
         """
-        return self.assemble(name, [place.read() for place in self._entry(name).places()[:1]])
+        return self.assemble(name, [place.read() for place in self.places(name)[:1]])
 
     def places(self, name: str) -> Sequence[Place]:
         """Every place of the logical tensor on this rank under the placement in force.  Raises `UnknownTensorError`."""
-        return self._entry(name).places()
+        return self._places(self._entry(name))
+
+    def coming(self) -> WeightIndex:
+        """The same weights where they lie under the proposed placement: what a refresh stages for it goes there."""
+        other = copy(self)
+        other._is_coming = True
+        return other
 
     def put_back(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
-        for place in self._entry(name).places():
+        for place in self.places(name):
             place.put_back(content)
 
     def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -89,7 +97,7 @@ class WeightIndex:
         entry = self._entry(name)
         if self._ranks is None or self._ranks.size == 1 or entry.is_everywhere:
             return contents[0]
-        region = entry.places()[0].region if contents else None
+        region = self._places(entry)[0].region if contents else None
         return assemble_tensor(self._metas[name], region, contents[0] if contents else None, self._ranks)
 
     def canonical_name(self, name: str) -> str:
@@ -99,6 +107,9 @@ class WeightIndex:
 
     def recompute_derived(self) -> None:
         """These models hold nothing that is computed from weights."""
+
+    def _places(self, entry: WeightEntry) -> Sequence[Place]:
+        return entry.coming() if self._is_coming and entry.coming is not None else entry.places()
 
     def _entry(self, name: str) -> WeightEntry:
         if name not in self._entries:

@@ -9,13 +9,17 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
+from eplb.algorithms.auto import make_plan
+from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.errors import EplbError
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.init_location import TRIVIAL, load_location
@@ -45,6 +49,7 @@ from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
+from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.policy import Policy, RequestQueues
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
@@ -83,17 +88,15 @@ def build_scheduler(
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
-    placement = ExpertPlacement(_location(args, config), device)
+    placement = _placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
-    model = load_model(args.model_path, config, dtype, device, placement, ops, progress)
+    model = load_model(args.model_path, config, dtype, device, placement, ops, progress, parallel, args.moe_a2a_backend)
     model_bytes = _bytes_of(model)
-    token_bytes = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    token_bytes = kv_bytes_per_token(config.num_hidden_layers, model.local_kv_heads, config.head_dim, dtype)
     limits = _limits(args, config, token_bytes, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
-    kv_pool = KVPool(
-        limits.num_slots, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype, device
-    )
+    kv_pool = KVPool(limits.num_slots, config.num_hidden_layers, model.local_kv_heads, config.head_dim, dtype, device)
     recorder = _recorder(config, limits.num_slots) if args.captures_routes else None
     backend = choose_attention_backend(dtype, device, config.head_dim, kernels.available)
     attention = create_attention_backend(backend, kv_pool)
@@ -102,17 +105,27 @@ def build_scheduler(
     inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     consensus = RankConsensus(parallel.weight_io)
+    adoption = PlacementAdoption(
+        model.weights,
+        placement,
+        parallel,
+        loads=lambda: None,
+        fresh_plan=partial(_fresh_plan, _expert_layout(config, placement, args.nnodes)),
+        is_possible=config.is_moe and args.weight_staging in ("host", "device"),
+        by_default=False,
+    )
     updater = WeightUpdater(
         model.weights,
         device=device,
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
         commit_vote=parallel.world.all_agree,
+        target=adoption.target,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,
         clock=lambda: inbox.now,
     )
-    weights = WeightControl(scheduler, updater, channel.wake, consensus, args.pause_timeout)
+    weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
     WeightChecker(scheduler, updater, weights)
     DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
@@ -149,8 +162,17 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
+def _placement(args: ServerArgs, config: ModelConfig, device: torch.device, parallel: Parallel) -> ExpertPlacement:
+    """The expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
+    location = _location(args, config)
+    try:
+        return ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
+    except EplbError as error:
+        flags = "--ep-size, --ep-num-redundant-experts and --init-expert-location"
+        raise StartupError(f"{flags} do not fit: {error}") from None
+
+
 def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
-    """The expert map at start, empty for a dense model.  Raises `StartupError`."""
     given = {
         "--init-expert-location": args.init_expert_location != TRIVIAL,
         "--ep-num-redundant-experts": args.ep_num_redundant_experts > 0,
@@ -165,10 +187,30 @@ def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
         raise StartupError(f"--init-expert-location: {error}") from None
 
 
+def _expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
+    if not config.is_moe:
+        return None
+    num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine
+    return ExpertLayout(
+        num_logical_experts=placement.num_logical_experts,
+        num_physical_experts=placement.num_physical_experts,
+        num_ranks=placement.ep_size,
+        num_nodes=num_nodes,
+    )
+
+
+def _fresh_plan(layout: ExpertLayout | None, counts_LE: np.ndarray) -> Plan:
+    """A placement for weights that are written everywhere anyway: what is in force now does not count."""
+    assert layout is not None, "only models with experts have loads"
+    return make_plan("auto", counts_LE, layout)
+
+
 def _bytes_of(model: DecoderForCausalLM) -> int:
-    """Of the weights, every slot of an expert counted."""
+    """Of this rank's share of the weights, every slot of an expert counted."""
     weights = model.weights
-    return sum(meta.nbytes * len(weights.places(name)) for name, meta in weights.metas().items())
+    return sum(
+        place.numel * meta.dtype.itemsize for name, meta in weights.metas().items() for place in weights.places(name)
+    )
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:

@@ -100,7 +100,7 @@ class ExpertDistribution:
                 "placement_epoch": placement.epoch,
                 "weight_version": epoch.weight_version,
                 "weight_epoch": epoch.weight_epoch,
-                "ep_size": 1,
+                "ep_size": placement.ep_size,
                 "num_logical_experts": metadata.num_logical_experts,
                 "num_physical_experts": metadata.num_physical_experts,
                 "moe_layer_ids": list(self._state.model.config.moe_layer_ids),

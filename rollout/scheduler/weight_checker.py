@@ -64,7 +64,7 @@ class WeightChecker:
             live = self._digest(fingerprints)
             expected = self._state.epoch.content_digest
             if expected is None and self._state.poisoned is None:
-                self._updater.note_content(fingerprints)
+                self._updater.content.note(fingerprints)
                 self._state.note_digest(live)
             data = {
                 "checksums": {name: fingerprint_hex(value) for name, value in fingerprints.items()},

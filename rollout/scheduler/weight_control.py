@@ -30,6 +30,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.scheduler.kv_age import abort_below, require_known_version
+from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
@@ -52,10 +53,12 @@ class WeightControl:
         updater: WeightUpdater,
         wake: Callable[[], None],
         consensus: RankConsensus,
+        adoption: PlacementAdoption,
         pause_timeout_s: float | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
+        self._adoption = adoption
         self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle)
         self._num_pauses = 0
@@ -79,6 +82,10 @@ class WeightControl:
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Further verbs that take their turn in the queue, by message type."""
         self._queue.add(planners)
+
+    def opening(self) -> None:
+        """A refresh of another file's is about to be opened; on the scheduler's thread."""
+        self._adoption.opening()
 
     def commit(self) -> tuple[str, Answer]:
         """Put the verified transaction in force, at a step boundary; message and data of the answer."""
@@ -132,6 +139,8 @@ class WeightControl:
         )
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
+        self._adoption.opening(verb.adopt_placement, verb.placement_epoch)
+
         def io() -> None:
             self._require_base(verb)
             manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
@@ -174,6 +183,7 @@ class WeightControl:
         settles = opens and not self._scheduler.paused
         if opens:
             self._opened_in_pause = self._num_pauses
+            self._adoption.opening()
 
         def io() -> None:
             if stale:
@@ -274,12 +284,15 @@ class WeightControl:
             if len(result.names) == len(state.model.weights.metas()):
                 state.heal()
             version = result.weight_version or _successor(state.epoch.weight_version)
+            placement = self._adoption.adopt()
             whole = state.poisoned is None and not state.content_lost
             state.publish_weights(version, result.content_digest if whole else None)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
         return f"Succeeded to update parameter online. Weight version updated to {version}.", {
             "weight_version": version,
             "weight_epoch": state.epoch.weight_epoch,
+            "placement_epoch": state.epoch.placement_epoch,
+            **placement,
             "num_tensors": len(result.names),
             "num_bytes": result.num_bytes,
             "stall_seconds": result.seconds,

@@ -69,6 +69,8 @@ class DiskRefresh:
         if verb.abort_all_requests:
             self._scheduler.abort(None)
         opens = not self._updater.is_open
+        if opens:
+            self._weights.opening()
         is_implicit = self._updater.is_implicit
         path = Path(verb.model_path)
         model = self._scheduler.runner.state.model
@@ -108,6 +110,8 @@ class DiskRefresh:
 
     def _pull(self, verb: PullWeightsReqInput) -> Job:
         is_open = self._updater.is_open
+        if not is_open:
+            self._weights.opening()
         local, source = Path(verb.local_checkpoint_dir), Path(verb.source_dir)
         weights = self._scheduler.runner.state.model.weights
 

@@ -1,28 +1,35 @@
 """The expert weights of one MoE layer on this rank, and where a checkpoint's expert tensors go in them.
 
-Knows storage and names.  Does not know routing; how the experts are applied is up to `LayerOps`.
+Ranks hold some of the experts each (expert parallelism), some inner features of each expert (tensor parallelism within
+experts), or both.  Knows storage and names.  Does not know routing; how the experts are applied is up to `LayerOps`.
 
-Shapes: R rows, S expert slots of a row, P experts stored here, E logical experts, D hidden, I expert intermediate.
+Shapes: R rows, S expert slots of a row, A filled slots, E logical experts, D hidden, I expert intermediate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.ops.base import ExpertPart, LayerOps
-from rollout.layers.ops.place import Place
+from rollout.layers.ops.place import Place, ShardPlace
+from rollout.layers.ops.torch_ops import weighted_sum
+from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.tensor_meta import Piece
 
 
 class Experts(WeightLayer):
-    """`w13` holds gate and up projections, `w2` down projections; `LayerOps` decides how."""
+    """`w13` holds gate and up projections, `w2` down projections; `LayerOps` decides how.
+
+    Raises `StartupError` for an inner size that does not divide over the ranks.
+    """
 
     def __init__(
         self,
@@ -32,24 +39,48 @@ class Experts(WeightLayer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        parallel: Parallel,
     ) -> None:
         self.ops = ops
         self.moe_layer = moe_layer
         self.placement = placement
         self.num_logical_experts = config.num_experts
         self.hidden_size = config.hidden_size
-        self.intermediate_size = config.moe_intermediate_size
-        stored = placement.num_physical_experts
-        w13, w2 = ops.empty_experts(stored, self.intermediate_size, self.hidden_size, dtype, device)
-        self.w13, self.w2 = w13, w2
+        layout, position = parallel.layout, parallel.position
+        assert (placement.ep_rank, placement.ep_size) == (position.ep_rank, layout.ep_size), "another rank's placement"
+        what = f"--tp-size {layout.tp_size} --ep-size {layout.ep_size}: intermediate size of the experts"
+        self.inner = Shard.equal(config.moe_intermediate_size, position.moe_tp_rank, layout.moe_tp_size, what)
+        stored = placement.num_local_experts
+        self.w13, self.w2 = ops.empty_experts(stored, self.inner.length, self.hidden_size, dtype, device)
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:
-        """[R, D] where the work carries weights, else [R, S, D] unweighted."""
-        ids_RS, weights_RS = work.local_physical_ids_RS, work.weights_RS
-        return self.ops.experts(work.hidden_RD, ids_RS, weights_RS, self.w13, self.w2, self.intermediate_size)
+        """[R, D] where the work carries weights, else [R, S, D] unweighted.
+
+        With a shard of the inner features, it is this rank's part of a sum.
+        """
+        if work.has_holes:
+            return self._of_filled_slots(work)
+        return self._outputs(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS)
+
+    def _outputs(
+        self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.ops.experts(hidden_RD, local_ids_RS, weights_RS, self.w13, self.w2, self.inner.length)
+
+    def _of_filled_slots(self, work: DispatchOutput) -> torch.Tensor:
+        """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros."""
+        hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.local_physical_ids_RS, work.weights_RS
+        filled_RS = ids_RS >= 0
+        rows_A = filled_RS.nonzero()[:, 0]
+        out_RSD = hidden_RD.new_zeros(*ids_RS.shape, self.hidden_size)
+        if rows_A.shape[0]:
+            out_A1D = self._outputs(hidden_RD.index_select(0, rows_A), ids_RS[filled_RS].unsqueeze(1), None)
+            out_RSD[filled_RS] = out_A1D.squeeze(1)
+        return out_RSD if weights_RS is None else weighted_sum(out_RSD, weights_RS.masked_fill(~filled_RS, 0.0))
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden, inner = self.hidden_size, self.inner.total
+        is_everywhere = self.placement.ep_size == 1 and self.inner.is_whole
         parts: dict[ExpertPart, tuple[int, int]] = {
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
@@ -58,11 +89,13 @@ class Experts(WeightLayer):
         for logical_expert in range(self.num_logical_experts):
             for part, shape in parts.items():
                 name = f"{prefix}.{logical_expert}.{part}.weight"
-                yield WeightEntry(name, shape, self.w13.dtype, partial(self._places, part, logical_expert))
+                places = partial(self._places, self.placement.local_slots, part, logical_expert)
+                coming = partial(self._places, self.placement.coming_slots, part, logical_expert)
+                yield WeightEntry(name, shape, self.w13.dtype, places, is_everywhere, coming)
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """The form of transformers 5: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""
-        experts, size, hidden = range(self.num_logical_experts), self.intermediate_size, self.hidden_size
+        experts, size, hidden = range(self.num_logical_experts), self.inner.total, self.hidden_size
         halves = (("gate_proj", slice(0, size)), ("up_proj", slice(size, 2 * size)))
         yield FusedForm(
             f"{prefix}.gate_up_proj",
@@ -75,7 +108,11 @@ class Experts(WeightLayer):
             tuple(Piece(f"{prefix}.{e}.down_proj.weight", (e,)) for e in experts),
         )
 
-    def _places(self, part: ExpertPart, logical_expert: int) -> list[Place]:
-        sizes = self.intermediate_size, self.hidden_size
-        slots = self.placement.local_slots(self.moe_layer, logical_expert)
-        return [self.ops.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
+    def _places(self, slots_of: Callable[[int, int], list[int]], part: ExpertPart, logical_expert: int) -> list[Place]:
+        sizes = self.inner.length, self.hidden_size
+        slots = slots_of(self.moe_layer, logical_expert)
+        places = [self.ops.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
+        if self.inner.is_whole:
+            return places
+        dim = 1 if part == "down_proj" else 0
+        return [ShardPlace(place, dim, self.inner.start, self.inner.length) for place in places]

@@ -1,6 +1,12 @@
 """The sparse feed-forward block of a decoder layer: router, dispatcher, experts, in that order.
 
-Shapes: T tokens, D hidden.
+Ranks that share tokens route all of them, or where the dispatcher scatters tokens, a slice each:
+
+    attention's parts    [ T rows ] + [ T rows ] + ..     reduce-scatter
+    this rank's slice         [ T / G rows ]              route, dispatch, experts, combine, add
+    the residual stream  [ T rows ]                       all-gather
+
+Shapes: T tokens, D hidden, G ranks that share tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +15,8 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.communicator import share_sizes
+from rollout.distributed.parallel import Parallel
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
 from rollout.layers.moe.dispatchers.base import Dispatcher
@@ -30,7 +38,8 @@ class MoELayer(Layer):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
-        dispatcher: Dispatcher | None = None,
+        parallel: Parallel,
+        dispatcher: Dispatcher,
     ) -> None:
         self.gate = TopKRouter(
             moe_layer,
@@ -43,9 +52,10 @@ class MoELayer(Layer):
             device,
             ops,
         )
-        self.experts = Experts(config, moe_layer, placement, dtype, device, ops)
-        self.dispatcher = dispatcher or LocalDispatcher()
+        self.experts = Experts(config, moe_layer, placement, dtype, device, ops, parallel)
+        self.dispatcher = dispatcher
         self.placement, self.moe_layer = placement, moe_layer
+        self._ranks = parallel.attn_tp
 
     def local_weights(self, norm: RMSNorm) -> SparseWeights | None:
         """What the block computes with after `norm`, if no token leaves this rank."""
@@ -61,13 +71,39 @@ class MoELayer(Layer):
             normalise=gate.normalise,
             w13=experts.w13,
             w2=experts.w2,
-            inner=experts.intermediate_size,
+            inner=experts.inner.length,
         )
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
+    ) -> torch.Tensor | None:
+        """Of the norm of `residual += hidden`, where `hidden` is a sum over the ranks of which each has a part.
+
+        None where the result has been added to the residual stream already.
+        """
+        if self.dispatcher.scatters_tokens and self._ranks.size > 1:
+            self._add_by_slices(residual_TD, hidden_TD, norm, context)
+            return None
+        return self._of_tokens(residual_TD, self._ranks.all_reduce(hidden_TD), norm, context, first_row=0)
+
+    def _of_tokens(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        norm: RMSNorm,
+        context: ForwardContext,
+        first_row: int,
     ) -> torch.Tensor:
-        """Of the norm of `residual += hidden`."""
-        hidden_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context.route_hooks)
+        hidden_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context.route_hooks, first_row)
         work = self.dispatcher.dispatch(hidden_TD, physical_ids_TK, weights_TK)
         return self.dispatcher.combine(self.experts(work), work.handle)
+
+    def _add_by_slices(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
+    ) -> None:
+        counts = share_sizes(residual_TD.shape[0], self._ranks.size)
+        start, count = sum(counts[: self._ranks.rank]), counts[self._ranks.rank]
+        slice_TD = residual_TD[start : start + count]
+        hidden_TD = self._ranks.reduce_scatter_rows(hidden_TD, counts)
+        slice_TD += self._of_tokens(slice_TD, hidden_TD, norm, context, start)
+        residual_TD.copy_(self._ranks.all_gather_rows(slice_TD, counts))

@@ -13,9 +13,10 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.layers.context import RouteHook
-from rollout.layers.linear import matrix_entry
+from rollout.layers.linear import row_entry
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.ops.base import LayerOps
+from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
@@ -43,9 +44,17 @@ class TopKRouter(WeightLayer):
         self.weight = ops.empty_matrix(num_logical_experts, hidden_size, dtype, device)
 
     def __call__(
-        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, hooks: Sequence[RouteHook]
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        norm: RMSNorm,
+        hooks: Sequence[RouteHook],
+        first_row: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The norm of `residual += hidden` [T, D]; weights [T, K] in its dtype and physical expert ids [T, K] int64."""
+        """The norm of `residual += hidden` [T, D]; weights [T, K] in its dtype and physical expert ids [T, K] int64.
+
+        The tokens are the rows `first_row ..` of the batch.
+        """
         normed_TD, weights_TK, logical_ids_TK = self.ops.norm_route(
             residual_TD,
             hidden_TD,
@@ -57,7 +66,8 @@ class TopKRouter(WeightLayer):
             self.normalise,
         )
         self.show(logical_ids_TK, hooks)
-        return normed_TD, weights_TK, self.placement.logical_to_physical(self.moe_layer, logical_ids_TK)
+        physical_ids_TK = self.placement.logical_to_physical(self.moe_layer, logical_ids_TK, first_row)
+        return normed_TD, weights_TK, physical_ids_TK
 
     def show(self, logical_ids_TK: torch.Tensor, hooks: Sequence[RouteHook]) -> None:
         """Tell the hooks what was chosen."""
@@ -65,5 +75,6 @@ class TopKRouter(WeightLayer):
             hook(self.moe_layer, logical_ids_TK)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        rows = range(self.num_logical_experts)
-        yield matrix_entry(self.ops, f"{prefix}.weight", self.weight, rows, self.hidden_size)
+        place = self.ops.matrix_place(self.weight, range(self.num_logical_experts), self.hidden_size)
+        rows = Shard.whole(self.num_logical_experts)
+        yield row_entry(f"{prefix}.weight", self.weight, place, rows, self.hidden_size)

@@ -1,0 +1,70 @@
+"""Each (token, expert) pair goes to the rank that holds the expert, and its output comes back.
+
+    counts        how many pairs every rank sends to every rank
+    there         [hidden | local expert] of each pair, by rank, in the order of tokens and their choices
+    back          the unweighted output of each pair, the same way
+
+A token's sum runs at home, in the order of its K choices, as on one rank.
+
+Shapes: T tokens of this rank, D hidden, K top-k, A = T * K pairs, R pairs that this rank computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.core.errors import StartupError
+from rollout.distributed.parallel import Parallel
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
+from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
+from rollout.layers.ops.torch_ops import weighted_sum
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Which pairs went where: `order_A` are flat (token, choice) indices in the order in which they were sent."""
+
+    weights_TK: torch.Tensor
+    order_A: torch.Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Slots are P / tp_size on each rank.  Raises `StartupError` where ranks split experts between them."""
+
+    scatters_tokens = True
+
+    def __init__(self, parallel: Parallel, num_physical_experts: int) -> None:
+        layout = parallel.layout
+        if layout.ep_size != layout.tp_size:
+            raise StartupError(
+                f"--moe-a2a-backend all_to_all sends tokens to whole experts: it needs --ep-size equal to --tp-size, "
+                f"got {layout.ep_size} and {layout.tp_size}"
+            )
+        self._tp = parallel.tp
+        self._num_local_experts = num_physical_experts // layout.ep_size
+
+    def dispatch(
+        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DispatchOutput:
+        ids_A = physical_ids_TK.flatten()
+        ranks_A = ids_A // self._num_local_experts
+        order_A = ranks_A.argsort(stable=True)
+        send_counts = ranks_A.bincount(minlength=self._tp.size).tolist()
+        receive_counts = [counts[self._tp.rank] for counts in self._tp.gather_ints(send_counts)]
+        local_ids_A1 = (ids_A % self._num_local_experts).index_select(0, order_A).to(torch.int32).unsqueeze(1)
+        hidden_AD = hidden_TD.index_select(0, order_A // physical_ids_TK.shape[1])
+        sent = [hidden_AD, local_ids_A1]
+        received = self._tp.all_to_all(pack_rows(sent), send_counts, receive_counts)
+        hidden_RD, local_ids_R1 = unpack_rows(received, sent)
+        handle = _Sent(weights_TK, order_A, send_counts, receive_counts)
+        return DispatchOutput(hidden_RD, local_ids_R1.long(), None, handle)
+
+    def combine(self, expert_out: torch.Tensor, handle: _Sent) -> torch.Tensor:
+        back_AD = self._tp.all_to_all(expert_out.squeeze(1), handle.receive_counts, handle.send_counts)
+        out_AD = torch.empty_like(back_AD).index_copy_(0, handle.order_A, back_AD)
+        num_tokens, top_k = handle.weights_TK.shape
+        return weighted_sum(out_AD.view(num_tokens, top_k, out_AD.shape[-1]), handle.weights_TK)

@@ -1,0 +1,62 @@
+"""Every rank sees all tokens and computes its experts' part of each; the parts are added in rank order.
+
+    attention DP 1     all ranks have the tokens already     -> parts -> all-reduce
+    attention DP > 1   all-gather over attention-DP ranks    -> parts -> each rank's tokens back to it, summed there
+
+Works for experts spread over ranks, for inner features of experts split over ranks, and for both.
+
+Shapes: T tokens of this rank, R tokens of all attention-DP ranks, D hidden, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.distributed.parallel import Parallel
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
+from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
+
+
+class AllTokensDispatcher(Dispatcher):
+    """Slots are P / ep_size on each rank.  `plan_step` is called before every forward."""
+
+    def __init__(self, parallel: Parallel, num_physical_experts: int) -> None:
+        layout = parallel.layout
+        self._tp, self._attn_dp = parallel.tp, parallel.attn_dp
+        self._attn_tp_size = layout.attn_tp_size
+        self._num_local_experts = num_physical_experts // layout.ep_size
+        self._first_slot = parallel.position.ep_rank * self._num_local_experts
+        self._is_spread = layout.ep_size > 1
+        self._tokens_by_rank: list[int] = []
+
+    def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
+        self._tokens_by_rank = list(tokens_by_rank)
+
+    def dispatch(
+        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DispatchOutput:
+        hidden_RD, ids_RK, weights_RK = hidden_TD, physical_ids_TK, weights_TK
+        if self._attn_dp.size > 1:
+            mine = [hidden_TD, weights_TK, physical_ids_TK.to(torch.int32)]
+            counts = self._tokens_by_rank[:: self._attn_tp_size]
+            rows = self._attn_dp.all_gather_rows(pack_rows(mine), counts)
+            hidden_RD, weights_RK, ids_RK = unpack_rows(rows, mine)
+        if self._is_spread:
+            ids_RK = self._local_ids(ids_RK)
+        return DispatchOutput(hidden_RD, ids_RK.long(), weights_RK, None, has_holes=self._is_spread)
+
+    def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
+        if self._attn_dp.size == 1:
+            return self._tp.all_reduce(expert_out)
+        if self._attn_tp_size == 1:
+            return self._tp.reduce_scatter_rows(expert_out, self._tokens_by_rank)
+        by_dp_rank = expert_out.split(self._tokens_by_rank[:: self._attn_tp_size])
+        wanted = [by_dp_rank[rank // self._attn_tp_size] for rank in range(self._tp.size)]
+        return self._tp.reduce_scatter_rows(torch.cat(wanted), self._tokens_by_rank)
+
+    def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
+        """Own slots from zero on, -1 for those of other ranks."""
+        local_RK = physical_ids_RK - self._first_slot
+        return local_RK.masked_fill_((local_RK < 0) | (local_RK >= self._num_local_experts), -1)

@@ -1,0 +1,78 @@
+"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads.
+
+Pure arithmetic.  Does not know tensors or groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.core.errors import StartupError
+from rollout.core.model_config import ModelConfig
+from rollout.distributed.communicator import share_sizes
+from rollout.distributed.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`length` of `total`, from `start` on."""
+
+    total: int
+    start: int
+    length: int
+
+    @classmethod
+    def whole(cls, total: int) -> Shard:
+        return cls(total, 0, total)
+
+    @classmethod
+    def equal(cls, total: int, rank: int, parts: int, what: str) -> Shard:
+        """One of `parts` equal ones.  Raises `StartupError`: `what` names the size and the flags that divide it."""
+        if total % parts:
+            raise StartupError(f"{what}: {total} does not divide over {parts} ranks")
+        return cls(total, total // parts * rank, total // parts)
+
+    @classmethod
+    def even(cls, total: int, rank: int, parts: int) -> Shard:
+        """One of `parts` that differ by one at most, the longer ones first."""
+        lengths = share_sizes(total, parts)
+        return cls(total, sum(lengths[:rank]), lengths[rank])
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.total
+
+    def times(self, size: int) -> Shard:
+        """In units of which `size` make one of these."""
+        return Shard(self.total * size, self.start * size, self.length * size)
+
+
+def query_heads(config: ModelConfig, parallel: Parallel) -> Shard:
+    """Raises `StartupError`."""
+    ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
+    return Shard.equal(config.num_attention_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")
+
+
+def kv_heads(config: ModelConfig, parallel: Parallel) -> Shard:
+    """Those that this rank's query heads read.
+
+    More ranks than KV heads: each rank has one, and `ranks / heads` neighbours have the same.  Raises `StartupError`.
+
+        8 query heads, 2 KV heads     rank 0      rank 1      rank 2      rank 3
+                            query     0 1         2 3         4 5         6 7
+                            KV        0           0           1           1
+    """
+    total = config.num_key_value_heads
+    ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
+    if total % ranks == 0:
+        return Shard(total, total // ranks * rank, total // ranks)
+    if ranks % total == 0:
+        return Shard(total, rank // (ranks // total), 1)
+    raise StartupError(
+        f"--tp-size {_sizes(parallel)}: key-value heads: {total} is no multiple of {ranks} ranks, nor the reverse"
+    )
+
+
+def _sizes(parallel: Parallel) -> str:
+    layout = parallel.layout
+    return f"{layout.tp_size}" + (f" --dp-size {layout.dp_size}" if layout.enable_dp_attention else "")

@@ -1,0 +1,40 @@
+"""Routes of a step whose tokens were dealt out to ranks in slices: the whole of them, on every rank that shares them.
+
+    rank 0   [ rows 0..2 ]  layers 0 .. L-1        one all-gather a forward, whatever the number of layers;
+    rank 1   [ rows 3..4 ]  layers 0 .. L-1        padded to the longest slice, in the narrowest type that holds the ids
+
+Knows ids and ranks.  Does not know requests or KV slots.
+
+Shapes: T tokens of the step, t tokens of this rank's slice, L MoE layers, K top-k, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.distributed.communicator import Communicator, share_sizes
+
+
+def gather_routes(
+    ids_by_layer: Sequence[torch.Tensor], num_tokens: int, num_logical_experts: int, ranks: Communicator
+) -> list[torch.Tensor]:
+    """By layer, logical ids [T, K] int64 in the order of the batch, from those of this rank's slice [t, K] by layer.
+
+    `ranks` share the tokens, dealt out as by `share_sizes`; all of them call this together.
+    """
+    slices_tLK = torch.stack(list(ids_by_layer), dim=1).to(_narrowest(num_logical_experts))
+    gathered_TLK = ranks.all_gather_rows(slices_tLK, share_sizes(num_tokens, ranks.size))
+    return list(gathered_TLK.transpose(0, 1).to(torch.int64).contiguous())
+
+
+def slice_size(num_tokens: int, ranks: Communicator) -> int:
+    """Tokens of this rank."""
+    return share_sizes(num_tokens, ranks.size)[ranks.rank]
+
+
+def _narrowest(num_logical_experts: int) -> torch.dtype:
+    if num_logical_experts <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if num_logical_experts <= 1 << 15 else torch.int32

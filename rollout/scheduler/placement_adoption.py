@@ -1,0 +1,127 @@
+"""A full refresh brings every expert's weights anyway: it may as well write them to where they are best held.
+
+    opened   on the scheduler's thread: the loads so far, where adopting is wanted
+    target   on the I/O thread: a fresh placement is planned for them and proposed; staging goes to its slots
+    commit   the weights come into force, and with them the placement: no expert is moved
+
+Without loads, for partial updates and where staging writes into the model itself, the placement stays as it is.
+Knows when a placement is proposed and adopted.  Does not know how one is planned.
+
+Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+
+from eplb.algorithms.types import Plan
+from eplb.errors import EplbError
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.placement import ExpertPlacement
+from rollout.core.errors import BadRequest, Conflict
+from rollout.distributed.parallel import Parallel
+from rollout.models.weight_loading import WeightIndex
+from weight_sync.ledger import Coverage
+from weight_sync.tensor_meta import LogicalWeights
+
+
+class _SharedPlan(msgspec.Struct):
+    """A plan, or why there is none, from the rank that made it."""
+
+    reason: str
+    map_LP: list[list[int]] = []
+    split_LP: list[list[float]] = []
+
+
+class PlacementAdoption:
+    """`loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
+
+    `fresh_plan(counts)`: a placement for them.  `is_possible`: staging is beside the model, and there are experts.
+    `by_default`: for updates that do not say.
+    """
+
+    def __init__(
+        self,
+        weights: WeightIndex,
+        placement: ExpertPlacement,
+        parallel: Parallel,
+        loads: Callable[[], np.ndarray | None],
+        fresh_plan: Callable[[np.ndarray], Plan],
+        *,
+        is_possible: bool,
+        by_default: bool,
+    ) -> None:
+        self._weights = weights
+        self._placement = placement
+        self._parallel = parallel
+        self._loads = loads
+        self._fresh_plan = fresh_plan
+        self._is_possible = is_possible
+        self._by_default = by_default and is_possible
+        self._wants = False
+        self._counts_LE: np.ndarray | None = None
+        self._said = "the placement stays: not asked to adopt one"
+
+    def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
+        """An update is about to be opened; on the scheduler's thread.
+
+        `epoch`: its sender goes by the placement of this epoch.  Raises `Conflict` if another one is in force,
+        `BadRequest` where nothing can be adopted.
+        """
+        if epoch is not None:
+            if epoch != self._placement.epoch:
+                in_force = self._placement.epoch
+                raise Conflict(
+                    f"the expert map in force has placement epoch {in_force}, the sender's {epoch}; ask again"
+                )
+            if wanted:
+                raise BadRequest("placement_epoch keeps the expert map, adopt_placement replaces it: give one of them")
+            wanted = False
+        if wanted and not self._is_possible:
+            raise BadRequest("adopt_placement needs experts, and --weight-staging host or device")
+        self._wants = self._by_default if wanted is None else wanted
+        self._counts_LE = self._loads() if self._wants else None
+        self._said = "the placement stays: not asked to adopt one"
+
+    def target(self, coverage: Coverage) -> LogicalWeights:
+        """Where the update that is opened now is staged; on the I/O thread, on all ranks."""
+        self._placement.withdraw()
+        if coverage != "full" or not self._wants:
+            return self._weights
+        shared = self._shared_plan()
+        self._said = shared.reason
+        if not shared.map_LP:
+            return self._weights
+        experts = self._placement.num_logical_experts
+        location = ExpertLocationMetadata(torch.tensor(shared.map_LP), experts)
+        self._placement.propose(location, torch.tensor(shared.split_LP, dtype=torch.float64))
+        return self._weights.coming()
+
+    def adopt(self) -> dict[str, object]:
+        """The update is in force: so is what was proposed for it.  Facts for the reply."""
+        adopted = self._placement.has_proposal
+        if adopted:
+            self._placement.adopt_proposed()
+        return {"placement_adopted": adopted, "placement_note": self._said}
+
+    def _shared_plan(self) -> _SharedPlan:
+        """Planned on the first rank of each engine."""
+        position = self._parallel.position
+        mine = self._plan() if position.is_inbox_owner else _SharedPlan("")
+        plans = self._parallel.weight_io.gather_bytes(msgspec.msgpack.encode(mine))
+        owner = position.replica * self._parallel.layout.tp_size
+        return msgspec.msgpack.decode(plans[owner], type=_SharedPlan)
+
+    def _plan(self) -> _SharedPlan:
+        if self._counts_LE is None:
+            return _SharedPlan("the placement stays: no loads were counted")
+        try:
+            plan = self._fresh_plan(self._counts_LE)
+        except EplbError as error:
+            return _SharedPlan(f"the placement stays: {error}")
+        reason = f"adopted by {plan.algorithm}: {plan.reason}"
+        return _SharedPlan(reason, plan.physical_to_logical_LP.tolist(), plan.split_LP.tolist())

@@ -1,0 +1,196 @@
+"""Servers of several ranks as processes: results, refreshes, replicas, two machines, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.server_process import ServerProcess, alive, free_port
+from tests.trainer_process import TrainerProcess
+
+PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [4] * 17]
+PARAMS = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+TP2 = {"tp_size": 2, "ep_size": 2}
+DP2 = TP2 | {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "all_to_all"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=5)
+
+
+def serve(folder: Path, **settings: Any) -> ServerProcess:
+    defaults = {"dtype": "float64", "enable_return_routed_experts": True, "max_total_tokens": 2048, "num_threads": 1}
+    return ServerProcess(folder, **defaults | settings)
+
+
+def generate(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
+    body = {"input_ids": PROMPTS, "sampling_params": PARAMS, "return_logprob": True} | body
+    response = server.http.post("/generate", json=body | {"return_routed_experts": True})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def facts(reply: dict[str, Any]) -> tuple[Any, ...]:
+    """Tokens, routes, and log-probabilities to 9 digits: sums over ranks may round the last ones otherwise."""
+    meta = reply["meta_info"]
+    logprobs = [round(entry[0], 9) for entry in meta["output_token_logprobs"]]
+    return reply["output_ids"], meta["routed_experts"], logprobs
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Any]]:
+    """Of one rank, before and after a refresh with weights twice as large in one matrix."""
+    with serve(folder) as server:
+        return {"old": [facts(reply) for reply in generate(server)]}
+
+
+def new_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() * 1.25 for name, tensor in logical_tensors(folder).items()}
+
+
+@pytest.mark.parametrize("settings", [TP2, DP2], ids=["tp2", "dp2"])
+def test_generate_refresh_generate(folder: Path, expected: dict, tmp_path: Path, settings: dict[str, Any]) -> None:
+    tensors = new_tensors(folder)
+    with serve(folder, **settings) as server:
+        assert [facts(reply) for reply in generate(server)] == expected["old"]
+        trainer = TrainerProcess(tensors, tmp_path, engine_ranks=2)
+        try:
+            assert server.http.post("/init_weights_update_group", json=trainer.join_fields()).status_code == 200
+            assert server.http.post("/begin_weight_update", json={"weight_version": "v1"}).status_code == 200
+            names = sorted(tensors)
+            for part in (names[::2], names[1::2]):
+                fields = trainer.send(part)
+                assert server.http.post("/update_weights_from_distributed", json=fields).status_code == 200
+            ended = server.http.post("/end_weight_update", json={})
+            assert ended.status_code == 200 and ended.json()["weight_version"] == "v1", ended.text
+        finally:
+            trainer.close()
+        after = generate(server)
+        name = "model.layers.1.mlp.experts.3.down_proj.weight"
+        read = server.http.post("/get_weights_by_name", json={"name": name, "truncate_size": 3}).json()
+        digest = server.http.get("/model_info").json()["content_digest"]
+    with serve(folder) as alone:
+        path = tmp_path / "v1"
+        _checkpoint(folder, path, tensors)
+        body = {"model_path": str(path), "weight_version": "v1"}
+        assert alone.http.post("/update_weights_from_disk", json=body).status_code == 200
+        assert [facts(reply) for reply in after] == [facts(reply) for reply in generate(alone)]
+        assert alone.http.post("/get_weights_by_name", json={"name": name, "truncate_size": 3}).json() == read
+        assert alone.http.get("/model_info").json()["content_digest"] == digest
+    assert all(reply["meta_info"]["weight_version"] == "v1" for reply in after)
+
+
+def _checkpoint(folder: Path, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.mkdir()
+    for file in folder.glob("*.json"):
+        if "index" not in file.name:
+            (path / file.name).write_bytes(file.read_bytes())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def test_a_bucket_that_one_rank_cannot_take_changes_nothing(folder: Path, expected: dict, tmp_path: Path) -> None:
+    tensors = new_tensors(folder)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    with serve(folder, **TP2) as server:
+        trainer = TrainerProcess(tensors, tmp_path, engine_ranks=2)
+        try:
+            assert server.http.post("/init_weights_update_group", json=trainer.join_fields()).status_code == 200
+            assert server.http.post("/begin_weight_update", json={"weight_version": "v1"}).status_code == 200
+            fields = trainer.send(sorted(tensors))
+            refused = server.http.post("/update_weights_from_distributed", json=fields)
+            assert refused.status_code == 400 and "model.norm.weight" in refused.text
+            assert server.http.post("/end_weight_update", json={}).status_code == 409
+        finally:
+            trainer.close()
+        assert [facts(reply) for reply in generate(server)] == expected["old"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_takes_the_server_down_with_the_reason(folder: Path, victim: int) -> None:
+    server = serve(folder, **TP2)
+    try:
+        server.wait_ready()
+        pids = server.rank_pids()
+        assert len(pids) == 2
+        os.kill(pids[victim], signal.SIGKILL)
+        assert server.wait_exit(15) == 1
+        said = server.stderr()
+        assert f"rank {victim}" in said and "SIGKILL" in said, said
+        assert not any(alive(pid) for pid in pids) and server.leftovers() == []
+    finally:
+        server.close()
+
+
+def test_a_signal_ends_all_ranks_in_order(folder: Path) -> None:
+    server = serve(folder, **DP2)
+    try:
+        server.wait_ready()
+        pids = server.rank_pids()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit() == 0
+        assert not any(alive(pid) for pid in pids) and server.leftovers() == []
+    finally:
+        server.close()
+
+
+def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dict, tmp_path: Path) -> None:
+    tensors = new_tensors(folder)
+    with serve(folder, dp_size=2) as server:
+        replies = generate(server)
+        assert [facts(reply) for reply in replies] == expected["old"]
+        assert {reply["meta_info"]["dp_rank"] for reply in replies} == {0, 1}
+        (asked,) = generate(server, input_ids=PROMPTS[:1], routed_dp_rank=1)
+        assert asked["meta_info"]["dp_rank"] == 1 and facts(asked) == expected["old"][0]
+        body = {"input_ids": [1], "sampling_params": PARAMS, "routed_dp_rank": 2}
+        refused = server.http.post("/generate", json=body)
+        assert refused.status_code == 400 and "routed_dp_rank" in refused.text
+        assert [load["dp_rank"] for load in server.http.get("/get_load").json()] == [0, 1]
+        path = tmp_path / "v1"
+        _checkpoint(folder, path, tensors)
+        body = {"model_path": str(path), "weight_version": "v1"}
+        assert server.http.post("/update_weights_from_disk", json=body).status_code == 200
+        new = [generate(server, input_ids=PROMPTS[:1], routed_dp_rank=rank)[0] for rank in (0, 1)]
+        assert facts(new[0]) == facts(new[1]) != expected["old"][0]
+        assert [reply["meta_info"]["weight_version"] for reply in new] == ["v1", "v1"]
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+def test_two_launches_make_one_engine(folder: Path, expected: dict, layout: dict[str, Any]) -> None:
+    nodes = layout | {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+    second = serve(folder, **nodes, node_rank=1)
+    first = serve(folder, **nodes, node_rank=0)
+    try:
+        first.wait_ready()
+        assert [facts(reply) for reply in generate(first)] == expected["old"]
+        assert len(first.rank_pids()) == len(second.rank_pids()) == 1
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait_exit() == 0
+        assert second.wait_exit() == 0
+    finally:
+        second.close()
+        first.close()
+
+
+def test_a_machine_that_is_lost_ends_the_other(folder: Path) -> None:
+    nodes = TP2 | {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+    second = serve(folder, **nodes, node_rank=1)
+    first = serve(folder, **nodes, node_rank=0)
+    try:
+        first.wait_ready()
+        second.process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        assert second.wait_exit(15) == 1
+        assert first.wait_exit(15) == 1 and time.monotonic() - start < 15
+        assert "a rank is lost" in first.stderr()
+    finally:
+        second.close()
+        first.close()

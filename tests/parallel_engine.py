@@ -1,0 +1,152 @@
+"""One rank's model, runner, KV pool and recorders, run through a script of steps; and the same of one rank alone.
+
+A script is a list of steps; request r lives on attention-DP rank r % (number of DP ranks).  What a step gives is
+collected by (step, request), so that layouts can be compared whatever batches they made of it.
+
+Shapes: T tokens of a request in a step, D hidden, V vocabulary, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from capture.slot_store import RouteSlotStore
+from eplb.expert_location import ExpertLocationMetadata, trivial_location
+from rollout.core.model_config import load_model_config
+from rollout.distributed.layout import ParallelLayout
+from rollout.distributed.parallel import Parallel
+from rollout.layers.ops.base import LayerOps
+from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
+from rollout.model_executor.model_state import ModelState
+from tests.forward_harness import ForwardHarness
+from tests.model_zoo import load_tiny, placed
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests' next tokens: `extends` several each, `decodes` one each."""
+
+    extends: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    decodes: Mapping[int, int] = field(default_factory=dict)
+
+    def part(self, dp_rank: int, dp_size: int) -> Step:
+        return Step(
+            {r: tokens for r, tokens in self.extends.items() if r % dp_size == dp_rank},
+            {r: token for r, token in self.decodes.items() if r % dp_size == dp_rank},
+        )
+
+    @property
+    def counts(self) -> list[int]:
+        return [*map(len, self.extends.values()), *(1 for _ in self.decodes)]
+
+
+@dataclass
+class Rows:
+    """Of one request in one step."""
+
+    hidden_TD: torch.Tensor
+    logits_TV: torch.Tensor
+    routes_TLK: torch.Tensor
+
+
+Results = dict[tuple[int, int], Rows]
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Ragged prefills, chunks on top of a prefix, decodes beside them, one token in all; with 2 or 4 DP ranks, idle ones.
+MIXED: list[Step] = [
+    Step({0: _tokens(7, 0), 1: _tokens(3, 1)}),
+    Step({2: _tokens(5, 2)}, {0: 11}),
+    Step({}, {1: 12}),
+    Step({0: _tokens(4, 3), 3: _tokens(2, 4)}, {1: 13, 2: 14}),
+    Step({}, {0: 15, 1: 16, 2: 17, 3: 18}),
+    Step({1: _tokens(1, 5)}, {}),
+]
+
+
+class RankEngine:
+    """One rank's view of an engine on the checkpoint in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        parallel: Parallel | None = None,
+        moe_a2a_backend: str = "none",
+        metadata: ExpertLocationMetadata | None = None,
+        dtype: torch.dtype = torch.float64,
+        ops: LayerOps | None = None,
+        attention: str = "torch_native",
+    ) -> None:
+        self.parallel = parallel or Parallel()
+        config = load_model_config(folder)
+        layers = len(config.moe_layer_ids)
+        self.placement = placed(metadata or trivial_location(layers, config.num_experts), parallel)
+        self.model = load_tiny(folder, dtype, self.placement, ops, parallel, moe_a2a_backend)
+        self.harness = ForwardHarness(self.model, backend=attention)
+        pool = self.harness.pool
+        recorder = None
+        if config.is_moe:
+            store = RouteSlotStore(pool.k[0].shape[0], layers, config.num_experts_per_tok, config.num_experts)
+            recorder = RouteRecorder(RoutedExpertsCapturer(layers, config.num_experts_per_tok), store)
+        self.runner = ModelRunner(
+            ModelState(self.model, self.placement, "v"), pool, self.harness.attention, recorder
+        )
+
+    def step(self, number: int, whole: Step) -> Results:
+        """This rank's part of a step, by request."""
+        layout, position = self.parallel.layout, self.parallel.position
+        parts = [whole.part(dp_rank, layout.attn_dp_size) for dp_rank in range(layout.attn_dp_size)]
+        mine = parts[position.attn_dp_rank]
+        batch = self.harness.batch(mine.extends, mine.decodes)
+        if layout.attn_dp_size > 1:
+            batch.global_num_tokens = [sum(part.counts) for part in parts]
+        hidden_TD = self.runner.forward(batch)
+        logits_TV = self.runner.logits(hidden_TD[batch.logits_rows])
+        if self.runner.recorder is None:
+            routes_TLK = torch.empty(batch.num_tokens, 0, 0)
+        else:
+            routes_TLK = self.runner.recorder.store.read(batch.out_cache_loc)
+        split = [tensor.split(mine.counts) for tensor in (hidden_TD, logits_TV, routes_TLK)]
+        requests = (*mine.extends, *mine.decodes)
+        return {(number, request): Rows(*rows) for request, *rows in zip(requests, *split, strict=True)}
+
+    def run(self, script: Sequence[Step]) -> Results:
+        results: Results = {}
+        for number, step in enumerate(script):
+            results |= self.step(number, step)
+        return results
+
+
+@torch.inference_mode()
+def one_rank(folder: Path, script: Sequence[Step], **settings: object) -> Results:
+    return RankEngine(folder, **settings).run(script)  # type: ignore[arg-type]
+
+
+def several_ranks(folder: Path, layout: ParallelLayout, script: Sequence[Step], **settings: object) -> list[Results]:
+    """By rank."""
+    return run_ranks(layout, lambda parallel: RankEngine(folder, parallel, **settings).run(script))  # type: ignore[arg-type]
+
+
+def largest_difference(found: Sequence[Results], expected: Results) -> float:
+    """Of hidden states and logits, over all ranks.  Raises `AssertionError` for other routes, or rows that lack."""
+    assert set().union(*found) == expected.keys()
+    largest = 0.0
+    for results in found:
+        for key, rows in results.items():
+            want = expected[key]
+            assert torch.equal(rows.routes_TLK, want.routes_TLK), f"other routes of request {key[1]} in step {key[0]}"
+            for mine, theirs in ((rows.hidden_TD, want.hidden_TD), (rows.logits_TV, want.logits_TV)):
+                assert mine.shape == theirs.shape
+                difference = (mine - theirs).abs().max().item()
+                assert difference == difference, f"not a number for request {key[1]} in step {key[0]}"
+                largest = max(largest, difference)
+    return largest

@@ -1,0 +1,122 @@
+"""`Harness` for an engine of several ranks: a thread a rank over real gloo groups, all taking their turns together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.server_args import ServerArgs
+from rollout.distributed.layout import layout_of
+from rollout.distributed.parallel import join
+from rollout.scheduler.build import build_scheduler
+from rollout.scheduler.channel import LocalChannel
+from rollout.scheduler.scheduler import Scheduler
+from rollout.tokenizer_manager.answers import merge_answers
+from tests.scheduler_harness import Harness
+
+T = TypeVar("T")
+COLLECTIVE_S = 30.0
+
+
+class ParallelHarness(Harness):
+    """`channel` and `scheduler` are those of rank 0, `schedulers` all by rank.  Close it."""
+
+    def __init__(self, model_path: Path | str, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "dtype": "float64",
+            "max_total_tokens": 4096,
+            "random_seed": 1,
+            "enable_return_routed_experts": True,
+            "num_threads": 1,
+        }
+        self.args = ServerArgs(model_path=str(model_path), **defaults | settings)
+        self.args.validate()
+        layout, store = layout_of(self.args), dist.HashStore()
+        self.channels = [LocalChannel() for _ in range(layout.world_size)]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank{r}") for r in range(layout.world_size)]
+        self.num_dp_ranks = self.args.dp_size
+
+        def build(rank: int) -> Any:
+            parallel = join(layout, rank, store, timeout_s=COLLECTIVE_S, weight_timeout_s=COLLECTIVE_S)
+            return build_scheduler(self.args, self.channels[rank], None, parallel)
+
+        built = self._on_all(build)
+        self.schedulers: list[Scheduler] = [scheduler for scheduler, _ in built]
+        self.scheduler, self.ready = built[0]
+        self.channel = self.channels[0]
+        config = self.scheduler.runner.state.model.config
+        self._route_shape = (len(config.moe_layer_ids), config.num_experts_per_tok)
+        self.results, self.answers, self._count = {}, {}, 0
+        self._partial: dict[str, list[ControlReqOutput]] = {}
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> ParallelHarness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, input_ids: list[int], *args: Any, **fields: Any) -> str:
+        """Round robin over the data-parallel ranks unless `dp_rank` says otherwise."""
+        return super().submit(input_ids, *args, **{"dp_rank": self._count % self.num_dp_ranks} | fields)
+
+    def tick(self) -> bool:
+        """One turn on every rank."""
+
+        def turn(rank: int) -> bool:
+            with torch.inference_mode():
+                ran = self.schedulers[rank].tick(0)
+            self.schedulers[rank].queues.running.check()
+            return ran
+
+        ran = self._on_all(turn)
+        assert len(set(ran)) == 1, f"ranks disagree on whether there was a step: {ran}"
+        for rank, channel in enumerate(self.channels):
+            while channel.outbox:
+                self._take(rank, channel.outbox.popleft())
+        return ran[0]
+
+    def run(self, max_ticks: int = 100_000) -> None:
+        for _ in range(max_ticks):
+            self.tick()
+            if not any(scheduler.has_work for scheduler in self.schedulers) and not self.channel.inbox:
+                return
+        raise AssertionError(f"still working after {max_ticks} steps")
+
+    def on_each(self, look: Callable[[Scheduler], T]) -> list[T]:
+        """`look(scheduler)` on every rank's own thread, at once; the results by rank."""
+        return self._on_all(lambda rank: look(self.schedulers[rank]))
+
+    def check_idle(self) -> None:
+        for scheduler in self.schedulers:
+            assert not scheduler.queues.all() and not scheduler._by_rid
+            assert scheduler.cache.num_private == 0
+            assert scheduler.cache.prefix_cache.num_locked == 0
+            scheduler.cache.check()
+
+    def _take(self, rank: int, message: Any) -> None:
+        assert self.schedulers[rank].parallel.position.speaks, f"rank {rank} spoke"
+        if not isinstance(message, ControlReqOutput):
+            self.channel.outbox.append(message)
+            self._collect()
+            return
+        answers = self._partial.setdefault(message.request_id, [])
+        answers.append(message)
+        if len(answers) == self.num_dp_ranks:
+            self.answers[message.request_id] = merge_answers(self._partial.pop(message.request_id))
+
+    def _on_all(self, work: Callable[[int], T]) -> list[T]:
+        futures = [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]
+        errors = [error for future in futures if (error := future.exception(120)) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
