@@ -20,7 +20,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState
-from rollout.model_executor.route_gather import gather_routes, slice_size
+from rollout.model_executor.route_gather import gather_routes, gather_step, slice_size
 
 _SCORED_ROWS_AT_ONCE = 256
 
@@ -55,8 +55,8 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] of the step.
 
-        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees the same rows.  Ranks
-        that share tokens all have all rows, also where each of them routed a slice.
+        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees those of all
+        attention-DP ranks.  Ranks that share tokens all have all rows, also where each of them routed a slice.
         """
         model = self.state.model
         wants_routes = self.recorder is not None or self.load_recorder is not None
@@ -85,7 +85,8 @@ class ModelRunner:
         if self.recorder is not None:
             self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
         if self.load_recorder is not None:
-            self.load_recorder.note(ids_by_layer, self.state.epoch, batch.input_ids, batch.positions)
+            step = gather_step(batch, ids_by_layer, self.state.model.parallel.attn_dp)
+            self.load_recorder.note(step[0], self.state.epoch, *step[1:])
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of chosen rows."""

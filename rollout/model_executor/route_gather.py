@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import Communicator, share_sizes
 
 
@@ -27,6 +28,21 @@ def gather_routes(
     slices_tLK = torch.stack(list(ids_by_layer), dim=1).to(_narrowest(num_logical_experts))
     gathered_TLK = ranks.all_gather_rows(slices_tLK, share_sizes(num_tokens, ranks.size))
     return list(gathered_TLK.transpose(0, 1).to(torch.int64).contiguous())
+
+
+def gather_step(
+    batch: ForwardBatch, ids_by_layer: Sequence[torch.Tensor], ranks: Communicator
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The step of all attention-DP ranks, one after the other: logical ids by layer, input ids and positions.
+
+    `ranks`: one of each DP rank; all of them call this together.
+    """
+    if batch.global_num_tokens is None:
+        return list(ids_by_layer), batch.input_ids, batch.positions
+    columns = [batch.input_ids.unsqueeze(1), batch.positions.unsqueeze(1), *ids_by_layer]
+    gathered = ranks.all_gather_rows(torch.cat(columns, dim=1), batch.global_num_tokens)
+    input_ids, positions, *layers = gathered.split([column.shape[1] for column in columns], dim=1)
+    return [ids_TK.contiguous() for ids_TK in layers], input_ids[:, 0].contiguous(), positions[:, 0].contiguous()
 
 
 def slice_size(num_tokens: int, ranks: Communicator) -> int:

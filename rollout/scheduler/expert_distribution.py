@@ -66,7 +66,9 @@ class ExpertDistribution:
                 raise Conflict(f"already recording in mode {self._recorder.mode}; stop it before mode {mode}")
             return _done(verb, "Already recording the expert distribution; nothing changed.", {"mode": mode})
         dropped = 0 if self._recorder is None else self._recorder.num_passes
-        self._recorder = LoadRecorder(len(config.moe_layer_ids), config.num_experts, self._state.placement, mode)
+        placement = self._state.placement
+        layers, experts = len(config.moe_layer_ids), config.num_experts
+        self._recorder = LoadRecorder(layers, experts, placement, mode, placement.ep_size)
         self._runner.load_recorder = self._recorder
         return _done(verb, "Start recording the expert distribution.", {"mode": mode, "num_passes_dropped": dropped})
 

@@ -21,7 +21,7 @@ _ADD_UP = {
 def merge_answers(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
     """Success if all succeeded, else the first refusal.
 
-    `data` is the first rank's, with counts added up and `dp_ranks`: the data of each.
+    `data` is the first rank's, with counts added up and, where there are any, `dp_ranks`: the data of each.
     """
     in_order = sorted(answers, key=lambda answer: answer.dp_rank)
     if len(in_order) == 1:
@@ -32,7 +32,8 @@ def merge_answers(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
         data[name] = sum(answer.data.get(name, 0) for answer in in_order)
     if "token_usage" in data:
         data["token_usage"] = data["num_used_tokens"] / data["max_total_num_tokens"]
-    data["dp_ranks"] = [answer.data for answer in in_order]
+    if _ADD_UP & data.keys():
+        data["dp_ranks"] = [answer.data for answer in in_order]
     return msgspec.structs.replace(first, data=data)
 
 

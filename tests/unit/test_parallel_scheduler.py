@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.load_dump import LoadDump
+from rollout.core.expert_io_struct import DumpExpertDistributionReqInput, StartExpertDistributionReqInput
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -117,3 +119,17 @@ def test_all_ranks_stop_in_the_same_turn(dp: ParallelHarness) -> None:
     assert all(scheduler.stopped for scheduler in dp.schedulers)
     assert dp.answers[request_id].message == "stopped"
     assert all(result.finished.reason.type == "length" for result in dp.results.values())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["tp2 ep2", "dp2 of tp2", "dp2 of tp4 all-to-all"])
+@pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
+def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path, expected: dict) -> None:
+    with ParallelHarness(folder, **LAYOUTS[name]) as harness:
+        assert harness.control(StartExpertDistributionReqInput, mode=mode).success
+        harness.generate(PROMPTS, GREEDY)
+        answer = harness.control(DumpExpertDistributionReqInput)
+        assert answer.success, answer.message
+    counts = LoadDump.from_message(answer.data["dump"]).tensors["logical_count"]
+    routes = np.concatenate([result.routes for result in expected["greedy"]])
+    want = [np.bincount(routes[:, layer].ravel(), minlength=8) for layer in range(routes.shape[1])]
+    assert np.array_equal(counts, np.stack(want))
