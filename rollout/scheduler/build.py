@@ -105,13 +105,14 @@ def build_scheduler(
     inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     consensus = RankConsensus(parallel.weight_io)
+    layout = _expert_layout(config, placement, args.nnodes)
     adoption = PlacementAdoption(
         model.weights,
         placement,
         parallel,
         loads=lambda: None,
-        fresh_plan=partial(_fresh_plan, _expert_layout(config, placement, args.nnodes)),
-        is_possible=config.is_moe and args.weight_staging in ("host", "device"),
+        fresh_plan=partial(_fresh_plan, layout, placement),
+        is_possible=layout is not None and args.weight_staging in ("host", "device"),
         by_default=False,
     )
     updater = WeightUpdater(
@@ -188,7 +189,8 @@ def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
 
 
 def _expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
-    if not config.is_moe:
+    """None where there is nothing to place."""
+    if not config.is_moe or placement.ep_size == 1:
         return None
     num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine
     return ExpertLayout(
@@ -199,10 +201,11 @@ def _expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: i
     )
 
 
-def _fresh_plan(layout: ExpertLayout | None, counts_LE: np.ndarray) -> Plan:
-    """A placement for weights that are written everywhere anyway: what is in force now does not count."""
-    assert layout is not None, "only models with experts have loads"
-    return make_plan("auto", counts_LE, layout)
+def _fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:
+    """A placement for weights that are written everywhere anyway."""
+    assert layout is not None, "there is nothing to place"
+    current_LP = placement.metadata.physical_to_logical_map.numpy()
+    return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:

@@ -40,7 +40,7 @@ class _SharedPlan(msgspec.Struct):
 class PlacementAdoption:
     """`loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
 
-    `fresh_plan(counts)`: a placement for them.  `is_possible`: staging is beside the model, and there are experts.
+    `fresh_plan(counts)`: a placement for them.  `is_possible`: staging is beside the model, experts are spread over ranks.
     `by_default`: for updates that do not say.
     """
 
@@ -82,7 +82,9 @@ class PlacementAdoption:
                 raise BadRequest("placement_epoch keeps the expert map, adopt_placement replaces it: give one of them")
             wanted = False
         if wanted and not self._is_possible:
-            raise BadRequest("adopt_placement needs experts, and --weight-staging host or device")
+            raise BadRequest(
+                "adopt_placement needs experts spread over ranks (--ep-size), and --weight-staging host or device"
+            )
         self._wants = self._by_default if wanted is None else wanted
         self._counts_LE = self._loads() if self._wants else None
         self._said = "the placement stays: not asked to adopt one"
