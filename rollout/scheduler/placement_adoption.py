@@ -40,7 +40,8 @@ class _SharedPlan(msgspec.Struct):
 class PlacementAdoption:
     """`loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
 
-    `fresh_plan(counts)`: a placement for them.  `is_possible`: staging is beside the model, experts are spread over ranks.
+    `fresh_plan(counts)`: a placement for them.  `is_possible`: experts are spread over ranks, staging is beside the
+    model.
     `by_default`: for updates that do not say.
     """
 
