@@ -18,6 +18,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.torch_ops import TorchOps
 from rollout.models.decoder import DecoderForCausalLM
@@ -82,5 +83,12 @@ def load_tiny(
     config = load_model_config(folder)
     placement = placement or trivial_placement(config, parallel)
     return load_model(
-        folder, config, dtype, "cpu", placement, ops or TorchOps(), parallel=parallel, moe_a2a_backend=moe_a2a_backend
+        folder,
+        config,
+        dtype,
+        "cpu",
+        placement,
+        ops or TorchOps(),
+        parallel=parallel,
+        moe_backend=MoeBackend(moe_a2a_backend),
     )

@@ -55,7 +55,8 @@ class Communicator:
             return tensor
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        work = self._start("broadcast", tensor.nbytes, lambda group: group.broadcast([tensor], options))
+        sent = tensor.nbytes * (self.size - 1) if self.rank == root else 0
+        work = self._start("broadcast", sent, lambda group: group.broadcast([tensor], options))
         self._finish("broadcast", work)
         return tensor
 

@@ -23,7 +23,7 @@ from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from rollout.layers.layer import Layer
 from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.dispatchers.base import Dispatcher
-from rollout.layers.moe.dispatchers.select import tokens_by_rank
+from rollout.layers.moe.dispatchers.select import MoeBackend, tokens_by_rank
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
 from rollout.layers.ops.base import AttentionWeights, LayerOps, LayerRun, SparseWeights
@@ -205,6 +205,6 @@ class ModelFactory(Protocol):
         placement: ExpertPlacement,
         ops: LayerOps,
         parallel: Parallel | None = None,
-        moe_a2a_backend: str = "none",
+        moe_backend: MoeBackend | None = None,
     ) -> DecoderForCausalLM:
         """Raises `StartupError` for sizes that do not divide over the ranks."""

@@ -14,6 +14,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
+from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.layers.ops.base import LayerOps
 from rollout.models.checkpoint import open_checkpoint, read_tensors
 from rollout.models.decoder import DecoderForCausalLM
@@ -34,14 +35,14 @@ def load_model(
     ops: LayerOps,
     progress: Progress | None = None,
     parallel: Parallel | None = None,
-    moe_a2a_backend: str = "none",
+    moe_backend: MoeBackend | None = None,
 ) -> DecoderForCausalLM:
     """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
     and coverage are checked before any tensor is read.  Raises `StartupError` in one line.
     """
-    model = model_class(config.architecture)(config, dtype, device, placement, ops, parallel, moe_a2a_backend)
+    model = model_class(config.architecture)(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
     metas = [meta for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)

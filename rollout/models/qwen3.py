@@ -9,6 +9,7 @@ from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
+from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.layers.ops.base import LayerOps
 from rollout.models.decoder import DecoderForCausalLM
 
@@ -24,7 +25,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         placement: ExpertPlacement,
         ops: LayerOps,
         parallel: Parallel | None = None,
-        moe_a2a_backend: str = "none",
+        moe_backend: MoeBackend | None = None,
     ) -> None:
         parallel = parallel or Parallel()
 

@@ -8,7 +8,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.layers.mlp import DenseMLP
-from rollout.layers.moe.dispatchers.select import select_dispatcher
+from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.ops.base import LayerOps
 from rollout.models.decoder import DecoderForCausalLM
@@ -28,10 +28,19 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         placement: ExpertPlacement,
         ops: LayerOps,
         parallel: Parallel | None = None,
-        moe_a2a_backend: str = "none",
+        moe_backend: MoeBackend | None = None,
     ) -> None:
         parallel = parallel or Parallel()
-        dispatcher = select_dispatcher(moe_a2a_backend, parallel, placement.num_physical_experts)
+        needs = DispatcherNeeds(
+            parallel=parallel,
+            backend=moe_backend or MoeBackend(),
+            num_physical_experts=placement.num_physical_experts,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        dispatcher = select_dispatcher(needs)
         moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
 
         def make_mlp(layer_id: int) -> DenseMLP | MoELayer:

@@ -31,6 +31,7 @@ from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
@@ -50,7 +51,7 @@ from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_m
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.placement_adoption import PlacementAdoption
-from rollout.scheduler.policy import Policy, RequestQueues
+from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
@@ -91,7 +92,9 @@ def build_scheduler(
     placement = _placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
-    model = load_model(args.model_path, config, dtype, device, placement, ops, progress, parallel, args.moe_a2a_backend)
+    model = load_model(
+        args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
+    )
     model_bytes = _bytes_of(model)
     token_bytes = kv_bytes_per_token(config.num_hidden_layers, model.local_kv_heads, config.head_dim, dtype)
     limits = _limits(args, config, token_bytes, model_bytes, parallel)
@@ -206,6 +209,16 @@ def _fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_
     assert layout is not None, "there is nothing to place"
     current_LP = placement.metadata.physical_to_logical_map.numpy()
     return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)
+
+
+def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
+    """A step computes one chunk of prompts and a token of every running request."""
+    chunk = (
+        args.chunked_prefill_size
+        if args.chunked_prefill_size > 0
+        else max(config.max_position_embeddings, MAX_PREFILL_TOKENS)
+    )
+    return MoeBackend(args.moe_a2a_backend, chunk + args.max_running_requests)
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:

@@ -6,6 +6,9 @@ A dispatcher is a file and a line here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from rollout.core.errors import StartupError
 from rollout.distributed.communicator import share_sizes
@@ -13,26 +16,68 @@ from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
 from rollout.layers.moe.dispatchers.base import Dispatcher
+from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, require_deep_ep
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
 
-# --moe-a2a-backend -> made of the rank's view and the number of physical experts of a layer
-DISPATCHERS: dict[str, Callable[[Parallel, int], Dispatcher]] = {
-    "none": AllTokensDispatcher,
-    "all_to_all": AllToAllDispatcher,
+
+@dataclass(frozen=True)
+class MoeBackend:
+    """What the settings say of dispatchers.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
+
+    name: str = "none"
+    max_step_tokens: int = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherNeeds:
+    """What a dispatcher may want to know of the model and of this rank."""
+
+    parallel: Parallel
+    backend: MoeBackend
+    num_physical_experts: int  # of a layer, on all ranks
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _deepep(needs: DispatcherNeeds) -> Dispatcher:
+    layout = needs.parallel.layout
+    shape = DeepEpShape(
+        hidden_size=needs.hidden_size,
+        num_physical_experts=needs.num_physical_experts,
+        top_k=needs.top_k,
+        dtype=needs.dtype,
+        num_ranks=layout.tp_size,
+        max_tokens_per_rank=-(-needs.backend.max_step_tokens // layout.attn_tp_size),
+    )
+    return DeepEpDispatcher(require_deep_ep(needs.device), needs.parallel.tp, shape)
+
+
+# --moe-a2a-backend -> its dispatcher
+DISPATCHERS: dict[str, Callable[[DispatcherNeeds], Dispatcher]] = {
+    "none": lambda needs: AllTokensDispatcher(needs.parallel, needs.num_physical_experts),
+    "all_to_all": lambda needs: AllToAllDispatcher(needs.parallel, needs.num_physical_experts),
+    "deepep": _deepep,
 }
 
 
-def select_dispatcher(name: str, parallel: Parallel, num_physical_experts: int) -> Dispatcher:
+def select_dispatcher(needs: DispatcherNeeds) -> Dispatcher:
     """One for all MoE layers of a rank.  With one rank nothing moves, whatever the name.
 
-    Raises `StartupError` for a name that is not registered, and what the dispatcher raises.
+    Raises `StartupError` for a name that is not registered or that this machine does not have, and what the dispatcher
+    raises.
     """
+    name = needs.backend.name
     if name not in DISPATCHERS:
         raise StartupError(f"--moe-a2a-backend {name!r} is not known; choose from {', '.join(DISPATCHERS)}")
-    if parallel.layout.tp_size == 1:
+    if name == "deepep":
+        require_deep_ep(needs.device)
+    if needs.parallel.layout.tp_size == 1:
         return LocalDispatcher()
-    return DISPATCHERS[name](parallel, num_physical_experts)
+    return DISPATCHERS[name](needs)
 
 
 def tokens_by_rank(layout: ParallelLayout, tokens_by_dp_rank: Sequence[int], *, scattered: bool) -> list[int]:
