@@ -61,8 +61,11 @@ class WeightUpdater:
         target: Callable[[Coverage], LogicalWeights] | None = None,
         staging: StagingMode = "host",
         journal_dir: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self._weights = weights
         self._device = torch.device(device)
         self._timeout_s = timeout_s

@@ -87,9 +87,13 @@ class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
 
 
 class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput, kw_only=True):
-    """The tensors are in `payload` or in shared memory; `format` None: pickled as SGLang's clients do."""
+    """The tensors are in `payload`, for all ranks, in `payloads`, one for each rank of an engine, or in shared memory.
+
+    `format` None: pickled as SGLang's clients do.
+    """
 
     payload: bytearray | None = None
+    payloads: list[bytearray] | None = None
     load_format: str | None = None
     format: Literal["safetensors"] | None = None
     shm_name: str | None = None

@@ -1,4 +1,4 @@
-"""The body of POST /update_weights_from_tensor: its limits, base64, and which rank's payload is taken.
+"""The body of POST /update_weights_from_tensor: its limits, base64, and one payload for all ranks or one for each.
 
 Knows the body.  What is inside a payload is `weight_sync`'s.
 """
@@ -39,20 +39,22 @@ def _fields(data: bytes, max_payload_bytes: int, ranks: int) -> dict[str, Any]:
         return fields
     if body.shm_bytes is not None or body.shm_unlink:
         raise BadRequest("shm_bytes and shm_unlink go with shm_name")
-    return fields | {"payload": _payload(body.serialized_named_tensors, max_payload_bytes, ranks)}
-
-
-def _payload(texts: list[str] | None, max_payload_bytes: int, ranks: int) -> bytes:
-    """The payload of rank 0."""
+    texts = body.serialized_named_tensors
     if texts is None:
         raise BadRequest("serialized_named_tensors is missing, and so is shm_name")
-    if len(texts) != ranks:
+    if len(texts) not in (1, ranks):
         raise BadRequest(f"serialized_named_tensors has {len(texts)} payloads; this engine has {ranks} ranks")
-    text = texts[0]
+    if len(set(texts)) == 1:
+        return fields | {"payload": _payload(texts, 0, max_payload_bytes)}
+    return fields | {"payloads": [_payload(texts, rank, max_payload_bytes) for rank in range(ranks)]}
+
+
+def _payload(texts: list[str], rank: int, max_payload_bytes: int) -> bytes:
+    text = texts[rank]
     num_bytes = len(text) // 4 * 3 - text.endswith("=") - text.endswith("==")
     if num_bytes > max_payload_bytes:
         raise TooLarge(f"the payload has {num_bytes} bytes; --max-payload-bytes is {max_payload_bytes}")
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise BadRequest(f"serialized_named_tensors[0] is not base64: {error}") from None
+        raise BadRequest(f"serialized_named_tensors[{rank}] is not base64: {error}") from None

@@ -127,6 +127,8 @@ def build_scheduler(
         target=adoption.target,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,
+        rank=parallel.position.tp_rank,
+        ranks=parallel.layout.tp_size,
         clock=lambda: inbox.now,
     )
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)

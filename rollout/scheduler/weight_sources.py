@@ -14,6 +14,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqInput,
 )
+from weight_sync.errors import WeightRequestError
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
@@ -37,9 +38,16 @@ def _ipc(verb: UpdateWeightsFromIPCReqInput, updater: WeightUpdater) -> BucketSo
 
 def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> BucketSource:
     if verb.shm_name is not None:
+        if verb.shm_unlink and updater.ranks > 1:
+            raise WeightRequestError("shm_unlink is for an engine of one rank: unlink it when the answer has come")
         return SafetensorsSource(SharedSegment(verb.shm_name, verb.shm_bytes or 0), unlink=verb.shm_unlink)
-    payload = bytearray() if verb.payload is None else verb.payload
-    return SafetensorsSource(payload) if verb.format == "safetensors" else TensorSource(payload, verb.load_format)
+    payload = verb.payload if verb.payloads is None else verb.payloads[updater.rank]
+    if payload is None:
+        payload = bytearray()
+    if verb.format == "safetensors":
+        return SafetensorsSource(payload)
+    is_shared = updater.ranks > 1 and verb.payloads is None
+    return TensorSource(payload, verb.load_format, rank=updater.rank, ranks=updater.ranks, is_shared=is_shared)
 
 
 SOURCES: dict[type[UpdateWeightsReqInput], SourceFactory] = {

@@ -39,18 +39,22 @@ FLATTENED = "flattened_bucket"
 
 
 class TensorSource:
-    """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.
+    """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.  `is_shared`: several ranks
+    read the same one.
 
     Shared memory is let go when the content is read or refused, at the latest with the source itself.
     """
 
     must_drain = False
 
-    def __init__(self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1, is_shared: bool = False
+    ) -> None:
         self._payload = payload
         self._load_format = load_format
         self._rank = rank
         self._ranks = ranks
+        self._is_shared = is_shared
         self._reader = TorchPayload()
         self._tensors: Sequence[StoredTensor] = ()
         self._release = weakref.finalize(self, _release_all, self._reader.segments)
@@ -111,6 +115,11 @@ class TensorSource:
     def _check_storages(self) -> None:
         if self._reader.uses_cuda:
             require_cuda()
+        if self._is_shared and self._reader.segments:
+            raise WeightRequestError(
+                "torch's shared memory goes with its first reader, and several ranks read this payload: serialize the "
+                "tensors once for each rank, or send a shm_name"
+            )
         for segment in {segment.name: segment for segment in self._reader.segments}.values():
             segment.check()
 
