@@ -1,0 +1,202 @@
+"""`RebalanceManager`: where a rebalance stands.  No I/O, no thread, no clock of its own.
+
+    idle --due / asked--> planning --decided: no-----------------------------------> idle
+                             |                                                         ^
+                             '-----decided: yes--> moving --chunk--> moving --last-----+
+                                                      '--refresh, failure: the rest is dropped
+
+After every chunk a complete map is in force, so there is always something to stop at.  A chunk is only given out while
+weights and placement are those that it was planned for.
+
+Knows stages, counts and times.  Does not know how a plan is made, moved or agreed upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from eplb.algorithms.types import ExpertLayout, Plan
+from eplb.decision import Decision, RebalancePolicy, Situation
+from eplb.errors import RebalanceRefused
+from eplb.load_counter import VersionCounts
+from eplb.load_history import LoadHistory
+from eplb.migration import MigrationChunk
+from eplb.transfer import ChunkReport
+
+ASSUMED_BYTES_PER_S = 1e9  # until a chunk was timed
+
+
+class Stage(Enum):
+    IDLE = "idle"
+    PLANNING = "planning"
+    MOVING = "moving"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the last rebalance ended: `dropped` says why not all of its chunks were moved."""
+
+    num_chunks: int
+    chunks_done: int
+    seconds: float
+    longest_chunk_s: float
+    dropped: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class RebalanceManager:
+    """`clock` is in seconds, the same on all ranks.  `slot_bytes`: of one expert slot of a layer on a rank."""
+
+    def __init__(
+        self,
+        policy: RebalancePolicy,
+        layout: ExpertLayout,
+        num_layers: int,
+        slot_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.policy, self.layout, self.slot_bytes = policy, layout, slot_bytes
+        self.history = LoadHistory(num_layers, layout.num_logical_experts)
+        self.stage = Stage.IDLE
+        self.decision: Decision | None = None  # the last one
+        self.outcome: Outcome | None = None
+        self._clock = clock
+        self._progress_at = self._evaluated_at = clock()
+        self._num_evaluations = 0
+        self._chunks: list[MigrationChunk] = []
+        self._epochs = (0, 0)  # weights, placement
+        self._seconds: list[float] = []
+        self._handled_bytes, self._handled_s = 0, 0.0
+
+    # --- loads ----------------------------------------------------------------------------------------------------
+
+    def observe(self, windows: Sequence[VersionCounts]) -> None:
+        """Logical counts of all ranks together since the last call.  Raises `LoadsError`."""
+        for window in windows:
+            self.history.add(window)
+
+    def is_due(self, num_passes: int) -> bool:
+        """Whether it is time to look, `num_passes` after the last look."""
+        return self.stage is Stage.IDLE and num_passes >= self.policy.every_steps
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At which the busiest rank handled experts in the chunks so far."""
+        return self._handled_bytes / self._handled_s if self._handled_s else ASSUMED_BYTES_PER_S
+
+    def situation(
+        self, in_force: Plan, placement_epoch: int, weight_epoch: int, weight_version: str, seconds_per_step: float
+    ) -> Situation:
+        return Situation(
+            counts_LE=np.asarray(self.history.counts_LE),
+            in_force=in_force,
+            placement_epoch=placement_epoch,
+            weight_epoch=weight_epoch,
+            weight_version=weight_version,
+            seconds_per_step=seconds_per_step,
+            slot_bytes=self.slot_bytes,
+            bytes_per_s=self.bytes_per_s,
+        )
+
+    # --- stages ---------------------------------------------------------------------------------------------------
+
+    def start_planning(self) -> None:
+        """Raises `RebalanceRefused` while another rebalance is under way."""
+        if self.stage is not Stage.IDLE:
+            raise RebalanceRefused(f"a rebalance is under way ({self.stage.value}); one at a time")
+        self._enter(Stage.PLANNING)
+
+    def planned(self, decision: Decision, *, move: bool) -> None:
+        """`move` False: nobody is to act on it, as in a dry run."""
+        assert self.stage is Stage.PLANNING
+        self.decision = decision
+        self._evaluated_at, self._num_evaluations = self._clock(), self._num_evaluations + 1
+        if not (decision.rebalances and move):
+            self._enter(Stage.IDLE)
+            return
+        assert decision.migration is not None
+        self._chunks = list(decision.migration.chunks)
+        self._epochs = (decision.weight_epoch, decision.placement_epoch)
+        self._seconds = []
+        self.outcome = None
+        self._enter(Stage.MOVING)
+
+    def planning_failed(self) -> None:
+        assert self.stage is Stage.PLANNING
+        self._evaluated_at, self._num_evaluations = self._clock(), self._num_evaluations + 1
+        self._enter(Stage.IDLE)
+
+    def next_chunk(self, weight_epoch: int, placement_epoch: int, refresh: str | None) -> MigrationChunk | None:
+        """What to move now; None where the rest was dropped.  `refresh`: the weight update under way, if there is one.
+
+        A refresh writes slots by the map in force and brings other routers: it goes first, and the plan is for weights
+        that it replaces.
+        """
+        assert self.stage is Stage.MOVING
+        if refresh is not None:
+            self.drop(f"a weight update came first: {refresh}")
+        elif weight_epoch != self._epochs[0]:
+            self.drop(f"planned for weight epoch {self._epochs[0]}, {weight_epoch} is in force")
+        elif placement_epoch != self._epochs[1]:
+            self.drop(f"planned from placement epoch {self._epochs[1]}, {placement_epoch} is in force")
+        return self._chunks[0] if self._chunks else None
+
+    def chunk_done(self, report: ChunkReport, placement_epoch: int) -> None:
+        """The first of the remaining chunks is in force, under `placement_epoch`."""
+        assert self.stage is Stage.MOVING and self.decision is not None and self.decision.migration is not None
+        handled = self.decision.migration.handled_bytes(self._chunks.pop(0))
+        if handled:
+            self._handled_bytes += handled
+            self._handled_s += report.seconds
+        self._seconds.append(report.seconds)
+        self._epochs = (self._epochs[0], placement_epoch)
+        self._progress_at = self._clock()
+        if not self._chunks:
+            self._end(None)
+
+    def drop(self, reason: str) -> None:
+        """What was not moved yet stays where it is."""
+        assert self.stage is Stage.MOVING
+        self._end(reason)
+
+    def _end(self, dropped: str | None) -> None:
+        done, left = len(self._seconds), len(self._chunks)
+        self.outcome = Outcome(done + left, done, sum(self._seconds), max(self._seconds, default=0.0), dropped=dropped)
+        self._chunks = []
+        self._enter(Stage.IDLE)
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage, self._progress_at = stage, self._clock()
+
+    # --- liveness -------------------------------------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> str | None:
+        """What has been under way for longer than it may, without progress."""
+        waited = self._clock() - self._progress_at
+        if self.stage is Stage.IDLE or waited <= self.policy.deadline_s:
+            return None
+        return f"a rebalance is stuck: {self.stage.value} for {waited:.1f} s, at most {self.policy.deadline_s:g} s"
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for metrics and health."""
+        drift = self.history.drift
+        return {
+            "stage": self.stage.value,
+            "stuck": self.stuck,
+            "num_evaluations": self._num_evaluations,
+            "last_evaluation_age_s": self._clock() - self._evaluated_at,
+            "stage_age_s": self._clock() - self._progress_at,
+            "chunks_left": len(self._chunks),
+            "decision": None if self.decision is None else self.decision.facts(),
+            "outcome": None if self.outcome is None else self.outcome.facts(),
+            "choices_per_expert": self.history.choices_per_expert,
+            "drift": None if drift is None else {n: getattr(drift, n) for n in drift.__dataclass_fields__},
+        }
