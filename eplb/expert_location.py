@@ -55,7 +55,8 @@ class ExpertLocationMetadata:
             raise LayoutError(f"{self.num_physical_experts} slots do not divide over {num_ranks} ranks")
         if num_ranks == 1:
             return
-        by_rank = self.physical_to_logical_map.view(self.num_layers, num_ranks, -1).sort(dim=2).values
+        slots_per_rank = self.num_physical_experts // num_ranks
+        by_rank = self.physical_to_logical_map.view(self.num_layers, num_ranks, slots_per_rank).sort(dim=2).values
         repeated = (by_rank[:, :, 1:] == by_rank[:, :, :-1]).nonzero()
         if len(repeated):
             layer, rank, place = repeated[0].tolist()

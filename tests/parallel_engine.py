@@ -97,9 +97,7 @@ class RankEngine:
         if config.is_moe:
             store = RouteSlotStore(pool.k[0].shape[0], layers, config.num_experts_per_tok, config.num_experts)
             recorder = RouteRecorder(RoutedExpertsCapturer(layers, config.num_experts_per_tok), store)
-        self.runner = ModelRunner(
-            ModelState(self.model, self.placement, "v"), pool, self.harness.attention, recorder
-        )
+        self.runner = ModelRunner(ModelState(self.model, self.placement, "v"), pool, self.harness.attention, recorder)
 
     def step(self, number: int, whole: Step) -> Results:
         """This rank's part of a step, by request."""
