@@ -37,11 +37,31 @@ def placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Placeme
             yield placement
 
 
-def fewest_copies(shares: list[float], current: Placement, cap: float) -> int | None:
-    """Copies of the cheapest placement whose weighted split is under the cap; None where there is none."""
-    best: int | None = None
-    for placement in placements(len(shares), len(current), len(current[0])):
-        copies = sum(len(after - before) for before, after in zip(current, placement, strict=True))
-        if (best is None or copies < best) and weighted_maximum(shares, placement) <= cap:
-            best = copies
-    return best
+def placements_after(current: Placement, num_experts: int, copies: int) -> Iterator[Placement]:
+    """Every placement without duplicates that covers every expert and takes exactly so many copies."""
+
+    def changed(rank: int, left: int) -> Iterator[list[frozenset[int]]]:
+        if rank == len(current):
+            if not left:
+                yield []
+            return
+        held = current[rank]
+        absent = [expert for expert in range(num_experts) if expert not in held]
+        for count in range(min(left, len(held), len(absent)) + 1):
+            for rest in changed(rank + 1, left - count):
+                for dropped in combinations(sorted(held), count):
+                    for added in combinations(absent, count):
+                        yield [(held - set(dropped)) | set(added), *rest]
+
+    for placement in changed(0, copies):
+        if len(frozenset().union(*placement)) == num_experts:
+            yield tuple(placement)
+
+
+def can_reach(shares: list[float], current: Placement, cap: float, copies: int) -> bool:
+    """Whether at most so many copies lead to a placement whose weighted split is under the cap."""
+    return any(
+        weighted_maximum(shares, placement) <= cap
+        for count in range(copies + 1)
+        for placement in placements_after(current, len(shares), count)
+    )

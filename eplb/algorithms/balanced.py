@@ -19,8 +19,13 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks, S 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+from math import comb
+
 import numpy as np
 
+from eplb.algorithms.bounds import even_split_bound
 from eplb.algorithms.exchange import refine
 from eplb.algorithms.replicas import greedy_replica_order
 from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, replica_counts, shares_of
@@ -28,7 +33,10 @@ from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split
 LINK = 0.1  # load by which a rank may be heavier and still be chosen for the link that it makes
 NEARLY_FULL = 0.97  # load of a rank beyond which no link is worth it
 RETRIED = 0.9992  # a layer less balanced than this is tried with other numbers of replicas
-ATTEMPTS, VARIANTS, SPREAD = 6, 12, 0.3  # times, numbers tried each time, standard deviation of their logarithms
+NEAR_BOUND = 0.0003  # as is one further than this from the bound for even splits
+SPREADS = (0.3, 0.3, 0.3, 0.3, 0.6, 1.0)  # standard deviation of the logarithms of the numbers tried, each time
+VARIANTS = 12  # numbers tried each time
+FEW = 200  # ways to hand out the further slots that are all tried
 
 
 def balanced(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
@@ -37,11 +45,12 @@ def balanced(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
     layers, experts = shares_LE.shape
     experts_LGS, loads_LGS = _place(shares_LE, shares_LE, layout)
     refine(experts_LGS, loads_LGS, _replicated(experts_LGS, experts))
-    for seed in range(ATTEMPTS if layout.num_redundant_experts else 0):
-        (hard,) = np.nonzero(loads_LGS.sum(axis=2).max(axis=1) * RETRIED > 1.0)
+    enough_L = np.minimum(RETRIED, even_split_bound(counts_LE, layout) - NEAR_BOUND)
+    for factors_VE in _other_numbers(layout):
+        (hard,) = np.nonzero(loads_LGS.sum(axis=2).max(axis=1) * enough_L > 1.0)
         if not len(hard):
             break
-        other_experts, other_loads = _best_variant(shares_LE[hard], layout, seed)
+        other_experts, other_loads = _best_variant(shares_LE[hard], layout, factors_VE)
         better = other_loads.sum(axis=2).max(axis=1) < loads_LGS[hard].sum(axis=2).max(axis=1)
         experts_LGS[hard[better]], loads_LGS[hard[better]] = other_experts[better], other_loads[better]
     physical_to_logical = experts_LGS.reshape(layers, -1)
@@ -56,18 +65,35 @@ def _replicated(experts_LGS: np.ndarray, num_logical_experts: int) -> np.ndarray
     return np.take_along_axis(counts_LE > 1, flat, axis=1).reshape(experts_LGS.shape)
 
 
-def _best_variant(shares_LE: np.ndarray, layout: ExpertLayout, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A refined placement with other numbers of replicas: the best of several, judged before they are refined.
+def _other_numbers(layout: ExpertLayout) -> Iterator[np.ndarray]:
+    """Other numbers of replicas: random factors on the loads [V, E], or, where there are few, all numbers [V, E] int64.
 
     The least possible load a slot can be the wrong size: too large for two on a rank, too small for one.  Numbers that
     come from loads times random factors (the same in every call) have slots of many sizes.
     """
+    experts, extra = layout.num_logical_experts, layout.num_redundant_experts
+    if not extra:
+        return
+    if comb(experts + extra - 1, extra) <= FEW:
+        given = combinations_with_replacement(range(experts), extra)
+        numbers = 1 + np.array([np.bincount(which, minlength=experts) for which in given])
+        yield numbers[numbers.max(axis=1) <= layout.num_ranks]
+        return
+    for seed, spread in enumerate(SPREADS):
+        yield np.exp(np.random.default_rng(seed).normal(0.0, spread, (VARIANTS, experts)))
+
+
+def _best_variant(shares_LE: np.ndarray, layout: ExpertLayout, factors_VE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The best refined placement with other numbers of replicas; random ones are judged before they are refined."""
     layers, experts = shares_LE.shape
-    factors = np.exp(np.random.default_rng(seed).normal(0.0, SPREAD, (VARIANTS, experts)))
-    wanted = (shares_LE[:, None] * factors).reshape(-1, experts)
-    experts_NGS, loads_NGS = _place(np.repeat(shares_LE, VARIANTS, axis=0), wanted, layout)
-    best = loads_NGS.sum(axis=2).max(axis=1).reshape(layers, VARIANTS).argmin(axis=1)
-    chosen = np.arange(layers) * VARIANTS + best
+    variants = len(factors_VE)
+    exact = factors_VE.dtype.kind == "i"
+    wanted = np.tile(factors_VE, (layers, 1)) if exact else (shares_LE[:, None] * factors_VE).reshape(-1, experts)
+    experts_NGS, loads_NGS = _place(np.repeat(shares_LE, variants, axis=0), wanted.astype(np.float64), layout)
+    if exact:
+        refine(experts_NGS, loads_NGS, _replicated(experts_NGS, experts))
+    best = loads_NGS.sum(axis=2).max(axis=1).reshape(layers, variants).argmin(axis=1)
+    chosen = np.arange(layers) * variants + best
     experts_LGS, loads_LGS = experts_NGS[chosen], loads_NGS[chosen]
     refine(experts_LGS, loads_LGS, _replicated(experts_LGS, experts))
     return experts_LGS, loads_LGS
@@ -76,7 +102,7 @@ def _best_variant(shares_LE: np.ndarray, layout: ExpertLayout, seed: int) -> tup
 def _items(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -> tuple[np.ndarray, np.ndarray]:
     """Experts [L, P] and loads [L, P], in multiples of a rank's mean, of all slots by falling load.
 
-    Slots are given to experts as `wanted_LE` says.
+    Slots are given to experts in proportion to `wanted_LE`; if it has whole numbers of slots, exactly so.
     """
     layers, experts = shares_LE.shape
     extra = greedy_replica_order(wanted_LE, layout.num_redundant_experts, layout.num_ranks)

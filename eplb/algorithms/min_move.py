@@ -23,8 +23,8 @@ from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, checked_ma
 
 ENOUGH_GAIN = 1e-3  # load under which a move is not worth its copy
 EFFORTS = ((1, 12), (4, 40))  # placements kept after each copy, moves judged from each; the next if that gets nowhere
-SMALL, SMALL_COPIES = 9, 4  # slots up to which all moves are tried, worse ones too, and so many copies at most
-SMALL_KEPT = 100 // SMALL
+SLOTS_KEPT, SLOTS_TRIED = 100, 2000  # divided by the number of slots, what small layers add to both
+SMALL, SMALL_COPIES = 16, 4  # slots up to which all moves are tried first, worse ones too, and so many copies at most
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,11 @@ def _best(start: LayerSplit, cap: float, num_slots: int) -> LayerSplit:
     """The placement with the fewest copies that gets under the cap, or else the one that gets nearest."""
     excess, stuck = start.relieve(cap)
     seen = [start]
-    for kept, tried in EFFORTS:
-        found, passed = _search(_Node(excess, start, stuck), cap, kept, tried, num_slots <= SMALL)
+    efforts = [(kept + SLOTS_KEPT // num_slots, tried + SLOTS_TRIED // num_slots, False) for kept, tried in EFFORTS]
+    if num_slots <= SMALL:
+        efforts.insert(0, (SLOTS_KEPT // num_slots, 0, True))
+    for kept, tried, thorough in efforts:
+        found, passed = _search(_Node(excess, start, stuck), cap, kept, tried, thorough)
         if found is not None:
             found = _with_old_experts_back(found, start, cap)
             found.settle()
@@ -91,11 +94,10 @@ def _search(
     if start.excess <= NEGLIGIBLE:
         return start.state, []
     found: LayerSplit | None = None
-    found_copies, copies = len(start.state.shares) * len(start.stuck), 0
-    if thorough:
-        found_copies, kept = SMALL_COPIES + 1, SMALL_KEPT
+    found_copies = SMALL_COPIES + 1 if thorough else len(start.state.shares) * len(start.stuck)
     passed = []
     by_copies = {0: [start]}
+    copies = 0
     while by_copies and copies + 1 < found_copies:
         for node in _few(by_copies.pop(copies, []), kept):
             passed.append(node.state)

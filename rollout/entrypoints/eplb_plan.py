@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, safe_open
 
 from eplb.algorithms.auto import ALGORITHMS, TARGET, make_plan
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, even_split
 from eplb.errors import EplbError, EplbRequestError, LoadsError
+from eplb.load_dump import METADATA_KEY
 from eplb.loads import drift, synthetic
 from rollout.entrypoints.eplb_heatmap import Panel, heatmap_svg
 
-COUNTS, MAP, SPLIT = "logical_count", "physical_to_logical_map", "split"
+COUNTS, MAP, SPLIT, MODEL = "logical_count", "physical_to_logical_map", "split", "model"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--groups", type=int, default=1, help="expert groups of the router (default: 1)")
     add("--redundant", type=int, default=0, help="slots beyond one for each logical expert (default: 0)")
     add("--current", metavar="FILE", help=f"JSON or safetensors with the {MAP} [L, P] in force")
-    add("--algorithm", choices=ALGORITHMS, default="auto")
+    add("--algorithm", default="auto", help=f"{', '.join(ALGORITHMS)} (default: auto)")
     add("--target", type=float, default=TARGET, help=f"balancedness that min_move is to reach (default: {TARGET})")
     add("--refresh", action="store_true", help="every slot is written anyway, as in a full weight refresh")
     add("--expert-bytes", type=float, default=44e6, help="bytes of the weights of one expert (default: 44e6)")
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     if args.bandwidth <= 0 or args.expert_bytes <= 0:
         raise EplbRequestError("--bandwidth and --expert-bytes must be more than 0")
-    recorded = _counts(args)
+    recorded, model = _counts(args)
     layout = ExpertLayout(
         num_logical_experts=recorded.shape[1],
         num_physical_experts=recorded.shape[1] + args.redundant,
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
         num_nodes=args.nodes,
         num_groups=args.groups,
     )
-    current, counts = _current(args, layout, recorded)
+    current, counts = _current(args, layout, recorded, model)
     started = time.perf_counter()
     plan = make_plan(args.algorithm, counts, layout, current, target=args.target, copies_are_free=args.refresh)
     seconds = time.perf_counter() - started
@@ -91,6 +91,7 @@ def _run(args: argparse.Namespace) -> None:
         args.svg.write_text(heatmap_svg([*panels, Panel(plan.algorithm, rank_loads(counts, plan))]))
     if args.output is not None:
         content = {MAP: plan.physical_to_logical_LP.tolist(), SPLIT: plan.split_LP.tolist()}
+        content |= {} if model is None else {MODEL: model}
         args.output.write_text(json.dumps(content) + "\n")
     if args.json:
         print(json.dumps(report, indent=2))
@@ -157,7 +158,8 @@ def _table(report: dict[str, Any]) -> Table:
 # --- input ------------------------------------------------------------------------------------------------------------
 
 
-def _counts(args: argparse.Namespace) -> np.ndarray:
+def _counts(args: argparse.Namespace) -> tuple[np.ndarray, Any]:
+    """Counts [L, E], and what the file says about its model, if anything."""
     if (args.dump is None) == (args.synthetic is None):
         raise EplbRequestError("give either a file or --synthetic")
     if args.drift is not None and args.synthetic is None:
@@ -165,38 +167,48 @@ def _counts(args: argparse.Namespace) -> np.ndarray:
     if args.synthetic is not None:
         if args.layers < 1 or args.experts < 1:
             raise EplbRequestError("--layers and --experts must be at least 1")
-        return synthetic(args.synthetic, args.layers, args.experts, args.seed)
-    counts = _read(args.dump, COUNTS)
+        return synthetic(args.synthetic, args.layers, args.experts, args.seed), None
+    counts, model = _read(args.dump, COUNTS)
     if counts.ndim == 3:
         counts = counts.sum(axis=0)
     if counts.ndim != 2 or not counts.size:
         raise LoadsError(f"{COUNTS} in {args.dump} has the shape {list(counts.shape)}, wanted [layers, experts]")
-    return counts
+    return counts, model
 
 
 def _current(
-    args: argparse.Namespace, layout: ExpertLayout, recorded_LE: np.ndarray
+    args: argparse.Namespace, layout: ExpertLayout, recorded_LE: np.ndarray, model: Any
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """The placement in force [L, P], if any, and the counts to plan for."""
     if args.current is not None:
-        given = checked_map(_read(args.current, MAP), layout, len(recorded_LE), duplicates=True)
-        return given, recorded_LE
+        located, its_model = _read(args.current, MAP)
+        if model is not None and its_model is not None and model != its_model:
+            raise EplbRequestError(f"{args.dump} and {args.current} are of different models: {model}, {its_model}")
+        return checked_map(located, layout, len(recorded_LE), duplicates=True), recorded_LE
     if args.drift is not None:
         in_force = make_plan("balanced", recorded_LE, layout).physical_to_logical_LP
         return in_force, drift(recorded_LE, args.drift, args.seed + 1)
     return None, recorded_LE
 
 
-def _read(file: str, name: str) -> np.ndarray:
-    """One array of a JSON or safetensors file.  Nothing that is read is executed."""
+def _read(file: str, name: str) -> tuple[np.ndarray, Any]:
+    """One array of a JSON or safetensors file, and its model, if it names one.  Nothing that is read is executed."""
     path = Path(file)
     try:
-        content = load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+        content = _safetensors(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
         if not isinstance(content, dict) or name not in content:
             raise EplbRequestError(f"{path} has no {name}")
         array = np.asarray(content[name])
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise EplbRequestError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if array.dtype.kind not in "iuf":
         raise EplbRequestError(f"{name} in {path} is not an array of numbers")
-    return array
+    return array, content.get(MODEL)
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    """Arrays by name, and the header of a dump."""
+    with safe_open(path, framework="numpy") as file:
+        header = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return (header if isinstance(header, dict) else {}) | arrays

@@ -14,11 +14,11 @@ from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.deepseek import deepseek
 from eplb.algorithms.min_move import min_move
-from eplb.algorithms.split import LayerSplit
+from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
 from eplb.loads import drift, log_normal, synthetic, zipf
-from tests.eplb_optimum import even_maximum, fewest_copies, placements, weighted_maximum
+from tests.eplb_optimum import Placement, can_reach, even_maximum, placements, placements_after, weighted_maximum
 
 
 @st.composite
@@ -52,7 +52,7 @@ def require_valid(plan: Plan, counts_LE: np.ndarray) -> None:
     assert rank_loads(counts_LE, plan).mean(axis=1) == pytest.approx(np.ones(len(counts_LE)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -64,7 +64,7 @@ def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject
         assert np.array_equal(balanced(counts * factor, layout).physical_to_logical_LP, plan.physical_to_logical_LP)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_min_move_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -89,41 +89,73 @@ def test_no_move_where_the_split_alone_is_enough() -> None:
     assert plan.split_LP[0, 0] > plan.split_LP[0, 3]  # the rank that has less else takes more of expert 0
 
 
-def small_case(seed: int, experts: int, ranks: int, slots: int) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
+def small_case(
+    seed: int, experts: int, ranks: int, slots: int, sigma: float = 0.6
+) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
     """A layout, loads now, and a placement made for loads of before."""
     layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=ranks * slots, num_ranks=ranks)
     counts = log_normal(1, experts, 0.7, seed)
-    return layout, drift(counts, 0.6, seed + 1000), balanced(counts, layout).physical_to_logical_LP
+    return layout, drift(counts, sigma, seed + 1000), balanced(counts, layout).physical_to_logical_LP
 
 
-SHAPES = [(5, 3, 2), (4, 3, 2), (5, 3, 3), (7, 2, 4)]
+SHAPES = [(5, 3, 2), (4, 3, 2), (5, 3, 3), (7, 2, 4), (6, 3, 3), (7, 3, 3)]
+# Up to 16 slots every move is tried; beyond, those of the best estimates.
+LARGER = [(8, 3, 4), (10, 4, 3), (12, 4, 4), (10, 4, 4), (16, 4, 5), (20, 5, 5), (20, 6, 4)]
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots", "sigma"), [(*shape, 0.6) for shape in SHAPES] + [(*shape, 0.4) for shape in LARGER]
+)
+def test_min_move_is_within_one_copy_of_the_optimum(experts: int, ranks: int, slots: int, sigma: float) -> None:
+    for seed in range(5):
+        layout, counts, current = small_case(seed, experts, ranks, slots, sigma)
+        plan = min_move(counts, layout, current)
+        copies = int(cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum())
+        # The cap that it was asked for, or the one that it reached where that cannot be had.
+        cap = max(1 / 0.98, 1 / float(balancedness(counts, plan)[0])) + 1e-4
+        shares, held = as_placement(counts, current, ranks)
+        assert not can_reach(shares, held, cap, min(copies - 2, 3)), (seed, copies)
+
+
+def test_a_planner_that_moves_too_much_is_not_within_one_copy_of_the_optimum() -> None:
+    layout, counts, current = small_case(0, 12, 4, 4, 0.4)
+    copies = int(cross_rank_copies(current, balanced(counts, layout).physical_to_logical_LP, layout).sum())
+    shares, held = as_placement(counts, current, 4)
+    assert can_reach(shares, held, 1 / 0.98, min(copies - 2, 3))
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
-def test_min_move_is_within_one_copy_of_the_optimum(experts: int, ranks: int, slots: int) -> None:
+def test_min_move_reaches_every_target_that_can_be_reached(experts: int, ranks: int, slots: int) -> None:
     for seed in range(5):
         layout, counts, current = small_case(seed, experts, ranks, slots)
-        shares = (counts[0] / counts[0].sum() * ranks).tolist()
-        plan = min_move(counts, layout, current)
-        copies = int(cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum())
-        held = tuple(frozenset(row) for row in current.reshape(ranks, slots).tolist())
-        # The cap that it was asked for, or the one that it reached where that cannot be had.
-        cap = max(1 / 0.98, 1 / float(balancedness(counts, plan)[0])) + 1e-3
-        optimum = fewest_copies(shares, held, cap)
-        assert optimum is not None and copies <= optimum + 1, (seed, copies, optimum)
-        if fewest_copies(shares, held, 1 / 0.98) is not None and cap > 1 / 0.98 + 2e-3:
-            pytest.fail(f"seed {seed}: the target can be reached, and was not: {1 / cap:.4f}")
+        if balancedness(counts, min_move(counts, layout, current))[0] < 0.9799:
+            shares, _ = as_placement(counts, current, ranks)
+            assert all(weighted_maximum(shares, held) > 1 / 0.98 for held in placements(experts, ranks, slots)), seed
+
+
+def as_placement(counts_LE: np.ndarray, current_LP: np.ndarray, ranks: int) -> tuple[list[float], Placement]:
+    """Loads of the experts of a layer, and what each rank holds."""
+    shares = (counts_LE[0] / counts_LE[0].sum() * ranks).tolist()
+    return shares, tuple(frozenset(row) for row in current_LP.reshape(ranks, -1).tolist())
+
+
+def test_the_enumeration_by_copies_is_complete() -> None:
+    current = (frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 4}))
+    found = [placement for copies in range(7) for placement in placements_after(current, 5, copies)]
+    assert len(found) == len(set(found)) and set(found) == set(placements(5, 3, 2))
+    assert next(placements_after(current, 5, 0)) == current
+    assert can_reach([1, 1, 1, 1, 1], current, 2.0, 0) and not can_reach([1, 1, 1, 1, 1], current, 1.0, 6)
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
 def test_balanced_against_the_best_even_placement(experts: int, ranks: int, slots: int) -> None:
-    for seed in range(4):
-        layout, counts, _ = small_case(seed, experts, ranks, slots)
-        shares = (counts[0] / counts[0].sum() * ranks).tolist()
+    for seed in range(5):
+        layout, counts, current = small_case(seed, experts, ranks, slots)
+        shares, _ = as_placement(counts, current, ranks)
         best = min(even_maximum(shares, placement) for placement in placements(experts, ranks, slots))
         plan = balanced(counts, layout)
         assert even_split_bound(counts, layout)[0] >= 1 / best - 1e-9  # the bound is one
-        assert balancedness(counts, plan)[0] >= 0.85 / best
+        assert balancedness(counts, plan)[0] >= 0.97 / best, seed
 
 
 def test_a_settled_split_is_the_exact_optimum() -> None:
@@ -136,7 +168,7 @@ def test_a_settled_split_is_the_exact_optimum() -> None:
         split = LayerSplit(shares, held)
         split.settle()
         optimum = weighted_maximum(shares, tuple(frozenset(row) for row in held))
-        assert max(split.loads) == pytest.approx(optimum, abs=5e-3)
+        assert max(split.loads) == pytest.approx(max(optimum, LEVEL), abs=2e-4)
         for cap in (optimum * 1.01, optimum * 0.9):
             excess, stuck = LayerSplit(shares, held).relieve(cap)
             assert (excess < 1e-3) == (cap > optimum) and any(stuck) == (cap < optimum)
@@ -149,19 +181,56 @@ SERVED = [(256, 288, 32), (384, 416, 32), (384, 448, 64), (128, 160, 32)]
 @pytest.mark.parametrize("loads", ["zipf:0.5", "zipf:0.8", "zipf:1.2", "lognormal:1"])
 def test_targets_on_served_models(experts: int, slots: int, ranks: int, loads: str) -> None:
     layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks)
-    counts = synthetic(loads, 3, experts)
+    counts = synthetic(loads, 4, experts)
     fresh = balanced(counts, layout)
     assert count_duplicates(fresh.physical_to_logical_LP, layout) == 0
-    wanted = np.minimum(0.99 if ranks == 64 else 0.998, even_split_bound(counts, layout) - 0.0005)
+    wanted = np.minimum(0.99 if ranks == 64 else 0.999, even_split_bound(counts, layout) - 0.0005)
     assert (balancedness(counts, fresh) >= wanted).all()
     later = drift(counts, 0.3)
     moved = min_move(later, layout, fresh.physical_to_logical_LP)
     copies = cross_rank_copies(fresh.physical_to_logical_LP, moved.physical_to_logical_LP, layout)
-    assert (balancedness(later, moved) >= 0.9795).all()
-    assert copies.sum() / (3 * slots) < 0.04
+    assert (balancedness(later, moved) >= 0.98 - 1e-5).all()
+    assert copies.sum() / (4 * slots) <= (0.025 if experts == 128 else 0.02)
     reference = deepseek(later, layout)
     others = cross_rank_copies(fresh.physical_to_logical_LP, reference.physical_to_logical_LP, layout)
-    assert others.sum() / (3 * slots) > 0.8
+    assert others.sum() / (4 * slots) > 0.85
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_auto_explains_and_is_never_worse_than_keeping_the_map(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    before, after = data.draw(counts_for(layout)), data.draw(counts_for(layout))
+    before, after = before[: len(after)], after[: len(before)]
+    target, free = data.draw(st.sampled_from([0.7, 0.9, 0.98, 1.0])), data.draw(st.booleans())
+    current = balanced(before, layout).physical_to_logical_LP
+    plan = auto(after, layout, current, target=target, copies_are_free=free)
+    require_valid(plan, after)
+    kept = np.array([1 / best_split(counts, row, layout) for counts, row in zip(after, current, strict=True)])
+    reached = balancedness(after, plan)
+    assert (reached >= np.minimum(target, kept) - 2e-3).all()
+    copies = cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum(axis=1)
+    if free:
+        assert plan.reason.startswith("balanced: every slot is written anyway")
+        return
+    # What a copy costs: none where the split alone is enough, a whole layer only for a gain that is worth it.
+    assert not copies[kept >= target + 1e-3].any()
+    moved = min_move(after, layout, current, target=target)
+    few = cross_rank_copies(current, moved.physical_to_logical_LP, layout).sum(axis=1)
+    afresh = (plan.physical_to_logical_LP != moved.physical_to_logical_LP).any(axis=1)
+    assert (copies[~afresh] == few[~afresh]).all()
+    assert (reached[afresh] > balancedness(after, moved)[afresh] + 0.02).all()
+    assert (balancedness(after, moved)[afresh] < target).all()
+    assert plan.algorithm == ("balanced" if afresh.all() else "min_move")
+    assert plan.reason.startswith(f"{plan.algorithm}: ") and ("afresh" in plan.reason) == bool(afresh.any())
+
+
+def best_split(counts_E: np.ndarray, row_P: np.ndarray, layout: ExpertLayout) -> float:
+    """The least possible largest load of a rank without any copy."""
+    total = counts_E.sum()
+    shares = counts_E / total if total else np.full(len(counts_E), 1 / len(counts_E))
+    held = tuple(frozenset(experts) for experts in row_P.reshape(layout.num_ranks, -1).tolist())
+    return max(1.0, weighted_maximum((shares * layout.num_ranks).tolist(), held))
 
 
 def test_auto_picks_and_says_why() -> None:
@@ -178,6 +247,20 @@ def test_auto_picks_and_says_why() -> None:
     rank[single] = rank[(single + 1) % 6]
     plan = auto(counts, layout, twice)
     assert plan.algorithm == "balanced" and "twice on rank 0 of layer 0" in plan.reason
+
+
+def test_auto_places_afresh_only_the_layers_that_need_it() -> None:
+    layout = ExpertLayout(num_logical_experts=64, num_physical_experts=64, num_ranks=16)
+    counts = zipf(3, 64, 0.8, 3)
+    current = balanced(log_normal(3, 64, 1.0, 9), layout).physical_to_logical_LP
+    current[2] = balanced(counts, layout).physical_to_logical_LP[2]
+    moved, fresh, plan = min_move(counts, layout, current), balanced(counts, layout), auto(counts, layout, current)
+    stuck, near, kept = balancedness(counts, moved)
+    assert stuck < balancedness(counts, fresh)[0] - 0.02 and near > balancedness(counts, fresh)[1] - 0.02
+    assert np.array_equal(plan.physical_to_logical_LP[0], fresh.physical_to_logical_LP[0])
+    assert np.array_equal(plan.physical_to_logical_LP[1:], moved.physical_to_logical_LP[1:])
+    assert plan.algorithm == "min_move" and "1 of 3 layers is placed afresh" in plan.reason
+    assert kept == pytest.approx(balancedness(counts, fresh)[2])
 
 
 def test_wrong_inputs_are_one_clear_line() -> None:
