@@ -191,7 +191,7 @@ def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path
     else:
         assert not engine.control(EndWeightUpdateReqInput).success
     check_content(engine, before)
-    assert engine.control(FlushCacheReqInput).success  # so that the steps have the same sizes again, and their sums bits
+    assert engine.control(FlushCacheReqInput).success  # so that steps have the same sizes again
     assert [result.logprobs for result in engine.generate(PROMPTS, SIX)] == want
     assert refresh(engine, new, "v2").success
     check_content(engine, new)
