@@ -33,7 +33,8 @@ class ExpertPlacement:
     """The map in force and its epoch.  The device tables keep their addresses for the life of the object.
 
     `ep_rank` of `ep_size` ranks over which slots are spread.  With one rank an expert's first slot takes all of its
-    tokens: further replicas would be the same weights read twice.
+    tokens: further replicas would be the same weights read twice.  `routes_alone`: no other rank routes the tokens that
+    this one does, so that it may send them to the nearest replica where that leaves the loads as they are planned.
 
     Raises `LayoutError` for slots that do not divide over the ranks, `MapError` for an expert twice on one rank.
     """
@@ -44,6 +45,7 @@ class ExpertPlacement:
         device: torch.device | str = "cpu",
         ep_rank: int = 0,
         ep_size: int = 1,
+        routes_alone: bool = False,
     ) -> None:
         assert 0 <= ep_rank < ep_size
         metadata.check_ranks(ep_size)
@@ -52,9 +54,10 @@ class ExpertPlacement:
         self.ep_rank, self.ep_size = ep_rank, ep_size
         self._room = metadata.num_physical_experts - metadata.num_logical_experts + 1 if ep_size > 1 else 1
         self._proposal: _Proposal | None = None
-        table = self._new_table(metadata, None)
-        self._split = table.to(device)
-        self._note_table(table)
+        self._routes_alone = routes_alone and ep_size > 1
+        self._planned = self._new_table(metadata, None)
+        self._split = self._of_this_rank().to(device)
+        self._note_table()
 
     @property
     def num_physical_experts(self) -> int:
@@ -94,8 +97,9 @@ class ExpertPlacement:
         merged_LP = self.metadata.physical_to_logical_map.clone()
         merged_LP[chosen] = metadata.physical_to_logical_map[chosen]
         self.metadata = ExpertLocationMetadata(merged_LP, metadata.num_logical_experts)
-        self._split.copy_layers(table, chosen)
-        self._note_table(self._split.host_copy())
+        self._planned.copy_layers(table, chosen)
+        self._split.copy_layers(self._of_this_rank(), chosen)
+        self._note_table()
         self.epoch += 1
         self._proposal = None
 
@@ -125,11 +129,11 @@ class ExpertPlacement:
 
     def slots_of_experts(self) -> torch.Tensor:
         """A copy, on the host, of the first slot of every logical expert [L, E] int64."""
-        return self._split.slots_LRE[:, 0].to("cpu", copy=True)
+        return self._planned.slots_LRE[:, 0].clone()
 
     def split(self) -> SplitTable:
-        """A copy, on the host, of what routers go by."""
-        return self._split.host_copy()
+        """A copy, on the host, of how all ranks together divide an expert's tokens."""
+        return self._planned.host_copy()
 
     def table(self, layer: int) -> torch.Tensor | None:
         """First slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own numbers.
@@ -166,7 +170,14 @@ class ExpertPlacement:
             return SplitTable(table.slots_LRE[:, :1].contiguous(), table.ends_LRE[:, :1].contiguous())
         return table
 
-    def _note_table(self, table: SplitTable) -> None:
+    def _of_this_rank(self) -> SplitTable:
+        """What routers here go by; its own memory."""
+        if not self._routes_alone:
+            return self._planned.host_copy()
+        return self._planned.nearest(self.ep_rank, self.ep_size, self.num_local_experts).host_copy()
+
+    def _note_table(self) -> None:
+        table = self._split.host_copy()
         self._widths = table.widths()
         own_E = torch.arange(self.metadata.num_logical_experts)
         self.is_identity = max(self._widths, default=1) == 1 and bool((table.slots_LRE[:, 0] == own_E).all())

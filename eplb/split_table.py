@@ -98,6 +98,24 @@ class SplitTable:
         passed_RTK = picks_T[:, None] >= self.ends_LRE[layer, : width - 1][:, logical_ids_TK]
         return slots_RE[passed_RTK.sum(dim=0), logical_ids_TK]
 
+    def nearest(self, rank: int, num_ranks: int, slots_per_rank: int) -> SplitTable:
+        """The same loads of slots where every rank brings as many tokens, with as few of them sent as that allows.
+
+        A slot first takes tokens of its own rank, up to all that it is to take; what it takes beyond comes from the
+        ranks whose own slots take less than they bring, or that have none.  On the host; of `rank`.
+        """
+        before_LRE = torch.cat([torch.zeros_like(self.ends_LRE[:, :1]), self.ends_LRE[:, :-1]], dim=1)
+        shares_LRE = (self.ends_LRE - before_LRE).clamp(min=0).double() / PICKS
+        is_here_LRE = (self.slots_LRE // slots_per_rank == rank) & (shares_LRE > 0)
+        here_LE = (shares_LRE * is_here_LRE).sum(1, keepdim=True).mul(num_ranks).clamp(max=1.0)
+        beyond_LRE = (shares_LRE - 1.0 / num_ranks).clamp(min=0.0)
+        beyond_LE = beyond_LRE.sum(1, keepdim=True)
+        elsewhere_LRE = torch.where(beyond_LE > 0, beyond_LRE / beyond_LE, shares_LRE)
+        mine_LRE = torch.where(is_here_LRE, here_LE, (1.0 - here_LE) * elsewhere_LRE)
+        ends_LRE = (mine_LRE.cumsum(1) / mine_LRE.sum(1, keepdim=True) * PICKS).round().to(torch.int64)
+        ends_LRE[:, -1] = PICKS
+        return SplitTable(self.slots_LRE, torch.where(self.ends_LRE == PICKS, PICKS, ends_LRE))
+
     def slot_loads(self, counts_SLE: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Counts of experts in S passes, divided over slots [S, L, P] int64: whole tokens, none lost."""
         counts_SLE = counts_SLE.long()
