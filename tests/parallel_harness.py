@@ -18,7 +18,7 @@ from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
 from rollout.tokenizer_manager.answers import merge_answers
-from tests.scheduler_harness import Harness
+from tests.scheduler_harness import Harness, Result
 
 T = TypeVar("T")
 COLLECTIVE_S = 30.0
@@ -68,6 +68,15 @@ class ParallelHarness(Harness):
     def submit(self, input_ids: list[int], *args: Any, **fields: Any) -> str:
         """Round robin over the data-parallel ranks unless `dp_rank` says otherwise."""
         return super().submit(input_ids, *args, **{"dp_rank": self._count % self.num_dp_ranks} | fields)
+
+    def generate(self, prompts: list[list[int]], params: dict | None = None, **fields: Any) -> list[Result]:
+        """Prompt i on data-parallel rank i modulo their number, so that the same call makes the same steps."""
+        rids = [
+            self.submit(prompt, params=params, **{"dp_rank": index % self.num_dp_ranks} | fields)
+            for index, prompt in enumerate(prompts)
+        ]
+        self.run()
+        return [self.results[rid] for rid in rids]
 
     def tick(self) -> bool:
         """One turn on every rank."""
