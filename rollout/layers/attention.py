@@ -63,6 +63,8 @@ class Attention(Layer):
         context: ForwardContext,
     ) -> torch.Tensor:
         """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, hd]."""
+        if residual_TD.shape[0] == 0:  # a data-parallel rank that only lends its experts to the others
+            return torch.empty_like(residual_TD)
         slots_T = context.batch.out_cache_loc
         return self.ops.attention_block(
             residual_TD, hidden_TD, self.weights, angles, context.attention, self.layer_id, slots_T
