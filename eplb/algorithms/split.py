@@ -166,4 +166,4 @@ class LayerSplit:
             ranks = [load for load, is_stuck in zip(self.loads, stuck, strict=True) if is_stuck]
             if excess <= PRECISION:
                 return
-            cap = sum(ranks) / len(ranks)
+            cap = max(cap + PRECISION, sum(ranks) / len(ranks))

@@ -174,6 +174,16 @@ def test_a_settled_split_is_the_exact_optimum() -> None:
             assert (excess < 1e-3) == (cap > optimum) and any(stuck) == (cap < optimum)
 
 
+def test_settling_ends_where_many_ranks_are_a_little_over_the_level() -> None:
+    """Shifts too small to follow add up over the ranks; the next cap must rise all the same."""
+    layout = ExpertLayout(num_logical_experts=256, num_physical_experts=288, num_ranks=32)
+    counts = synthetic("lognormal:1", 58, 256)
+    current = balanced(counts, layout).physical_to_logical_LP
+    for sigma in (0.1, 0.3):
+        later = drift(counts, sigma)
+        assert (balancedness(later, min_move(later, layout, current)) >= 0.98 - 1e-5).all()
+
+
 SERVED = [(256, 288, 32), (384, 416, 32), (384, 448, 64), (128, 160, 32)]
 
 
