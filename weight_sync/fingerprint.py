@@ -42,6 +42,21 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
     return _contiguous(_words(tensor), offset)
 
 
+def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> list[int]:
+    """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
+
+    Every size is a multiple of `BLOCK` elements.  N blocks in all.
+    """
+    assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
+    sums_N = block_sums(_words(flat).view(-1, BLOCK))
+    counts = torch.tensor(numels) // BLOCK
+    ends = counts.cumsum(0)
+    within_N = torch.arange(len(sums_N)) - (ends - counts).repeat_interleave(counts)
+    totals_N = (mix_odd(2 * within_N).to(flat.device) * sums_N).cumsum(0)
+    up_to = torch.cat((totals_N.new_zeros(1), totals_N))[torch.cat((ends.new_zeros(1), ends)).to(flat.device)]
+    return [int(value) & _MASK for value in up_to.diff()]
+
+
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:
     """What `tensor == full[index]` contributes to F of `full`, a logical tensor of shape `full_shape`.
 

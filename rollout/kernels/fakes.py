@@ -16,6 +16,7 @@ def register_fakes() -> None:
         ("unpack_rows", _unpack_rows),
         ("packed_embedding", _packed_embedding),
         ("gather_rows", _gather_rows),
+        ("block_sums", _block_sums),
         ("linear", _linear),
         ("norm_linear", _norm_linear),
         ("norm_route", _norm_route),
@@ -42,6 +43,10 @@ def _unpack_rows(
 
 def _packed_embedding(packed: torch.Tensor, ids: torch.Tensor, depth: int) -> torch.Tensor:
     return packed.new_empty(ids.shape[0], depth)
+
+
+def _block_sums(words: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
+    return multipliers.new_empty(words.shape[0])
 
 
 def _gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

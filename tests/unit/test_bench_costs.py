@@ -23,7 +23,7 @@ MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
         *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
-        *("isa", "empty_packed", "pack_rows", "unpack_rows"),
+        *("isa", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
         *("attention_block", "sparse_block", "decoder_layers"),
     )
 }

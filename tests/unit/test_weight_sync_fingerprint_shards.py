@@ -1,4 +1,4 @@
-"""Fingerprints of shards of any form and of deltas, and the two ways to a block's sum."""
+"""Fingerprints of shards of any form, of deltas and of many tensors at once, and the three ways to a block's sum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, digit_block_sums, wrapping_block_sums
-from weight_sync.errors import WeightRequestError
+from rollout.kernels.build import load_kernels
+from weight_sync.block_sums import (
+    BLOCK,
+    UNSIGNED,
+    block_sums,
+    digit_block_sums,
+    registered_block_sums,
+    wrapping_block_sums,
+)
+from weight_sync.content_check import check_content, fingerprints
+from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice, fingerprint_update
 
 BF16 = torch.bfloat16
@@ -28,10 +37,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = BF16, seed: int =
 
 @pytest.mark.parametrize("width", UNSIGNED)
 @pytest.mark.parametrize("num_blocks", [1, 7, 8, 67, 300])
-def test_digits_and_wrapping_products_give_the_same_sums(width: int, num_blocks: int) -> None:
+def test_all_ways_give_the_same_sums(width: int, num_blocks: int) -> None:
+    assert load_kernels().available
     words = random_tensor((num_blocks, BLOCK), UNSIGNED[width], seed=width)
     want = wrapping_block_sums(words)
     assert torch.equal(digit_block_sums(words), want)
+    assert torch.equal(registered_block_sums(words), want)
     assert torch.equal(block_sums(words), want)
 
 
@@ -49,6 +60,47 @@ def test_a_digit_that_is_off_by_one_shows() -> None:
     wrong = words.clone()
     wrong.view(torch.int16)[4, 17] ^= 1
     assert not torch.equal(digit_block_sums(words), wrapping_block_sums(wrong))
+
+
+# --- many tensors -------------------------------------------------------------------------------------------------
+
+
+def bucket_of(numels: list[int], dtypes: list[torch.dtype]) -> list[tuple[str, torch.Tensor]]:
+    """Tensors end to end in one area, as a bucket has them; finite values."""
+    sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes)]
+    area = torch.randint(0, 60, (sum(sizes),), dtype=torch.uint8)
+    parts = area.split(sizes)
+    return [(f"t{i}", part.view(dtype)) for i, (part, dtype) in enumerate(zip(parts, dtypes))]
+
+
+@given(
+    kinds=st.lists(
+        st.tuples(st.sampled_from((0, 1, 5, BLOCK, 3 * BLOCK, BLOCK + 8)), st.booleans()), min_size=1, max_size=9
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_many_fingerprints_at_once_are_those_of_each(kinds: list[tuple[int, bool]]) -> None:
+    named = bucket_of(
+        [numel for numel, _ in sorted(kinds, key=lambda kind: not kind[1])],
+        [torch.float32 if wide else BF16 for _, wide in sorted(kinds, key=lambda kind: not kind[1])],
+    )
+    for order in (named, named[::-1], named[::2] + named[1::2]):
+        assert fingerprints(order) == {name: fingerprint(tensor) for name, tensor in order}
+        assert list(check_content(order, {})) == [name for name, _ in order]
+
+
+@pytest.mark.parametrize("wrong", range(6))
+def test_the_one_that_is_wrong_among_many_is_named(wrong: int) -> None:
+    named = bucket_of([BLOCK, 2 * BLOCK, BLOCK, 7, 9, BLOCK], [BF16] * 6)
+    right = fingerprints(named)
+    check_content(named, right)
+    name, tensor = named[wrong]
+    tensor[-1] += 1
+    with pytest.raises(ContentError, match=rf"^{name}: fingerprint"):
+        check_content(named, right)
+    tensor[-1] = float("nan")
+    with pytest.raises(ContentError, match=rf"not finite in {name}$"):
+        check_content(named, {})
 
 
 # --- slices -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+// Sums of words times 64-bit multipliers, block by block, mod 2^64: what the fingerprint of a tensor is made of
+// (`weight_sync/block_sums.py`, which also does it without this operator).
+//
+// Shapes: N blocks, J words of a block.
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kTogether = 8;  // blocks that share what is read of the multipliers
+
+#if LOCKSTEP_AVX512
+// Eight words as 64-bit integers.
+inline __m512i widened(const uint8_t* p) {
+  return _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline __m512i widened(const uint16_t* p) {
+  return _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline __m512i widened(const uint32_t* p) {
+  return _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline __m512i widened(const uint64_t* p) { return _mm512_loadu_si512(p); }
+
+// The first words of kTogether blocks, as far as vectors reach; returns how many of each.
+template <class W>
+int64_t sum_vectors(const W* words, const uint64_t* multipliers, int64_t size, uint64_t* to) {
+  constexpr int64_t kWords = 8;
+  __m512i sums[kTogether];
+  for (auto& sum : sums) sum = _mm512_setzero_si512();
+  int64_t j = 0;
+  for (; j + kWords <= size; j += kWords) {
+    const __m512i multiplier = _mm512_loadu_si512(multipliers + j);
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < kTogether; ++n) {
+      sums[n] = _mm512_add_epi64(sums[n], _mm512_mullo_epi64(multiplier, widened(words + n * size + j)));
+    }
+  }
+  for (int64_t n = 0; n < kTogether; ++n) to[n] = _mm512_reduce_add_epi64(sums[n]);
+  return j;
+}
+#endif
+
+template <class W>
+void sum_blocks(const at::Tensor& words, const at::Tensor& multipliers, at::Tensor& out) {
+  const auto* from = static_cast<const W*>(words.const_data_ptr());
+  const auto* table = reinterpret_cast<const uint64_t*>(multipliers.const_data_ptr<int64_t>());
+  auto* to = reinterpret_cast<uint64_t*>(out.mutable_data_ptr<int64_t>());
+  const int64_t blocks = words.size(0), size = words.size(1);
+  for_spans(blocks, kTogether, blocks * size / 8, [&](int64_t begin, int64_t end) {
+    int64_t done = 0;
+    std::fill(to + begin, to + end, 0);
+#if LOCKSTEP_AVX512
+    if (end - begin == kTogether) done = sum_vectors(from + begin * size, table, size, to + begin);
+#endif
+    for (int64_t n = begin; n < end; ++n) {
+      for (int64_t j = done; j < size; ++j) to[n] += table[j] * static_cast<uint64_t>(from[n * size + j]);
+    }
+  });
+}
+
+// `words`: [N, J] of an unsigned integer dtype or int64; `multipliers`: int64 [J].  int64 [N].
+at::Tensor block_sums(const at::Tensor& words, const at::Tensor& multipliers) {
+  TORCH_CHECK(words.dim() == 2 && words.is_contiguous(), "words must be [N, J] and contiguous");
+  TORCH_CHECK(multipliers.dim() == 1 && multipliers.is_contiguous() && multipliers.scalar_type() == at::kLong &&
+                  multipliers.size(0) == words.size(1),
+              "multipliers must be int64 [J]");
+  at::Tensor out = at::empty({words.size(0)}, multipliers.options());
+  switch (words.scalar_type()) {
+    case at::kByte: sum_blocks<uint8_t>(words, multipliers, out); break;
+    case at::kUInt16: sum_blocks<uint16_t>(words, multipliers, out); break;
+    case at::kUInt32: sum_blocks<uint32_t>(words, multipliers, out); break;
+    case at::kLong: sum_blocks<uint64_t>(words, multipliers, out); break;
+    default: TORCH_CHECK(false, "words are unsigned integers or int64");
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("block_sums(Tensor words, Tensor multipliers) -> Tensor"); }
+
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("block_sums", &lockstep::block_sums); }
