@@ -34,6 +34,19 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
     return buckets
 
 
+def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
+    """A bucket's tensors, in order, as pieces of at most `piece_bytes`; a larger tensor is a piece of its own."""
+    pieces: list[list[TensorMeta]] = []
+    room = 0
+    for meta in metas:
+        if not pieces or meta.nbytes > room:
+            pieces.append([])
+            room = piece_bytes
+        pieces[-1].append(meta)
+        room -= meta.nbytes
+    return pieces
+
+
 def check_alignment(metas: Sequence[TensorMeta]) -> int:
     """Total bytes of a bucket.  Raises `WeightRequestError` for a tensor whose offset its dtype cannot be read from."""
     offset = 0

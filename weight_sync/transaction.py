@@ -101,7 +101,7 @@ class WeightTransaction:
     @property
     def dirty(self) -> bool:
         """Whether the model holds anything of this transaction."""
-        return self._staging.dirty
+        return self._state is not TransactionState.COMMITTED and self._staging.dirty
 
     @property
     def fingerprints(self) -> Mapping[str, int]:
@@ -158,7 +158,8 @@ class WeightTransaction:
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
         well everywhere.  If not, or if anything raises, the old content is put back bit for bit, the transaction
-        is ABORTED and `CommitError` is raised, whose `restored` says whether putting back worked.
+        is ABORTED and `CommitError` is raised, whose `restored` says whether putting back worked.  What staging took is
+        held until `close`.
         """
         self._require(TransactionState.VERIFIED, "commit")
         failure: Exception | None = None
@@ -173,7 +174,6 @@ class WeightTransaction:
             agreed, failure = False, failure or error
         if agreed and failure is None:
             self._state = TransactionState.COMMITTED
-            self._staging.close()
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
         self._state = TransactionState.ABORTED
@@ -189,6 +189,11 @@ class WeightTransaction:
         if self._state is not TransactionState.FAILED:
             self._take_back(reason)
         self._state = TransactionState.ABORTED
+
+    def close(self) -> None:
+        """COMMITTED: give the memory back that staging took; on any thread."""
+        assert self._state is TransactionState.COMMITTED
+        self._staging.close()
 
     def read_staged(self, name: str) -> torch.Tensor | None:
         """The logical tensor as it was sent, never to be written to; None if it has not come, or was let go."""

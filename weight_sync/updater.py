@@ -24,10 +24,11 @@ from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.fingerprint import digest
 from weight_sync.groups import WeightUpdateGroups
+from weight_sync.held_memory import HeldMemory
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
 from weight_sync.lost_updates import LostUpdates
-from weight_sync.receivers.base import BucketSource, RefusableSource
+from weight_sync.receivers.base import BucketSource, RefusableSource, deliver
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.staging import StagingMode, split_wire
@@ -73,6 +74,7 @@ class WeightUpdater:
         self._commit_vote = commit_vote or vote
         self._target = target or (lambda _: weights)
         self._groups = WeightUpdateGroups(self._device, timeout_s)
+        self._held = HeldMemory()
         self.content = ContentBook(weights.metas())
         self._next_digest: str | None = None
         self._staging = staging
@@ -144,15 +146,8 @@ class WeightUpdater:
         """
         try:
             self.renew_lease()
-            metas = source.announce(self._max_call_bytes())
-            refusal = self._refusal(metas, weight_version)
-            if refusal is not None and not source.must_drain:
-                raise refusal
-            for bucket in source.receive():
-                if refusal is None:
-                    self._require_transaction("receive").receive(bucket)
-            if refusal is not None:
-                raise refusal
+            refusal = self._refusal(source.announce(self._max_call_bytes()), weight_version)
+            deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal)
         except Exception as error:
             if self._transaction is not None:
                 self._transaction.fail(str(error))
@@ -185,6 +180,8 @@ class WeightUpdater:
             leave=lambda: self.destroy_group(group_name),
             device=self._device,
             timeout_s=self._timeout_s,
+            memory=self._held.receive if self.is_open else None,
+            whole=self.holds_steps,  # what is wrong with a bucket is found before any of it is written
         )
 
     def ipc_source(self, zmq_handles: Mapping[str, str]) -> IpcSource:
@@ -265,6 +262,7 @@ class WeightUpdater:
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
+        self._held.let_go(transaction.close)
         self._transaction = None
         self._lost.forget(transaction.weight_version)
         if len(names) == len(self._weights.metas()):
@@ -342,13 +340,13 @@ class WeightUpdater:
         self, weight_version: str | None, coverage: Coverage, manifest: Manifest | None, implicit: bool, lease_s: float
     ) -> None:
         self.expire()
+        self._held.await_gone(self._timeout_s)
         if self._transaction is not None:
             raise TransactionStateError("a weight update is open already; end or abort it first")
-        lease = Lease(lease_s, self._clock)
+        self._lease = Lease(lease_s, self._clock)
         target = self._target(coverage)
         staging = new_staging(target, self._staging, self._journal_dir)
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging)
-        self._lease = lease
         self._is_implicit = implicit
         if not implicit:
             self._lost.forget(weight_version)
@@ -356,6 +354,7 @@ class WeightUpdater:
     def _close(self, *, told: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
         self._transaction = None
+        self._held.receive.close()
         if not self._is_implicit:
             self._lost.note(transaction.weight_version, told=told)
         return transaction

@@ -6,12 +6,14 @@ of them: names, shapes, coverage, versions and commits are the transaction's bus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from weight_sync.tensor_meta import TensorMeta
+
+Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class BucketSource(Protocol):
@@ -28,7 +30,7 @@ class BucketSource(Protocol):
         also for more than `max_bytes` of content.
         """
 
-    def receive(self) -> Iterable[Sequence[tuple[str, torch.Tensor]]]:
+    def receive(self) -> Iterable[Named]:
         """The content as (name, tensor), in one or more buckets.
 
         A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
@@ -45,3 +47,22 @@ class RefusableSource(BucketSource, Protocol):
 
         Raises nothing; every wait has a deadline.
         """
+
+
+def deliver(source: BucketSource, take: Callable[[Named], None], refusal: Exception | None = None) -> None:
+    """Hand every bucket to `take`, unless there is a `refusal`, which is raised.
+
+    A source that must be drained is received to its end even so, and after `take` raised; then that is raised.
+    """
+    if refusal is not None and not source.must_drain:
+        raise refusal
+    for bucket in source.receive():
+        try:
+            if refusal is None:
+                take(bucket)
+        except Exception as error:
+            if not source.must_drain:
+                raise
+            refusal = error
+    if refusal is not None:
+        raise refusal

@@ -1,4 +1,9 @@
-"""Receives one bucket over a process group: a broadcast per tensor in list order, or one `flattened_bucket`.
+"""Receives one bucket over a process group, in one of three forms:
+
+    null                a broadcast per tensor, in list order
+    flattened_bucket    one broadcast: all tensors end to end
+    pieces              the same bytes, a broadcast for every few tensors (`cut_pieces` with `PIECE_BYTES`): while a
+                        piece is looked at and written the next one comes, into the other of two areas
 
 gloo does not compare the two ends of a broadcast.  A message shorter than the receiver's buffer counts as received
 and leaves the rest of the buffer untouched; a longer one ends the receiving process.  So with gloo every message is
@@ -20,16 +25,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from weight_sync.bucket import check_alignment, unpack
+from weight_sync.bucket import check_alignment, cut_pieces, unpack
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
+from weight_sync.pages import new_area
 from weight_sync.process_group import GroupHandle
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.wire import parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
+PIECES = "pieces"
+PIECE_BYTES = 16 << 20
+"""Few enough to stay in a processor's cache from one look to the next."""
+
+Named = list[tuple[str, torch.Tensor]]
 
 _SLACK_PAIR = 512 << 20  # as much as trainers put into a bucket, should one arrive where a single tensor was announced
 _SLACK_TREE = 64 << 10
@@ -39,10 +53,31 @@ _ALIGNMENT = 64
 _DRAIN_S = 5.0
 
 
+class ReceiveMemory:
+    """What messages are received into, kept from call to call until `close`.  Areas have numbers, from 0."""
+
+    def __init__(self) -> None:
+        self._areas: dict[int, torch.Tensor] = {}
+
+    def take(self, number: int, num_bytes: int, device: torch.device | str) -> torch.Tensor:
+        """An area of at least so many bytes, uint8, with any content; the same as before if that will do."""
+        area = self._areas.get(number)
+        if area is None or area.numel() < num_bytes or area.device != torch.device(device):
+            self._areas.pop(number, None)
+            on_host = torch.device(device).type == "cpu"
+            area = new_area(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._areas[number] = area
+        return area
+
+    def close(self) -> None:
+        self._areas.clear()
+
+
 class DistributedSource:
     """One bucket over a group: `lists` are the names, dtypes and shapes of the call.
 
-    `join` gives the group, or raises `UnknownGroupError`; `leave` is called when the group broke.
+    `join` gives the group, or raises `UnknownGroupError`; `leave` is called when the group broke.  `memory`: kept by
+    the caller from call to call.  `whole`: nothing is handed on before everything is there.
     """
 
     must_drain = True
@@ -56,6 +91,8 @@ class DistributedSource:
         leave: Callable[[], None],
         device: torch.device | str,
         timeout_s: float,
+        memory: ReceiveMemory | None = None,
+        whole: bool = False,
     ) -> None:
         self._lists = lists
         self._load_format = load_format
@@ -63,6 +100,8 @@ class DistributedSource:
         self._leave = leave
         self._device = device
         self._timeout_s = timeout_s
+        self._memory = ReceiveMemory() if memory is None else memory
+        self._whole = whole
         self._metas: Sequence[TensorMeta] = ()
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
@@ -73,23 +112,30 @@ class DistributedSource:
         return self._metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """One bucket.  Raises as `receive_distributed`."""
+        """The tensors, in one or more parts.  Raises as `receive_distributed`."""
         group = self._join()
+        complete = False
         try:
-            yield receive_distributed(group, self._metas, self._load_format, self._device, self._timeout_s)
+            yield from receive_distributed(
+                group, self._metas, self._load_format, self._device, self._timeout_s, self._memory, self._whole
+            )
+            complete = True
         finally:
+            if not complete:
+                self._memory.close()  # a broadcast that was given up may still write into it
             if group.broken:
                 self._leave()
 
 
 def check_announced(metas: Sequence[TensorMeta], load_format: str | None, max_bytes: int) -> None:
     """Whether a bucket can be received at all.  Raises `WeightRequestError`."""
-    if load_format not in (None, FLATTENED_BUCKET):
-        raise WeightRequestError(f"unknown load_format {load_format!r}; known: null, {FLATTENED_BUCKET!r}")
+    if load_format not in (None, FLATTENED_BUCKET, PIECES):
+        known = f"null, {FLATTENED_BUCKET!r}, {PIECES!r}"
+        raise WeightRequestError(f"unknown load_format {load_format!r}; known: {known}")
     total = sum(meta.nbytes for meta in metas)
     if total > max_bytes:
         raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
-    if load_format == FLATTENED_BUCKET:
+    if load_format in (FLATTENED_BUCKET, PIECES):
         check_alignment(metas)
 
 
@@ -99,72 +145,137 @@ def receive_distributed(
     load_format: str | None,
     device: torch.device | str,
     timeout_s: float,
-) -> list[tuple[str, torch.Tensor]]:
-    """Take part in the broadcasts of one checked bucket; returns (name, tensor) in list order.
+    memory: ReceiveMemory | None = None,
+    whole: bool = False,
+) -> Iterator[Named]:
+    """Take part in the broadcasts of one checked bucket; (name, tensor) in list order, in one or more parts.
 
-    The tensors are views of one receive area, on the CPU with gloo and on `device` with NCCL.  `timeout_s` is the
-    deadline of the whole bucket.  Raises `ContentError` when a message was shorter or longer than announced (the group
-    stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
+    The tensors are views of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
+    part is asked for.  `timeout_s` is the deadline of the whole bucket.  Whoever cannot use a part asks for the others
+    nevertheless, or the sender waits.  `whole`: one part.  Raises `ContentError` when a message was shorter or longer
+    than announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
     """
     deadline = time.monotonic() + timeout_s
-    if load_format == FLATTENED_BUCKET:
+    memory = ReceiveMemory() if memory is None else memory
+    if load_format == PIECES:
+        yield from _in_pieces(group, cut_pieces(metas, PIECE_BYTES), device, deadline, memory, whole)
+    elif load_format == FLATTENED_BUCKET:
         total = check_alignment(metas)
-        # Marks are judged by the last tensor that has bytes.
-        last = next((meta for meta in reversed(metas) if meta.nbytes), None)
-        area = _ReceiveArea(group, total, device)
-        return unpack(area.receive(0, total, last, "the bucket", deadline), metas)
+        area = _ReceiveArea(group, total, device, memory)
+        yield unpack(area.receive(0, total, _last_of(metas), "the bucket", deadline), metas)
+    else:
+        yield _one_by_one(group, metas, device, deadline, memory)
 
-    area = _ReceiveArea(group, sum(_aligned(meta.nbytes) for meta in metas), device)
+
+def _in_pieces(
+    group: GroupHandle,
+    pieces: Sequence[Sequence[TensorMeta]],
+    device: torch.device | str,
+    deadline: float,
+    memory: ReceiveMemory,
+    whole: bool,
+) -> Iterator[Named]:
+    """Piece by piece, with the next one on its way; `whole`: all of them in one part."""
+    drain = _Drain(deadline)
+    coming: list[_Message] = []
+    everything: Named = []
+    sizes = [check_alignment(metas) for metas in pieces]
+    for number, metas in enumerate(pieces):
+        for following in range(len(coming), min(number + 2, len(pieces))):
+            area = _ReceiveArea(group, max(sizes), device, memory, following if whole else following % 2)
+            size, what = sizes[following], f"piece {following}"
+            coming.append(area.start(0, size, _last_of(pieces[following]), what, drain.deadline))
+        named: Named = []
+        with drain.keep_going():
+            named = unpack(coming[number].finish(drain.deadline), metas)
+        if whole:
+            everything += named
+        elif drain.wrong is None:
+            yield named
+    drain.settle()
+    if whole:
+        yield everything
+
+
+def _one_by_one(
+    group: GroupHandle,
+    metas: Sequence[TensorMeta],
+    device: torch.device | str,
+    deadline: float,
+    memory: ReceiveMemory,
+) -> Named:
+    area = _ReceiveArea(group, sum(_aligned(meta.nbytes) for meta in metas), device, memory)
+    drain = _Drain(deadline)
     named = []
     offset = 0
-    wrong: ContentError | None = None
     for meta in metas:
-        try:
-            received = area.receive(offset, meta.nbytes, meta, meta.name, deadline)
+        with drain.keep_going():
+            received = area.receive(offset, meta.nbytes, meta, meta.name, drain.deadline)
             named.append((meta.name, received.view(meta.dtype).view(meta.shape)))
-        except ContentError as error:
-            # The sender may be waiting in the rest of the list: take it, but not for long, as there may be no rest.
-            wrong = wrong or error
-        except TransportError as error:
-            if wrong is None:
-                raise
-            raise wrong from error
-        if wrong is not None:
-            deadline = min(deadline, time.monotonic() + _DRAIN_S)
         offset += _aligned(meta.nbytes)
-    if wrong is not None:
-        raise wrong
+    drain.settle()
     return named
 
 
-class _ReceiveArea:
-    """Memory for the messages of one call, in order.  The part that is not yet received serves as slack."""
+class _Drain:
+    """After a wrong message the sender may be waiting in the rest: take it, but not for long, as there may be no rest.
 
-    def __init__(self, group: GroupHandle, total: int, device: torch.device | str) -> None:
+    `wrong`: the first.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.wrong: ContentError | None = None
+
+    @contextmanager
+    def keep_going(self) -> Iterator[None]:
+        """Remembers a `ContentError`.  A `TransportError` after one raises the one."""
+        try:
+            yield
+        except ContentError as error:
+            self.wrong = self.wrong or error
+        except TransportError as error:
+            if self.wrong is None:
+                raise
+            raise self.wrong from error
+        if self.wrong is not None:
+            self.deadline = min(self.deadline, time.monotonic() + _DRAIN_S)
+
+    def settle(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
+
+
+class _ReceiveArea:
+    """Memory for messages, in order.  The part that is not yet received serves as slack."""
+
+    def __init__(
+        self, group: GroupHandle, total: int, device: torch.device | str, memory: ReceiveMemory, number: int = 0
+    ) -> None:
         self._group = group
         self._marked = group.backend == "gloo"  # NCCL needs equal counts on both ends
         self._message_slack: int | None = None if group.world_size == 2 else _SLACK_TREE
         slack = 0
         if self._marked:
             slack = max(_SLACK_PAIR, total) if group.world_size == 2 else _SLACK_TREE
-        self._bytes = torch.empty(total + slack, dtype=torch.uint8, device="cpu" if self._marked else device)
+        area = memory.take(number, total + slack, "cpu" if self._marked else device)
+        self._bytes = area[: total + slack]
 
     def receive(self, offset: int, nbytes: int, last: TensorMeta | None, what: str, deadline: float) -> torch.Tensor:
         """The message's bytes, uint8 [nbytes]."""
+        return self.start(offset, nbytes, last, what, deadline).finish(deadline)
+
+    def start(self, offset: int, nbytes: int, last: TensorMeta | None, what: str, deadline: float) -> _Message:
+        """Take the message without waiting for it; its area must not be used until it is finished."""
         end = offset + nbytes
-        message = self._bytes[offset:end]
+        content = self._bytes[offset:end]
         timeout_s = max(deadline - time.monotonic(), 0.001)
         if not self._marked:
-            self._group.finish(self._group.start_broadcast(message, timeout_s), deadline)
-            return message
+            return _Message(self._group, self._group.start_broadcast(content, timeout_s), content, what, None, None)
         canary, mark = self._set_marks(offset, end, last)
         limit = None if self._message_slack is None else end + self._message_slack
-        self._group.finish(self._group.start_broadcast(self._bytes[offset:limit], timeout_s), deadline)
-        if bool((mark != 0xFF).any()):
-            raise ContentError(f"{what}: the message is longer than the {nbytes} bytes announced")
-        if canary is not None and torch.equal(message[-canary.numel() :], canary):
-            raise ContentError(f"{what}: the message is shorter than the {nbytes} bytes announced")
-        return message
+        work = self._group.start_broadcast(self._bytes[offset:limit], timeout_s)
+        return _Message(self._group, work, content, what, canary, mark)
 
     def _set_marks(self, offset: int, end: int, last: TensorMeta | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         mark = self._bytes[end : end + _MARK_BYTES]
@@ -175,6 +286,33 @@ class _ReceiveArea:
             tail.fill_(0xFF)
             tail[-canary.numel() :] = canary
         return canary, mark
+
+
+@dataclass(frozen=True)
+class _Message:
+    """On its way into `content`, with marks at its end."""
+
+    group: GroupHandle
+    work: dist.Work
+    content: torch.Tensor
+    what: str
+    canary: torch.Tensor | None
+    mark: torch.Tensor | None
+
+    def finish(self, deadline: float) -> torch.Tensor:
+        """The message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
+        self.group.finish(self.work, deadline)
+        announced = f"than the {self.content.numel()} bytes announced"
+        if self.mark is not None and bool((self.mark != 0xFF).any()):
+            raise ContentError(f"{self.what}: the message is longer {announced}")
+        if self.canary is not None and torch.equal(self.content[-self.canary.numel() :], self.canary):
+            raise ContentError(f"{self.what}: the message is shorter {announced}")
+        return self.content
+
+
+def _last_of(metas: Sequence[TensorMeta]) -> TensorMeta | None:
+    """Marks are judged by the last tensor that has bytes."""
+    return next((meta for meta in reversed(metas) if meta.nbytes), None)
 
 
 def _canary(last: TensorMeta | None) -> torch.Tensor | None:

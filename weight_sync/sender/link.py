@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weight_sync.bucket import cut_pieces
 from weight_sync.errors import TransactionStateError, TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, resolve_backend
-from weight_sync.receivers.distributed import FLATTENED_BUCKET
+from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
 from weight_sync.sender.control import EngineControl, in_thread, refusal
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
@@ -28,18 +29,19 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one call sends: `content` uint8 [bytes] is broadcast as it is, `load_format` tells how to read it.
-
-    An encoding other than a flattened bucket is another maker of these.
-    """
+    """What one call sends: `content`, uint8 [bytes], holds the tensors end to end; it is broadcast in pieces."""
 
     metas: Sequence[TensorMeta]
     content: torch.Tensor
-    load_format: str = FLATTENED_BUCKET
 
     @property
     def num_bytes(self) -> int:
         return self.content.numel()
+
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """The content as it is broadcast, views."""
+        sizes = [sum(meta.nbytes for meta in piece) for piece in cut_pieces(self.metas, PIECE_BYTES)]
+        return self.content.split(sizes) if sizes else []
 
 
 class EngineLink:
@@ -109,7 +111,7 @@ class EngineLink:
             dtypes=[dtype_name(meta.dtype) for meta in bucket.metas],
             shapes=[list(meta.shape) for meta in bucket.metas],
             group_name=self._group.name,
-            load_format=bucket.load_format,
+            load_format=PIECES,
             weight_version=weight_version,
         )
         return Sending(self, self._group, call, bucket)
@@ -140,14 +142,14 @@ class EngineLink:
 
 
 class Sending:
-    """One bucket on its way to one engine: the broadcast and the engine's answer.  `poll` until it is done."""
+    """One bucket on its way to one engine: the broadcasts and the engine's answer.  `poll` until it is done."""
 
     def __init__(self, link: EngineLink, group: GroupHandle, call: Future[Any], bucket: Bucket) -> None:
         self.link = link
         self.bucket = bucket
         self._group = group
         self._call = call
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []
         self._deadline = time.monotonic() + link.timeout_s
         self._give_up = self._deadline
         self._broke: TransportError | None = None
@@ -155,7 +157,8 @@ class Sending:
         self._is_sent = False
         self._failure: BaseException | None = None
         try:
-            self._work = group.start_broadcast(bucket.content, link.timeout_s)
+            for piece in bucket.pieces():
+                self._works.append(group.start_broadcast(piece, link.timeout_s))
         except TransportError as error:
             self._break(error)
 
@@ -175,8 +178,8 @@ class Sending:
             if now > self._deadline + GRACE_S:
                 within = f"within {self.link.timeout_s:g} s"
                 self._fail(TransportError(f"the engine took a bucket, but did not answer {within}"))
-        elif self._work is not None and self._work.is_completed():
-            self._finish_broadcast(self._work)
+        elif all(work.is_completed() for work in self._works):
+            self._finish_broadcast()
         elif now > self._give_up:
             self._break(TransportError(f"the engine did not take a bucket within {self.link.timeout_s:g} s"))
         elif self._give_up == self._deadline and refusal(self._call) is not None:
@@ -193,9 +196,10 @@ class Sending:
         """What went wrong, once it is over; None: the engine has the bucket."""
         return self._failure
 
-    def _finish_broadcast(self, work: dist.Work) -> None:
+    def _finish_broadcast(self) -> None:
         try:
-            self._group.finish(work, self._deadline)
+            for work in self._works:
+                self._group.finish(work, self._deadline)
             self._is_sent = True
         except TransportError as error:
             self._break(error)
