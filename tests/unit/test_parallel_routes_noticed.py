@@ -1,0 +1,177 @@
+"""Mistakes that an engine of several ranks could make with its routes, each made once: the judge must object.
+
+The comparison is that of `test_parallel_routes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from capture.slot_store import RouteSlotStore
+from rollout.distributed.communicator import Communicator, share_sizes
+from rollout.layers.moe.router import TopKRouter
+from rollout.model_executor import model_runner
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.route_gather import gather_routes, gather_step
+from rollout.scheduler.records import RecordReader
+from rollout.scheduler.req import Req
+from tests.routes_judge import SMALL_POOL, World, finished, submit_all
+
+SEEDS = [3, 4]
+BOTH = "dp2 of tp4 all-to-all"  # scattered tokens and data-parallel ranks
+Gather = Callable[[Sequence[torch.Tensor], int, int, Communicator], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
+    return {seed: World(tmp_path_factory.mktemp("routes") / "model", seed) for seed in SEEDS}
+
+
+# --- wrong gathers ----------------------------------------------------------------------------------------------------
+
+
+def by_slice(rows_TK: torch.Tensor, ranks: Communicator) -> list[torch.Tensor]:
+    return list(rows_TK.split(share_sizes(len(rows_TK), ranks.size)))
+
+
+def in_another_order(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+    """Wrong: the last rank's slice comes first."""
+    return [torch.cat(by_slice(rows, ranks)[::-1]) for rows in gather_routes(ids, count, experts, ranks)]
+
+
+def with_padding(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+    """Wrong: slices are padded to equal length for the gather, and the padding stays among the rows."""
+    longest = max(share_sizes(count, ranks.size))
+
+    def joined(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([resized(part, longest) for part in by_slice(rows, ranks)])[:count]
+
+    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+
+
+def with_other_sizes(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+    """Wrong: every slice is taken to have `count // ranks` rows, and the last one the rest."""
+    sizes = [count // ranks.size] * ranks.size
+    sizes[-1] += count - sum(sizes)
+
+    def joined(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([resized(part, size) for part, size in zip(by_slice(rows, ranks), sizes)])
+
+    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+
+
+def own_slice_only(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+    """Wrong: every rank fills in its own rows, and nobody gathers."""
+
+    def joined(rows: torch.Tensor) -> torch.Tensor:
+        parts = by_slice(rows, ranks)
+        return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(parts)])
+
+    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+
+
+def resized(part: torch.Tensor, size: int) -> torch.Tensor:
+    """Cut, or filled up with rows of zeros."""
+    return torch.cat([part, part.new_zeros(size, part.shape[1])])[:size]
+
+
+def all_kinds(world: World, layout: str) -> list[str]:
+    """Objections to a run with prompts of odd lengths on all ranks, on moved experts."""
+    with world.engine(layout, **world.moved(layout)) as harness:
+        prompts = [world.prompt(300 + number, length) for number, length in enumerate((9, 13, 3, 1))]
+        return finished(harness, world, submit_all(harness, prompts))
+
+
+GATHERS: list[Gather] = [in_another_order, with_padding, with_other_sizes, own_slice_only]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("wrong", GATHERS, ids=lambda gather: gather.__name__)
+def test_a_wrong_gather_is_noticed(
+    worlds: dict[int, World], seed: int, wrong: Gather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all_kinds(worlds[seed], "tp4 all-to-all") == []
+    monkeypatch.setattr(model_runner, "gather_routes", wrong)
+    assert only_routes(all_kinds(worlds[seed], "tp4 all-to-all"))
+
+
+def only_routes(objections: list[str]) -> bool:
+    """Whether there are objections, and all of them to routes."""
+    return bool(objections) and all("other routes" in objection for objection in objections)
+
+
+# --- other mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", ["dp2 of tp4", BOTH])
+def test_physical_ids_are_noticed(
+    worlds: dict[int, World], seed: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all_kinds(worlds[seed], layout) == []
+    show = TopKRouter.show
+
+    def physical(self: TopKRouter, logical_ids_TK: torch.Tensor, hooks: Any) -> None:
+        show(self, self.placement.logical_to_physical(self.moe_layer, logical_ids_TK), hooks)
+
+    monkeypatch.setattr(TopKRouter, "show", physical)
+    assert only_routes(all_kinds(worlds[seed], layout))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", ["dp2 of tp4", BOTH])
+def test_routes_of_another_data_parallel_rank_are_noticed(
+    worlds: dict[int, World], seed: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: rows of all data-parallel ranks one after the other, of which each rank takes the first."""
+    assert all_kinds(worlds[seed], layout) == []
+    keep = ModelRunner._keep_routes
+
+    def first_rows(self: ModelRunner, batch: Any, ids_by_layer: list[torch.Tensor]) -> None:
+        everybody, _, _ = gather_step(batch, ids_by_layer, self.state.model.parallel.attn_dp)
+        keep(self, batch, [rows[: batch.num_tokens] for rows in everybody])
+
+    monkeypatch.setattr(ModelRunner, "_keep_routes", first_rows)
+    assert only_routes(all_kinds(worlds[seed], layout))
+
+
+@pytest.mark.parametrize("layout", ["dp2 of tp4", BOTH])
+def test_rows_kept_by_position_are_noticed(
+    worlds: dict[int, World], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: the rows of a chunk go where the step's first tokens would be, not to the tokens' own KV slots."""
+    world, write = worlds[SEEDS[0]], RouteSlotStore.write
+    prompts = [world.prompt(320 + number, length) for number, length in enumerate((30, 25, 8, 40))]
+
+    def by_position(self: RouteSlotStore, slots: torch.Tensor, ids_by_layer: Sequence[torch.Tensor]) -> None:
+        write(self, torch.arange(len(slots)), ids_by_layer)
+
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(RouteSlotStore, "write", by_position)
+        with world.engine(layout, chunked_prefill_size=7) as harness:
+            objections = finished(harness, world, submit_all(harness, prompts))
+        assert only_routes(objections) if patched else objections == []
+
+
+@pytest.mark.parametrize("layout", ["dp2 of tp4", BOTH])
+def test_rows_that_a_retraction_loses_are_noticed(
+    worlds: dict[int, World], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: what is computed again after a retraction is not recorded again, and nothing was saved."""
+    world, rows = worlds[SEEDS[0]], RecordReader._rows
+    prompts = [world.prompt(340 + number, 12) for number in range(10)]
+
+    def lost(self: RecordReader, req: Req, *rest: Any) -> Any:
+        routes, epochs = rows(self, req, *rest)
+        if req.saved_rows is not None:
+            routes[: len(req.saved_rows.epochs)] = 0
+        return routes, epochs
+
+    monkeypatch.setattr(RecordReader, "_rows", lost)
+    with world.engine(layout, **SMALL_POOL) as harness:
+        assert only_routes(finished(harness, world, submit_all(harness, prompts, num_new=24)))
