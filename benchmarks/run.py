@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, delta, eplb_planners, memory, scaling, throughput, weight_refresh
+from benchmarks import capture, delta, eplb_planners, memory, parallel, scaling, throughput, weight_refresh
 
-PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners")
+PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners", "parallel")
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling`")
+    parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -40,6 +40,9 @@ def main() -> None:
         if "scaling" in args.only:
             svg = None if args.svg is None else args.svg / f"scaling_{shape}.svg"
             rows += scaling.run(shape, args.rounds, console, svg)
+        if "parallel" in args.only:
+            svg = None if args.svg is None else args.svg / f"parallel_{shape}.svg"
+            rows += parallel.run(shape, args.rounds, console, svg)
         if "memory" in args.only:
             rows += memory.run(shape, console)
         if "refresh" in args.only:
