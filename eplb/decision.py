@@ -47,7 +47,7 @@ class RebalancePolicy:
     most_stall_s: float | None = 0.1
     expert_share: float = 0.5
     choices_per_expert: float = 8.0
-    deadline_s: float = 60.0
+    deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
@@ -127,7 +127,7 @@ def decide(
     """`asked`: somebody wants it.  `given`: to this placement, whatever planners say.
 
     Raises `RebalanceRefused` where it is asked for and no token was counted; `EplbRequestError` as `make_plan`, and
-    `MapError` for a given placement that the layout cannot have.
+    `MapError` for a placement that has an expert twice on a rank.
     """
     counts_LE, in_force = situation.counts_LE, situation.in_force
     if asked and given is None and not counts_LE.any():
@@ -146,6 +146,7 @@ def decide(
     plan = given or make_plan(
         policy.algorithm, counts_LE, in_force.layout, in_force.physical_to_logical_LP, target=policy.target
     )
+    checked_map(plan.physical_to_logical_LP, in_force.layout, len(counts_LE))
     after_L = balancedness(counts_LE, plan)
     if given is None and after_L.mean() < before_L.mean() + LEAST_GAIN:
         return stay(f"nothing better found: {before_L.mean():.4f} now, {after_L.mean():.4f} by {plan.algorithm}")

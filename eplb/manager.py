@@ -13,7 +13,7 @@ Knows stages, counts and times.  Does not know how a plan is made, moved or agre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,7 +23,6 @@ import numpy as np
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.decision import Decision, RebalancePolicy, Situation
 from eplb.errors import RebalanceRefused
-from eplb.load_counter import VersionCounts
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
 from eplb.transfer import ChunkReport
@@ -52,18 +51,21 @@ class Outcome:
 
 
 class RebalanceManager:
-    """`clock` is in seconds, the same on all ranks.  `slot_bytes`: of one expert slot of a layer on a rank."""
+    """`history`: the load to plan for.  `slot_bytes`: of one expert slot of a layer on a rank.
+
+    `clock` is in seconds, the same on all ranks.
+    """
 
     def __init__(
         self,
         policy: RebalancePolicy,
         layout: ExpertLayout,
-        num_layers: int,
+        history: LoadHistory,
         slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self.policy, self.layout, self.slot_bytes = policy, layout, slot_bytes
-        self.history = LoadHistory(num_layers, layout.num_logical_experts)
+        self.history = history
         self.stage = Stage.IDLE
         self.decision: Decision | None = None  # the last one
         self.outcome: Outcome | None = None
@@ -75,12 +77,12 @@ class RebalanceManager:
         self._seconds: list[float] = []
         self._handled_bytes, self._handled_s = 0, 0.0
 
-    # --- loads ----------------------------------------------------------------------------------------------------
+    # --- a look -------------------------------------------------------------------------------------------------------
 
-    def observe(self, windows: Sequence[VersionCounts]) -> None:
-        """Logical counts of all ranks together since the last call.  Raises `LoadsError`."""
-        for window in windows:
-            self.history.add(window)
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return self.history.counts_LE.shape[0]
 
     def is_due(self, num_passes: int) -> bool:
         """Whether it is time to look, `num_passes` after the last look."""

@@ -31,9 +31,25 @@ class GetExpertLocationReqInput(ControlReqInput):
     """The map in force, with its epoch and the weights' of the same moment."""
 
 
+class EplbRebalanceReqInput(ControlReqInput):
+    """Plan from the loads so far, or take the given placement, and move experts unless it is a `dry_run`.
+
+    None: as the server was started.  `physical_to_logical_map` [L, P], `split` [L, P]: how an expert's tokens are
+    divided over its slots.
+    """
+
+    dry_run: bool = False
+    algorithm: str | None = None
+    layers_per_chunk: int | None = None
+    most_stall_s: float | None = None
+    physical_to_logical_map: list[list[int]] | None = None
+    split: list[list[float]] | None = None
+
+
 ExpertVerb = (
     StartExpertDistributionReqInput
     | StopExpertDistributionReqInput
     | DumpExpertDistributionReqInput
     | GetExpertLocationReqInput
+    | EplbRebalanceReqInput
 )

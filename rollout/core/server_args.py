@@ -69,6 +69,20 @@ class ServerArgs:
         None, "what /start_expert_distribution_record records unless told otherwise; default: stat"
     )
 
+    enable_eplb: bool = _arg(
+        False, "count the load of experts, and move them between ranks where that makes steps faster"
+    )
+    eplb_algorithm: Literal["auto", "min_move", "deepseek", "deepseek_hierarchical", "balanced"] = _arg(
+        "auto", "planner of expert placements"
+    )
+    eplb_rebalance_num_iterations: int = _arg(1000, "steps from one look at the balance of ranks to the next")
+    eplb_min_rebalancing_utilization_threshold: float = _arg(
+        1.0, "mean over largest load of a rank from which on a look moves nothing, 0 to 1"
+    )
+    eplb_rebalance_layers_per_chunk: int | None = _arg(
+        None, "most MoE layers whose experts are moved between two steps; default: what a tenth of a second allows"
+    )
+
     weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
@@ -137,6 +151,19 @@ class ServerArgs:
             "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
         )
         _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
+        _require(self.eplb_rebalance_num_iterations >= 1, "--eplb-rebalance-num-iterations must be at least 1")
+        _require(
+            0.0 <= self.eplb_min_rebalancing_utilization_threshold <= 1.0,
+            "--eplb-min-rebalancing-utilization-threshold must be in 0..1",
+        )
+        _require(
+            self.eplb_rebalance_layers_per_chunk is None or self.eplb_rebalance_layers_per_chunk >= 1,
+            "--eplb-rebalance-layers-per-chunk must be at least 1",
+        )
+        _require(
+            not self.enable_eplb or self.ep_size > 1,
+            "--enable-eplb balances experts over ranks: give --ep-size of at least 2",
+        )
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
         _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
         _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")

@@ -17,6 +17,7 @@ from eplb.load_dump import LoadDump
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.expert_io_struct import (
     DumpExpertDistributionReqInput,
+    EplbRebalanceReqInput,
     GetExpertLocationReqInput,
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
@@ -28,11 +29,13 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.response import encode_json
 
 TIMEOUT_S = 60.0
+REBALANCE_TIMEOUT_S = 300.0
 MOST_JSON_NUMBERS = 4_000_000
 
 StartBody = Annotated[
     protocol.StartExpertDistributionRequest, Depends(json_body(protocol.StartExpertDistributionRequest))
 ]
+RebalanceBody = Annotated[protocol.EplbRebalanceRequest, Depends(json_body(protocol.EplbRebalanceRequest))]
 DumpBody = Annotated[protocol.DumpExpertDistributionRequest, Depends(json_body(protocol.DumpExpertDistributionRequest))]
 
 
@@ -49,6 +52,7 @@ class ExpertRoutes:
         add_route(router, "/start_expert_distribution_record", self.start, start, *both)
         add_route(router, "/stop_expert_distribution_record", self.stop, protocol.EmptyRequest, *both)
         add_route(router, "/dump_expert_distribution_record", self.dump, dump, *both)
+        add_route(router, "/eplb_rebalance", self.rebalance, protocol.EplbRebalanceRequest)
         router.add_api_route("/expert_location", self.location, methods=["GET"])
         return router
 
@@ -81,6 +85,11 @@ class ExpertRoutes:
                 target.close()
         facts = {"path": str(path), "num_bytes": num_bytes, "num_passes": dump.header["num_passes"]}
         return json_response(facts | {"success": True, "message": answer.message})
+
+    async def rebalance(self, body: RebalanceBody) -> Response:
+        """Move experts to where their load is even, or say what would be moved; the reason is in the reply."""
+        fields = {name: getattr(body, name) for name in protocol.EplbRebalanceRequest.model_fields}
+        return reply(await self._manager.control(EplbRebalanceReqInput, REBALANCE_TIMEOUT_S, **fields))
 
     async def location(self) -> Response:
         """Which logical expert every slot holds, and since which epoch."""

@@ -69,8 +69,11 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def health_generate(self) -> Response:
-        """Like /health, by way of one generated token unless the server is paused."""
+        """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
         state = await self._state()
+        stuck = (state.get("eplb") or {}).get("stuck")
+        if stuck:
+            raise Unavailable(stuck)
         if not state.get("paused"):
             await self._generate_one()
         return Response(status_code=200)

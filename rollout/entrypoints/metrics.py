@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from rollout.entrypoints.eplb_metrics import EplbMetrics
 from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.tokenizer_manager.sample import SampleRecord
 
@@ -59,6 +60,7 @@ class Metrics:
             registry=self._registry,
         )
         self._experts = ExpertMetrics(model_name, self._registry)
+        self._eplb = EplbMetrics(model_name, self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, ["model_name"], registry=self._registry).labels(**self._labels)
@@ -96,6 +98,7 @@ class Metrics:
             if key in state:
                 self._gauges[name].set(float(state[key]))
         self._experts.update(state.get("expert_distribution"))
+        self._eplb.update(state.get("eplb"))
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:

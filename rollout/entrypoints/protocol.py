@@ -140,6 +140,17 @@ class DumpExpertDistributionRequest(Body):
     reset: bool = True
 
 
+class EplbRebalanceRequest(Body):
+    """POST /eplb_rebalance.  `physical_to_logical_map` and `split` as `lockstep eplb-plan --output` writes them."""
+
+    dry_run: bool = False
+    algorithm: str | None = None
+    layers_per_chunk: int | None = Field(default=None, ge=1)
+    most_stall_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    physical_to_logical_map: list[list[int]] | None = None
+    split: list[list[float]] | None = None
+
+
 class InitWeightsUpdateGroupRequest(Body):
     master_address: str
     master_port: int = Field(ge=0, le=65535)

@@ -14,6 +14,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
+from eplb.load_counter import LoadCounter
 from eplb.load_recorder import LoadRecorder
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
@@ -47,6 +48,7 @@ class ModelRunner:
         self.kv_pool = kv_pool
         self.recorder = recorder
         self.load_recorder: LoadRecorder | None = None
+        self.load_counter: LoadCounter | None = None  # of the balancer: this rank's own tokens
         self._attention = attention
         config = state.model.config
         layers, top_k = len(config.moe_layer_ids), config.num_experts_per_tok
@@ -59,7 +61,7 @@ class ModelRunner:
         attention-DP ranks.  Ranks that share tokens all have all rows, also where each of them routed a slice.
         """
         model = self.state.model
-        wants_routes = self.recorder is not None or self.load_recorder is not None
+        wants_routes = (self.recorder or self.load_recorder or self.load_counter) is not None
         hooks = []
         if wants_routes:
             num_rows = batch.num_tokens
@@ -84,6 +86,8 @@ class ModelRunner:
     def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
         if self.recorder is not None:
             self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
+        if self.load_counter is not None:
+            self.load_counter.note(ids_by_layer, self.state.epoch.weight_epoch)
         if self.load_recorder is not None:
             step = gather_step(batch, ids_by_layer, self.state.model.parallel.attn_dp)
             self.load_recorder.note(step[0], self.state.epoch, *step[1:])

@@ -105,6 +105,11 @@ class ModelState:
         self._recent.append(epoch)
         self.epoch = epoch
 
+    def publish_placement(self) -> None:
+        """Experts are where the placement says now; the weights are the same."""
+        assert self._mutation is not None, "placements are published inside mutate()"
+        self._amend(replace(self.epoch, placement_epoch=self.placement.epoch))
+
     def relabel(self, weight_version: str) -> None:
         """Another label for the content in force, from the next token on."""
         assert self._mutation is not None, "versions change inside mutate()"

@@ -48,6 +48,7 @@ from rollout.scheduler.channel import Channel, RawChannel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
+from rollout.scheduler.eplb_parts import build_eplb, rebalance_policy, start_counting
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.placement_adoption import PlacementAdoption
@@ -112,11 +113,12 @@ def build_scheduler(
     adoption = PlacementAdoption(
         model.weights,
         placement,
+    loads = start_counting(args, runner, parallel)
         parallel,
-        loads=lambda: None,
+        loads=lambda: None if loads is None else loads.counts(rebalance_policy(args)),
         fresh_plan=partial(_fresh_plan, layout, placement),
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
-        by_default=False,
+        by_default=args.enable_eplb,
     )
     updater = WeightUpdater(
         model.weights,
@@ -135,6 +137,7 @@ def build_scheduler(
     WeightChecker(scheduler, updater, weights)
     DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
+    eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
     static_state |= batch_invariance(
         {
             "layers": ops.batch_invariant,
@@ -147,7 +150,7 @@ def build_scheduler(
     memory = MemoryControl(scheduler, weights, updater, saver, keeps_copy=args.enable_weights_cpu_backup)
     KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
-    Control(scheduler, weights, memory, experts, static_state)
+    Control(scheduler, weights, memory, experts, eplb, static_state)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,

@@ -16,6 +16,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
+from rollout.scheduler.eplb_control import EplbControl, NoExpertsToMove
 from rollout.scheduler.expert_distribution import ExpertDistribution
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.scheduler import Scheduler
@@ -31,12 +32,14 @@ class Control:
         weights: WeightControl,
         memory: MemoryControl,
         experts: ExpertDistribution,
+        eplb: EplbControl | NoExpertsToMove,
         static_state: dict[str, Any],
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
         self._memory = memory
         self._experts = experts
+        self._eplb = eplb
         self._static_state = static_state
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
@@ -119,6 +122,7 @@ class Control:
             ],
             "weight_update": self._weights.status(),
             "expert_distribution": self._experts.status(),
+            "eplb": self._eplb.status(),
         }
         return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
 

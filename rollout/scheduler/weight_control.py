@@ -91,6 +91,13 @@ class WeightControl:
         """Put the verified transaction in force, at a step boundary; message and data of the answer."""
         return self._commit()
 
+    @property
+    def under_way(self) -> str | None:
+        """Why weights and the places of experts must stay as they are for now, as far as this rank knows."""
+        if self._queue.busy:
+            return "a weight verb is being carried out"
+        return "a weight update is open" if self._updater.is_open else None
+
     def on_pause(self) -> None:
         """Generation was paused."""
         self._num_pauses += 1

@@ -87,6 +87,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         protocol.UpdateWeightVersionRequest,
         protocol.GetWeightsByNameRequest,
         protocol.WeightsCheckerRequest,
+        protocol.EplbRebalanceRequest,
         ChatCompletionRequest,
     ],
 )

@@ -265,7 +265,7 @@ class Clock:
 
 
 def manager_at(clock: Clock) -> RebalanceManager:
-    return RebalanceManager(POLICY, LAYOUT, LAYERS, SLOT_BYTES, clock)
+    return RebalanceManager(POLICY, LAYOUT, LoadHistory(LAYERS, EXPERTS), SLOT_BYTES, clock)
 
 
 def report(seconds: float) -> ChunkReport:

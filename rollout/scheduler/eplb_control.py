@@ -1,0 +1,302 @@
+"""`POST /eplb_rebalance`, and the looks that an engine takes by itself: from counts to experts that moved.
+
+    asked, or N passes     counts of all ranks -> history
+    planning               a thread of rank 0, beside the steps; every turn asks whether it is done
+    decided                the decision goes to all ranks
+    moving                 a chunk of layers between two steps: move, put the map in force, agree that it is one map
+
+All of it in the same turn on all ranks.  A weight update goes first: while one is open nothing is moved, and what was
+not moved yet is dropped.  Knows turns, verbs and votes.  Does not know planners, bytes or how a refresh works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from eplb.algorithms.auto import ALGORITHMS
+from eplb.algorithms.types import Plan
+from eplb.decision import Decision, RebalancePolicy, decide, given_plan
+from eplb.decision_message import decision_from_bytes, decision_to_bytes
+from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.manager import RebalanceManager, Stage
+from eplb.plan_in_force import plan_in_force
+from eplb.transfer import ExpertTransfer
+from rollout.core.errors import Conflict, Unavailable, UnsupportedFeature, status_of
+from rollout.core.expert_io_struct import EplbRebalanceReqInput
+from rollout.core.io_struct import ControlReqOutput
+from rollout.scheduler.eplb_loads import EplbLoads
+from rollout.scheduler.rank_consensus import PeerRankError
+from rollout.scheduler.scheduler import Scheduler, failure
+
+
+class _Planned(msgspec.Struct):
+    """What rank 0 found: a decision, or an error and its status."""
+
+    decision: bytes = b""
+    error: str = ""
+    status_code: int = 200
+
+
+@dataclass
+class _Job:
+    """A look: whose, by which policy, and from which placement.  `verb` None: the engine's own."""
+
+    verb: EplbRebalanceReqInput | None
+    policy: RebalancePolicy
+    in_force: Plan
+    future: Future[_Planned] | None
+    prepared: bool = False
+    location: ExpertLocationMetadata | None = None
+    error: Exception | None = None
+
+
+class EplbControl:
+    """Of an engine whose experts are spread over ranks.
+
+    `loads` None: nothing is counted, and a placement must be given.  `weight_update()`: why weights and slots must stay
+    as they are, if this rank knows of a reason.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: RebalanceManager,
+        transfer: ExpertTransfer,
+        loads: EplbLoads | None,
+        weight_update: Callable[[], str | None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._scheduler, self._manager, self._transfer = scheduler, manager, transfer
+        self._loads, self._weight_update, self._wake = loads, weight_update, wake
+        self._state, self._parallel = scheduler.runner.state, scheduler.parallel
+        self._job: _Job | None = None
+        self._plans = scheduler.parallel.position.is_inbox_owner
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
+        self._timed = (0, 0.0)  # steps and their seconds at the last look
+        scheduler.add_verbs({EplbRebalanceReqInput: self._asked})
+        scheduler.add_between_steps(self.advance)
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for metrics and health."""
+        return self._manager.status() | {"counts_loads": self._loads is not None}
+
+    # --- a look ---------------------------------------------------------------------------------------------------
+
+    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+        """Answered when it was decided not to move, or when moving has ended."""
+        if self._manager.stage is not Stage.IDLE:
+            raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
+        policy, given = self._wanted(verb)
+        if self._loads is None and given is None:
+            raise UnsupportedFeature("no loads are counted: start with --enable-eplb, or give physical_to_logical_map")
+        self._state.require_serving()
+        refresh = None if verb.dry_run else self._reason_to_stay()
+        if refresh is not None:
+            raise RebalanceRefused(f"experts cannot be moved now: {refresh}")
+        self._look(verb, policy, given)
+
+    def _wanted(self, verb: EplbRebalanceReqInput) -> tuple[RebalancePolicy, Plan | None]:
+        """Raises `EplbRequestError`, `MapError`."""
+        policy = self._manager.policy
+        asked: dict[str, Any] = {
+            "algorithm": verb.algorithm,
+            "layers_per_chunk": verb.layers_per_chunk,
+            "most_stall_s": verb.most_stall_s,
+        }
+        policy = replace(policy, **{name: value for name, value in asked.items() if value is not None})
+        if policy.algorithm not in ALGORITHMS:
+            raise EplbRequestError(f"unknown algorithm {policy.algorithm!r}: one of {', '.join(ALGORITHMS)}")
+        if verb.physical_to_logical_map is None:
+            if verb.split is not None:
+                raise EplbRequestError("split goes with physical_to_logical_map")
+            return policy, None
+        location = _array("physical_to_logical_map", verb.physical_to_logical_map, np.int64)
+        split = None if verb.split is None else _array("split", verb.split, np.float64)
+        if len(location) != self._manager.num_layers:
+            raise EplbRequestError(f"the map is of {len(location)} layers, the model has {self._manager.num_layers}")
+        return policy, given_plan(location, split, self._manager.layout)
+
+    def _look(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
+        """Start planning, on rank 0 beside the steps."""
+        if self._loads is not None:
+            self._loads.gather()
+        placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
+        in_force = plan_in_force(placement, manager.layout)
+        situation = manager.situation(
+            in_force, placement.epoch, epoch.weight_epoch, epoch.weight_version, self._seconds_per_step()
+        )
+        manager.start_planning()
+        future = None
+        if self._planner is not None:
+            asked = verb is not None
+            work = partial(decide, situation, policy, asked=asked, given=given)
+            future = self._planner.submit(_planned, work, situation.slot_bytes, situation.bytes_per_s)
+            future.add_done_callback(lambda _: self._wake())
+        self._job = _Job(verb, policy, in_force, future)
+
+    def _seconds_per_step(self) -> float:
+        """Since the last look, on this rank."""
+        stats = self._scheduler.stats
+        before, self._timed = self._timed, (stats.num_steps, sum(stats.seconds.values()))
+        return (self._timed[1] - before[1]) / max(1, self._timed[0] - before[0])
+
+    def _reason_to_stay(self) -> str | None:
+        """Why no expert may be moved at present, for all ranks the same; every rank asks in the same turn."""
+        if self._state.content_lost:
+            return "the weights' memory is released"
+        if self._state.poisoned is not None:
+            return f"the weights are poisoned: {self._state.poisoned}"
+        told = self._parallel.tp.gather_bytes((self._weight_update() or "").encode())
+        return next((text.decode() for text in told if text), None)
+
+    # --- between steps --------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """True while a rebalance is under way."""
+        manager = self._manager
+        if manager.stage is Stage.IDLE:
+            if self._loads is None or not manager.is_due(self._loads.num_passes):
+                return False
+            if self._reason_to_stay() is not None:
+                self._loads.postpone()
+                return False
+            self._look(None, manager.policy, None)
+        if manager.stage is Stage.PLANNING and not self._take_decision():
+            return True
+        if manager.stage is Stage.MOVING:
+            self._move()
+        if manager.stage is Stage.IDLE:
+            self._end()
+            return False
+        self._wake()
+        return True
+
+    def _take_decision(self) -> bool:
+        """Whether rank 0 is done planning; if so all ranks have the decision."""
+        job = self._job
+        assert job is not None
+        if not self._parallel.tp.any_of(job.future is not None and job.future.done()):
+            return False
+        mine = b"" if job.future is None else msgspec.msgpack.encode(job.future.result())
+        planned = msgspec.msgpack.decode(self._parallel.tp.gather_bytes(mine)[0], type=_Planned)
+        if planned.error:
+            job.error = PeerRankError(planned.error, planned.status_code)
+            self._manager.planning_failed()
+            return True
+        decision = decision_from_bytes(planned.decision, job.in_force, job.policy)
+        self._manager.planned(decision, move=job.verb is None or not job.verb.dry_run)
+        if decision.plan is not None:
+            job.location = decision.plan.location()
+        if job.verb is None and decision.rebalances and self._plans:
+            print(f"lockstep: rebalance: {decision.reason}", file=sys.stderr, flush=True)
+        return True
+
+    def _move(self) -> None:
+        """One chunk, or the end of moving."""
+        job, manager, state = self._job, self._manager, self._state
+        assert job is not None and manager.decision is not None
+        placement, decision = state.placement, manager.decision
+        chunk = manager.next_chunk(state.epoch.weight_epoch, placement.epoch, self._reason_to_stay())
+        if chunk is None:
+            return
+        assert decision.plan is not None and decision.migration is not None and job.location is not None
+        try:
+            with state.mutate("rebalance"):
+                if not job.prepared:
+                    self._transfer.prepare(decision.migration, placement.epoch)
+                    job.prepared = True
+                report = self._transfer.run(chunk, placement.epoch)
+                self._put_in_force(job.location, decision.plan, chunk.layers)
+        except EplbError as error:
+            job.error = error
+            manager.drop(str(error))
+            if isinstance(error, TornTransferError):
+                state.poison(str(error))
+                self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {error}"))
+            return
+        manager.chunk_done(report, placement.epoch)
+
+    def _put_in_force(self, location: ExpertLocationMetadata, plan: Plan, layers: range) -> None:
+        """The map that says what slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
+        placement = self._state.placement
+        try:
+            placement.adopt(location, torch.from_numpy(plan.split_LP), list(layers))
+        except EplbError as error:
+            raise TornTransferError(f"experts were moved to a map that cannot be used: {error}") from error
+        self._state.publish_placement()
+        table = placement.split()
+        content = hashlib.sha256(str(placement.epoch).encode())
+        for tensor in (placement.metadata.physical_to_logical_map, table.slots_LRE, table.ends_LRE):
+            content.update(tensor.numpy().tobytes())
+        if len(set(self._parallel.tp.gather_bytes(content.digest()))) > 1:
+            raise TornTransferError("the ranks have different expert maps in force")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        job = self._job
+        assert job is not None
+        self._job = None
+        self._transfer.close()
+        if job.verb is not None:
+            self._scheduler.reply(self._answer(job.verb, job.error))
+        elif job.error is not None and self._plans:
+            print(f"lockstep: no rebalance: {job.error}", file=sys.stderr, flush=True)
+
+    def _answer(self, verb: EplbRebalanceReqInput, error: Exception | None) -> ControlReqOutput:
+        decision, outcome = self._manager.decision, self._manager.outcome
+        if error is not None:
+            return failure(verb.request_id, error)
+        assert decision is not None
+        moved = decision.rebalances and not verb.dry_run
+        if moved and outcome is not None and outcome.dropped is not None:
+            done = f"{outcome.chunks_done} of {outcome.num_chunks} chunks were moved"
+            return failure(verb.request_id, Conflict(f"{done}; {outcome.dropped}"))
+        data = {"rebalanced": moved, "dry_run": verb.dry_run, "decision": decision.facts()}
+        data["placement_epoch"] = self._state.placement.epoch
+        if moved and outcome is not None:
+            data["outcome"] = outcome.facts()
+        if verb.dry_run and decision.plan is not None:
+            data["physical_to_logical_map"] = decision.plan.physical_to_logical_LP.tolist()
+            data["split"] = decision.plan.split_LP.tolist()
+        return ControlReqOutput(request_id=verb.request_id, success=True, message=decision.reason, data=data)
+
+
+class NoExpertsToMove:
+    """`POST /eplb_rebalance` where there is nothing to balance.  `reason`: one line."""
+
+    def __init__(self, scheduler: Scheduler, reason: str) -> None:
+        self._reason = reason
+        scheduler.add_verbs({EplbRebalanceReqInput: self._asked})
+
+    def status(self) -> None:
+        """Nothing to show."""
+
+    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+        raise UnsupportedFeature(self._reason)
+
+
+def _planned(work: Callable[[], Decision], slot_bytes: int, bytes_per_s: float) -> _Planned:
+    """In the planner's thread: whatever goes wrong there is an answer."""
+    try:
+        return _Planned(decision=decision_to_bytes(work(), slot_bytes, bytes_per_s))
+    except Exception as error:
+        return _Planned(error=str(error) or type(error).__name__, status_code=status_of(error))
+
+
+def _array(name: str, rows: list[list[Any]], dtype: type) -> np.ndarray:
+    """Raises `EplbRequestError` for rows of different lengths."""
+    if len({len(row) for row in rows}) != 1:
+        raise EplbRequestError(f"{name} must have rows of one length")
+    return np.array(rows, dtype=dtype)

@@ -1,0 +1,64 @@
+"""The balancer's gauges and its part in /health_generate, from real states of a manager."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from eplb.algorithms.types import ExpertLayout
+from eplb.decision import RebalancePolicy
+from eplb.load_history import LoadHistory
+from eplb.manager import RebalanceManager
+from rollout.core.errors import Unavailable
+from rollout.entrypoints.eplb_metrics import EplbMetrics
+from rollout.entrypoints.info_routes import InfoRoutes
+
+LAYOUT = ExpertLayout(num_logical_experts=4, num_physical_experts=4, num_ranks=2)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def manager_at(clock: Clock) -> RebalanceManager:
+    return RebalanceManager(RebalancePolicy(deadline_s=5.0), LAYOUT, LoadHistory(1, 4), 100, clock)
+
+
+def test_gauges_follow_the_status() -> None:
+    clock, registry = Clock(), CollectorRegistry()
+    manager, metrics = manager_at(clock), EplbMetrics("m", registry)
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"lockstep:eplb_{name}", {"model_name": "m"})
+
+    metrics.update(manager.status())
+    assert (value("under_way"), value("stuck"), value("evaluations")) == (0.0, 0.0, 0.0)
+    assert value("balancedness_before") is None
+    manager.start_planning()
+    clock.now = 6.0
+    metrics.update(manager.status())
+    assert (value("under_way"), value("stuck"), value("last_evaluation_age_seconds")) == (1.0, 1.0, 6.0)
+    metrics.update(None)
+    assert value("under_way") is None, "nothing old is shown"
+
+
+def test_a_stuck_rebalance_is_an_illness(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    manager = manager_at(clock)
+    routes: Any = InfoRoutes.__new__(InfoRoutes)
+
+    async def state() -> dict[str, Any]:
+        return {"paused": True, "eplb": manager.status()}
+
+    monkeypatch.setattr(routes, "_state", state)
+    manager.start_planning()
+    assert asyncio.run(routes.health_generate()).status_code == 200
+    clock.now = 5.1
+    with pytest.raises(Unavailable, match=r"a rebalance is stuck: planning for 5\.1 s"):
+        asyncio.run(routes.health_generate())
