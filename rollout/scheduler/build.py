@@ -47,8 +47,8 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel, RawChannel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.eplb_parts import build_eplb, rebalance_policy, start_counting
+from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.placement_adoption import PlacementAdoption
@@ -110,10 +110,10 @@ def build_scheduler(
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     consensus = RankConsensus(parallel.weight_io)
     layout = _expert_layout(config, placement, args.nnodes)
+    loads = start_counting(args, runner, parallel)
     adoption = PlacementAdoption(
         model.weights,
         placement,
-    loads = start_counting(args, runner, parallel)
         parallel,
         loads=lambda: None if loads is None else loads.counts(rebalance_policy(args)),
         fresh_plan=partial(_fresh_plan, layout, placement),
@@ -134,10 +134,10 @@ def build_scheduler(
         clock=lambda: inbox.now,
     )
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
+    eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
     WeightChecker(scheduler, updater, weights)
     DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
-    eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
     static_state |= batch_invariance(
         {
             "layers": ops.batch_invariant,
