@@ -66,7 +66,7 @@ class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket", "delta"] | None = None
+    load_format: Literal["flattened_bucket", "pieces", "delta"] | None = None
 
 
 class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput, kw_only=True):

@@ -192,7 +192,7 @@ class UpdateWeightsFromDistributedRequest(Body):
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
     group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket", "delta"] | None = None
+    load_format: Literal["flattened_bucket", "pieces", "delta"] | None = None
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
