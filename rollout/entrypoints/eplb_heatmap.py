@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-WIDTH, LEFT, TOP, BOTTOM, GAP = 360, 44, 40, 46, 24  # of one panel
+WIDTH, LEFT, TOP, BOTTOM, GAP = 360, 44, 40, 54, 24  # of one panel
 ROW = (4, 14)  # least and most height of a layer
 PANEL_HEIGHT = 320
 SPAN = 0.5  # deviation from the mean at which a colour is full
@@ -52,7 +52,7 @@ def _legend(left: float, top: float) -> str:
         x = left + index * 64
         parts.append(f'<rect x="{x}" y="{top - 10:.1f}" width="12" height="12" fill="{_colour(load)}"/>')
         parts.append(f'<text x="{x + 16}" y="{top:.1f}">{load:g}x</text>')
-    return "".join(parts) + f'<text x="{left + 326}" y="{top:.1f}">of the mean load of a rank</text>'
+    return "".join(parts) + f'<text x="{left}" y="{top + 18:.1f}">of the mean load of a rank</text>'
 
 
 def _colour(load: float) -> str:
