@@ -29,6 +29,7 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
+from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.layers.moe.dispatchers.select import MoeBackend
@@ -84,6 +85,8 @@ def build_scheduler(
     Raises `StartupError` with one line that says what to do.
     """
     parallel = parallel or Parallel()
+    if parallel.layout != layout_of(args):
+        raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     _set_threads(args, parallel)
     config = load_model_config(args.model_path)
     if args.captures_routes and not config.is_moe:
@@ -175,7 +178,8 @@ def _placement(args: ServerArgs, config: ModelConfig, device: torch.device, para
     """The expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
     location = _location(args, config)
     try:
-        return ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
+        sizes = parallel.position.ep_rank, parallel.layout.ep_size
+        return ExpertPlacement(location, device, *sizes, routes_alone=args.moe_a2a_backend != "none")
     except EplbError as error:
         flags = "--ep-size, --ep-num-redundant-experts and --init-expert-location"
         raise StartupError(f"{flags} do not fit: {error}") from None
