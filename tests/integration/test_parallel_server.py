@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess, alive, free_port
 from tests.trainer_process import TrainerProcess
+from weight_sync.sender import WeightSender
 
 PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [4] * 17]
 PARAMS = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -112,6 +113,31 @@ def test_a_bucket_that_one_rank_cannot_take_changes_nothing(folder: Path, expect
         finally:
             trainer.close()
         assert [facts(reply) for reply in generate(server)] == expected["old"]
+
+
+def test_the_sender_refreshes_all_ranks_and_a_placement_is_adopted(folder: Path) -> None:
+    tensors = new_tensors(folder)
+    with serve(folder, **TP2, ep_num_redundant_experts=4, enable_eplb=True) as server:
+        before = generate(server)
+        location = server.http.get("/expert_location").json()
+        sender = WeightSender(server.client, timeout_s=30.0)
+        sender.connect(engine_world_size=2)
+        try:
+            sender.refresh(tensors, "v1")
+        finally:
+            sender.close()
+        after, adopted = generate(server), server.http.get("/expert_location").json()
+        assert (location["placement_epoch"], adopted["placement_epoch"]) == (0, 1)
+        assert adopted["physical_to_logical_map"] != location["physical_to_logical_map"]
+        assert [facts(reply) for reply in after] != [facts(reply) for reply in before]
+        answer = server.http.post("/eplb_rebalance", json={"dry_run": True})
+        assert answer.status_code == 200 and "decision" in answer.json(), answer.text
+        moved = server.http.post(
+            "/eplb_rebalance", json={"physical_to_logical_map": location["physical_to_logical_map"]}
+        )
+        assert moved.status_code == 200 and moved.json()["placement_epoch"] == 2, moved.text
+        assert [facts(reply)[:2] for reply in generate(server)] == [facts(reply)[:2] for reply in after]
+        assert server.http.get("/health_generate").status_code == 200
 
 
 @pytest.mark.parametrize("victim", [0, 1])
