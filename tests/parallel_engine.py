@@ -125,8 +125,13 @@ class RankEngine:
 
 
 @torch.inference_mode()
-def one_rank(folder: Path, script: Sequence[Step], **settings: object) -> Results:
-    return RankEngine(folder, **settings).run(script)  # type: ignore[arg-type]
+def one_rank(folder: Path, script: Sequence[Step], batches_of: int = 1, **settings: object) -> Results:
+    """The engine of one rank.  `batches_of`: a step's requests in as many batches as so many DP ranks make of them."""
+    engine, results = RankEngine(folder, **settings), {}  # type: ignore[arg-type,var-annotated]
+    for number, step in enumerate(script):
+        for part in (step.part(dp_rank, batches_of) for dp_rank in range(batches_of)):
+            results |= engine.step(number, part) if part.counts else {}
+    return results
 
 
 def several_ranks(folder: Path, layout: ParallelLayout, script: Sequence[Step], **settings: object) -> list[Results]:
