@@ -1,4 +1,4 @@
-"""Public bugs of routed experts (field notes, B1) in what clients and trainers make, each a test that fails on it.
+"""Public bugs of routed experts (field notes, B1) in the hands of clients and trainers; each test fails on its bug.
 
     14  verl#6029           a rollout in parts: the routes of the whole sequence are appended once more
     15  strands-sglang#72   a server that ignores the start that it was asked for

@@ -1,0 +1,214 @@
+"""Public bugs of expert placement (field notes, B4) that take several ranks, each as a test that fails on the bug.
+
+    70  sglang#32962        ranks that share tokens pick replicas differently: an expert computed twice, or not at all
+    71  sglang#25882, sglang#18213   wrong results after experts moved: a path that goes by the map of before
+    72  vllm#57883          the balancer stops for ever, health is fine and no number says so
+    73  vllm#32860, #32418  ranks wait for one another without end
+    74  deepseek-ai/EPLB#22 two slots of one expert on one rank in a planned map, which nobody downstream expects
+
+Those that one rank can show (70, 71, 74 and 75, balancedness over the wrong axis) are in
+`test_regression_b4_expert_load.py`.  76 (vllm#27866: one rank dies, all hang or restart) is in
+`test_parallel_server.py`: the server ends at once and says which rank it was.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.algorithms.auto import make_plan
+from eplb.algorithms.types import ExpertLayout, count_duplicates
+from eplb.errors import MapError
+from eplb.placement import ExpertPlacement
+from rollout.core.expert_io_struct import EplbRebalanceReqInput
+from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
+from rollout.distributed.communicator import RankLostError
+from rollout.scheduler import eplb_control
+from rollout.scheduler.eplb_control import EplbControl
+from rollout.scheduler.eplb_loads import EplbLoads
+from tests import parallel_harness
+from tests.parallel_harness import ParallelHarness
+from tests.routes_judge import EXPERTS, LAYERS, LAYOUTS, OneRank, decisive_checkpoint, moved_experts, prompt
+from tests.scheduler_harness import Result
+
+PROMPTS = [prompt(70, 11), prompt(71, 2), prompt(72, 30), prompt(73, 5)]
+NUM_NEW = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return decisive_checkpoint(tmp_path_factory.mktemp("b4") / "model", 41)
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> OneRank:
+    judge = OneRank(folder)
+    for ids in PROMPTS:
+        judge.says(ids, NUM_NEW)
+    return judge
+
+
+def answers(harness: ParallelHarness) -> list[Result]:
+    assert harness.control(FlushCacheReqInput).success
+    return harness.generate(PROMPTS, {"max_new_tokens": NUM_NEW})
+
+
+def objections(harness: ParallelHarness, judge: OneRank) -> list[str]:
+    return [word for result in answers(harness) for word in judge.objections(result, NUM_NEW)]
+
+
+# --- 70, 71: one map and one choice for all who share tokens ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2 of tp4"])
+def test_70_sglang_32962_ranks_agree_on_the_replica(
+    folder: Path, judge: OneRank, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--moe-a2a-backend none`, where every rank computes its experts' part of every token."""
+    with ParallelHarness(folder, **LAYOUTS[layout], **moved_experts(5, LAYOUTS[layout]["ep_size"])) as harness:
+        assert objections(harness, judge) == []
+        pick = ExpertPlacement.logical_to_physical
+
+        def by_rank(self: ExpertPlacement, layer: int, ids_TK: torch.Tensor, first_row: int = 0) -> torch.Tensor:
+            return pick(self, layer, ids_TK, first_row + self.ep_rank)
+
+        monkeypatch.setattr(ExpertPlacement, "logical_to_physical", by_rank)
+        assert objections(harness, judge)
+
+
+def other_map(seed: int, ranks: int) -> list[list[int]]:
+    """[L, P] with four redundant experts."""
+    return json.loads(moved_experts(seed, ranks)["init_expert_location"])["physical_to_logical_map"]
+
+
+def placements(harness: ParallelHarness) -> list[ExpertPlacement]:
+    return [scheduler.runner.state.placement for scheduler in harness.schedulers]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2 of tp4 all-to-all"])
+def test_71_sglang_18213_results_do_not_change_when_experts_move(
+    folder: Path, judge: OneRank, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LAYOUTS[layout]["ep_size"]
+    with ParallelHarness(folder, **LAYOUTS[layout], ep_num_redundant_experts=4) as harness:
+        for seed in (1, 2):
+            moved = harness.control(EplbRebalanceReqInput, physical_to_logical_map=other_map(seed, ranks))
+            assert moved.success, moved.message
+            assert objections(harness, judge) == []
+        before = {place: place.split() for place in placements(harness)}
+        assert harness.control(EplbRebalanceReqInput, physical_to_logical_map=other_map(3, ranks)).success
+        assert objections(harness, judge) == []
+
+        def stale(self: ExpertPlacement, layer: int, ids_TK: torch.Tensor, first_row: int = 0) -> torch.Tensor:
+            table = before[self]
+            return table.slots(layer, table.widths()[layer], ids_TK, first_row)
+
+        monkeypatch.setattr(ExpertPlacement, "logical_to_physical", stale)
+        assert objections(harness, judge)
+
+
+# --- 72: a balancer that stops ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def balanced(folder: Path) -> Iterator[ParallelHarness]:
+    settings = LAYOUTS["tp2"] | {"ep_num_redundant_experts": 4, "enable_eplb": True}
+    with ParallelHarness(folder, **settings, eplb_rebalance_num_iterations=10) as harness:
+        yield harness
+
+
+def status(harness: ParallelHarness) -> dict[str, Any]:
+    return harness.control(GetStateReqInput).data["eplb"]
+
+
+def controls(harness: ParallelHarness) -> list[EplbControl]:
+    owners = [getattr(hook, "__self__", None) for s in harness.schedulers for hook in s._between_steps]
+    return [owner for owner in owners if isinstance(owner, EplbControl)]
+
+
+def test_72_vllm_57883_a_balancer_that_hangs_says_so(
+    balanced: ParallelHarness, judge: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the deadline of a stage, while requests are served."""
+    release, decide = threading.Event(), eplb_control.decide
+
+    def never(*args: Any, **fields: Any) -> Any:
+        assert release.wait(60)
+        return decide(*args, **fields)
+
+    monkeypatch.setattr(eplb_control, "decide", never)
+    for control in controls(balanced):
+        control._manager.policy = replace(control._manager.policy, deadline_s=0.3)
+    assert objections(balanced, judge) == []
+    assert objections(balanced, judge) == []
+    assert status(balanced)["stage"] == "planning"
+    time.sleep(0.4)
+    assert status(balanced)["stuck"].startswith("a rebalance is stuck: planning for")
+    release.set()
+    while status(balanced)["stage"] != "idle":
+        balanced.tick()
+    assert status(balanced)["stuck"] is None and status(balanced)["num_evaluations"] == 1
+
+
+def test_72_vllm_57883_a_counter_that_runs_backwards_is_seen(
+    balanced: ParallelHarness, judge: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrong variant: the number of steps since the last look is negative, so that no look is ever due."""
+    for _ in range(3):
+        assert objections(balanced, judge) == []
+    assert status(balanced)["num_evaluations"] >= 1
+    monkeypatch.setattr(EplbLoads, "num_passes", property(lambda self: -1000))
+    before = status(balanced)
+    for _ in range(3):
+        assert objections(balanced, judge) == []
+    after = status(balanced)
+    assert after["num_evaluations"] == before["num_evaluations"]
+    assert after["last_evaluation_age_s"] > before["last_evaluation_age_s"]
+
+
+# --- 73: waits --------------------------------------------------------------------------------------------------------
+
+
+def test_73_vllm_32860_no_rank_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank does not come: the other says so at the deadline.  Wrong: a wait without one."""
+    for deadline_s, ends in ((1.0, True), (60.0, False)):
+        monkeypatch.setattr(parallel_harness, "COLLECTIVE_S", deadline_s)
+        with ParallelHarness(folder, **LAYOUTS["tp2"]) as harness:
+            alone = harness._threads[0].submit(lambda harness=harness: harness.schedulers[0].tick(0))  # type: ignore[misc]
+            time.sleep(3)
+            assert alone.done() is ends
+            if ends:
+                assert isinstance(alone.exception(), RankLostError) and "a rank is lost" in str(alone.exception())
+            else:
+                harness.schedulers[1].tick(0)
+                alone.result(10)
+
+
+# --- 74: two slots of an expert on one rank ---------------------------------------------------------------------------
+
+
+def test_74_deepseek_eplb_22_no_rank_has_an_expert_twice(folder: Path, judge: OneRank) -> None:
+    """The published algorithm plans such maps; ours do not, and one that is given is refused."""
+    layout = ExpertLayout(num_logical_experts=EXPERTS, num_physical_experts=EXPERTS + 4, num_ranks=2)
+    hot = np.array([[100.0, 1, 1, 1, 1, 1, 1, 1], [1.0, 1, 60, 1, 50, 1, 1, 1]])
+    theirs = make_plan("deepseek", hot, layout)
+    assert count_duplicates(theirs.physical_to_logical_LP, layout) > 0
+    for name in ("balanced", "min_move", "auto"):
+        current = make_plan("balanced", np.ones_like(hot), layout).physical_to_logical_LP
+        plan = make_plan(name, hot, layout, current)
+        assert count_duplicates(plan.physical_to_logical_LP, layout) == 0, name
+    with pytest.raises(MapError, match="twice"):
+        ExpertPlacement(theirs.location(), ep_rank=0, ep_size=2)
+    with ParallelHarness(folder, **LAYOUTS["tp2"], ep_num_redundant_experts=4) as harness:
+        refused = harness.control(EplbRebalanceReqInput, physical_to_logical_map=theirs.physical_to_logical_LP.tolist())
+        assert refused.status_code == 400 and "twice" in refused.message
+        assert len(theirs.physical_to_logical_LP) == LAYERS and objections(harness, judge) == []
