@@ -47,7 +47,7 @@ class RebalancePolicy:
     most_stall_s: float | None = 0.1
     expert_share: float = 0.5
     choices_per_expert: float = 8.0
-    deadline_s: float = 30.0
+    deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
