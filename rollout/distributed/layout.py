@@ -18,6 +18,8 @@ from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 
 MAX_TP_SIZE = 8
+MAX_RANKS = 64  # of a server
+MAX_RANKS_OF_A_MACHINE = 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class ParallelLayout:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.tp_size > MAX_TP_SIZE:
             raise StartupError(f"--tp-size must be at most {MAX_TP_SIZE}, got {self.tp_size}")
+        if self.world_size > MAX_RANKS:
+            raise StartupError(
+                f"--tp-size {self.tp_size} --dp-size {self.dp_size} are {self.world_size} ranks; a server runs at most "
+                f"{MAX_RANKS}"
+            )
         if self.tp_size % self.ep_size:
             raise StartupError(f"--ep-size {self.ep_size} does not divide --tp-size {self.tp_size}")
         if self.enable_dp_attention and self.tp_size % self.dp_size:
@@ -98,6 +105,11 @@ def layout_of(args: ServerArgs) -> ParallelLayout:
     layout = ParallelLayout(args.tp_size, args.dp_size, args.ep_size, args.enable_dp_attention)
     if layout.world_size % args.nnodes:
         raise StartupError(f"--nnodes {args.nnodes} does not divide the {layout.world_size} ranks")
+    if layout.world_size // args.nnodes > MAX_RANKS_OF_A_MACHINE:
+        raise StartupError(
+            f"--tp-size and --dp-size make {layout.world_size // args.nnodes} ranks on this machine; "
+            f"at most {MAX_RANKS_OF_A_MACHINE}"
+        )
     if args.nnodes > 1 and layout.num_replicas > 1:
         raise StartupError(
             "--dp-size without --enable-dp-attention runs independent engines on one machine: "

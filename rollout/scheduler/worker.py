@@ -7,6 +7,7 @@ when it is told to, when its parent or another rank is gone, or with an error th
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import json
@@ -18,9 +19,8 @@ import traceback
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rollout.core.errors import LockstepError, StartupError
+from rollout.core.errors import LockstepError
 from rollout.core.io_struct import SchedulerFailed
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import RankLostError
@@ -28,11 +28,12 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
 from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import ZmqChannel
+from rollout.scheduler.rendezvous import check_in, open_store
 
 PROGRESS_EVERY_S = 2.0
-JOIN_TIMEOUT_S = 300.0
 CONSEQUENCE_WAIT_S = 2.0  # before a rank speaks of another's end: whoever knows the reason speaks first
 _OUTPUT_KEY = "output_addr"
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -41,6 +42,8 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     config = json.loads(parser.parse_args().config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    if not _die_with_parent(config["parent_pid"]):
+        return 2
     args = ServerArgs(**config["server_args"])
     try:
         parallel, output_addr = _join(args, config)
@@ -66,6 +69,16 @@ def main() -> int:
     return status
 
 
+def _die_with_parent(parent_pid: int) -> bool:
+    """Where the system offers it, end at once when the parent ends, also while waiting for other ranks.
+
+    False if it has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent_pid
+
+
 class _LoadProgress:
     """A line every few seconds while weights are read; a load that is done before says nothing."""
 
@@ -83,28 +96,14 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str]:
     layout, rank = layout_of(args), config["rank"]
     if layout.world_size == 1:
         return Parallel(), config["output_addr"]
-    store = _store(config["rendezvous"], rank, layout.world_size)
+    store = open_store(config["rendezvous"], rank, layout.world_size)
+    check_in(store, args, rank)
     if rank == 0 and config["remote_output_addr"] is not None:
         store.set(_OUTPUT_KEY, config["remote_output_addr"])
     output_addr = config["output_addr"] or store.get(_OUTPUT_KEY).decode()
     weight_timeout_s = 2 * args.weight_update_timeout + COLLECTIVE_TIMEOUT_S
     loopback = args.nnodes == 1
     return join(layout, rank, store, weight_timeout_s=weight_timeout_s, loopback=loopback), output_addr
-
-
-def _store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
-    """A file for the ranks of one machine, else a listener of rank 0."""
-    timeout = datetime.timedelta(seconds=JOIN_TIMEOUT_S)
-    if not rendezvous.startswith("tcp://"):
-        store = dist.FileStore(rendezvous, world_size)
-        store.set_timeout(timeout)
-        return store
-    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
-    try:
-        return dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        reason = str(error).strip().split("\n", 1)[0][:200]
-        raise StartupError(f"--dist-init-addr {host}:{port}: {reason}") from error
 
 
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:

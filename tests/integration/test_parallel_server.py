@@ -156,6 +156,24 @@ def test_a_rank_that_dies_takes_the_server_down_with_the_reason(folder: Path, vi
         server.close()
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_ranks_end_with_their_server(folder: Path, ready: bool) -> None:
+    """Also while they still wait for each other."""
+    server = serve(folder, **TP2)
+    try:
+        if ready:
+            server.wait_ready()
+        deadline = time.monotonic() + 20
+        while len(pids := server.rank_pids()) < 2:
+            assert time.monotonic() < deadline
+        server.process.kill()
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline + 20, "a rank outlived its server"
+            time.sleep(0.05)
+    finally:
+        server.close()
+
+
 def test_a_signal_ends_all_ranks_in_order(folder: Path) -> None:
     server = serve(folder, **DP2)
     try:
