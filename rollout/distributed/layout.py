@@ -19,7 +19,6 @@ from rollout.core.server_args import ServerArgs
 
 MAX_TP_SIZE = 8
 MAX_RANKS = 64  # of a server
-MAX_RANKS_OF_A_MACHINE = 64
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,6 @@ def layout_of(args: ServerArgs) -> ParallelLayout:
     layout = ParallelLayout(args.tp_size, args.dp_size, args.ep_size, args.enable_dp_attention)
     if layout.world_size % args.nnodes:
         raise StartupError(f"--nnodes {args.nnodes} does not divide the {layout.world_size} ranks")
-    if layout.world_size // args.nnodes > MAX_RANKS_OF_A_MACHINE:
-        raise StartupError(
-            f"--tp-size and --dp-size make {layout.world_size // args.nnodes} ranks on this machine; "
-            f"at most {MAX_RANKS_OF_A_MACHINE}"
-        )
     if args.nnodes > 1 and layout.num_replicas > 1:
         raise StartupError(
             "--dp-size without --enable-dp-attention runs independent engines on one machine: "
