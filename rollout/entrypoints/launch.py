@@ -68,6 +68,7 @@ def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND)
     if args.return_routed_experts_by_default and not config.is_moe:
         raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
     layout = layout_of(args)
+    _remote_host(args)  # a name that nobody knows is refused before anything starts
     if args.node_rank > 0:
         with _private_folder() as folder:
             return asyncio.run(run_follower(args, layout, folder, worker_command))
@@ -286,10 +287,14 @@ async def _report_progress() -> None:
 
 
 def _remote_host(args: ServerArgs) -> str | None:
-    """The address of this machine that ranks on others know."""
+    """The address of machine 0 that ranks on others know.  Raises `StartupError`."""
     if args.nnodes == 1 or args.dist_init_addr is None:
         return None
-    return socket.gethostbyname(args.dist_init_addr.rpartition(":")[0].strip("[]"))
+    try:
+        return socket.gethostbyname(args.dist_init_addr.rpartition(":")[0].strip("[]"))
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StartupError(f"--dist-init-addr {args.dist_init_addr}: {reason}") from None
 
 
 def _url_host(host: str) -> str:

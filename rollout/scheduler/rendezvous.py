@@ -1,0 +1,78 @@
+"""Where the ranks of an engine meet, and whether they were started alike.
+
+    one machine        a file in the server's private folder
+    several machines   a listener of rank 0; every machine says with which settings it was started
+
+Knows addresses and settings.  Does not know groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+
+import torch.distributed as dist
+
+from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs
+
+JOIN_TIMEOUT_S = 300.0
+# What may differ from machine to machine: where things are, who is told, and what only rank 0 goes by.
+_OWN_SETTINGS = frozenset(
+    {
+        "model_path",
+        "tokenizer_path",
+        "served_model_name",
+        "host",
+        "port",
+        "allow_unauthenticated",
+        "node_rank",
+        "num_threads",
+        "weight_journal_dir",
+        "log_level",
+        "enable_metrics",
+    }
+)
+
+
+def open_store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
+    """`rendezvous`: the path of a file, or `tcp://HOST:PORT`.  Raises `StartupError`."""
+    timeout = datetime.timedelta(seconds=JOIN_TIMEOUT_S)
+    if not rendezvous.startswith("tcp://"):
+        store = dist.FileStore(rendezvous, world_size)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise StartupError(f"--dist-init-addr {host}:{port}: {reason}") from error
+
+
+def check_in(store: dist.Store, args: ServerArgs, rank: int) -> None:
+    """Wait for all machines of the engine; called by every rank before it joins a group.
+
+    Raises `StartupError`, on every machine, for settings that differ, and for a rank that has checked in already.
+    """
+    if args.nnodes == 1:
+        return
+    if store.add(f"rank {rank}", 1) > 1:
+        raise StartupError(f"rank {rank} is there already: give every machine a --node-rank of its own")
+    mine = {name: value for name, value in args.public_dict().items() if name not in _OWN_SETTINGS}
+    store.set(f"settings of machine {args.node_rank}", json.dumps(mine))
+    for machine in range(args.nnodes):
+        try:
+            theirs = json.loads(store.get(f"settings of machine {machine}"))
+        except RuntimeError:
+            waited = f"machine {machine} of {args.nnodes} did not come within {JOIN_TIMEOUT_S:g} s"
+            raise StartupError(f"{waited} (--dist-init-addr {args.dist_init_addr})") from None
+        for item in dataclasses.fields(args):
+            name = item.name
+            if name in mine and theirs.get(name) != mine[name]:
+                flag = "--" + name.replace("_", "-")
+                raise StartupError(
+                    f"{flag} is {mine[name]} on machine {args.node_rank} and {theirs.get(name)} on machine {machine}: "
+                    "start all machines of an engine alike"
+                )
