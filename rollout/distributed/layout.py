@@ -18,6 +18,7 @@ from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 
 MAX_TP_SIZE = 8
+MAX_RANKS = 64  # of a server
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ParallelLayout:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.tp_size > MAX_TP_SIZE:
             raise StartupError(f"--tp-size must be at most {MAX_TP_SIZE}, got {self.tp_size}")
+        if self.world_size > MAX_RANKS:
+            raise StartupError(
+                f"--tp-size {self.tp_size} --dp-size {self.dp_size} are {self.world_size} ranks; a server runs at most "
+                f"{MAX_RANKS}"
+            )
         if self.tp_size % self.ep_size:
             raise StartupError(f"--ep-size {self.ep_size} does not divide --tp-size {self.tp_size}")
         if self.enable_dp_attention and self.tp_size % self.dp_size:
