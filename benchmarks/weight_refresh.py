@@ -2,10 +2,12 @@
 
     tokens       a second, while buckets come and undisturbed, with the same requests running
     stall        of the step that commits, beside a memory copy of as many bytes
-    refresh      from begin to the end's answer, beside a gloo broadcast of the same buckets between two bare processes
+    refresh      from the sender's call to the last engine's answer, beside a gloo broadcast of the same bytes between
+                 two bare processes; with no request running, and with as many as in the first line
     peak memory  of the process that computes, beside the formula of docs/weight_sync.md
 
-The trainer is this process.  A refresh sends the weights that are served, so that requests run on as they were.
+The trainer is this process, with the `WeightSender` that trainers use.  A refresh sends the weights that are served, so
+that requests run on as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +34,13 @@ from safetensors.torch import load_file
 
 from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
+from rollout.client import RolloutClient
 from rollout.entrypoints.demo.processes import ChildProcess
 from weight_sync.bucket import pack, plan_buckets
-from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.process_group import GroupHandle, init_process_group
-from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.receivers.distributed import PIECE_BYTES
+from weight_sync.sender import WeightSender
+from weight_sync.tensor_meta import TensorMeta
 
 MODES = ("host", "device", "journal", "in_place")
 SHARE_WHILE_STAGING = 0.8
@@ -45,6 +49,9 @@ REFRESH_FACTOR = 1.5
 MEMORY_TOLERANCE = 0.1
 TIMEOUT_S = 300.0
 PROMPT_TOKENS = 32
+BUCKET_BYTES = 128 << 20
+SETTLE_S = 0.5
+"""Memory of a refresh goes back after its answer."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -56,7 +63,12 @@ class Plan:
     buckets: list[Named]
     num_bytes: int
     bucket_bytes: int  # of the largest
+    piece_bytes: int  # of the largest
     tensor_bytes: int  # of the largest
+
+    @property
+    def tensors(self) -> Named:
+        return [named for bucket in self.buckets for named in bucket]
 
     @classmethod
     def of(cls, folder: Path, bucket_bytes: int) -> Plan:
@@ -64,7 +76,8 @@ class Plan:
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         buckets = [[(meta.name, tensors[meta.name]) for meta in bucket] for bucket in plan_buckets(metas, bucket_bytes)]
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
-        return cls(buckets, sum(sizes), max(sizes), max(meta.nbytes for meta in metas))
+        largest = max(meta.nbytes for meta in metas)
+        return cls(buckets, sum(sizes), max(sizes), max(PIECE_BYTES, largest), largest)
 
 
 def run(
@@ -78,7 +91,7 @@ def run(
 ) -> list[dict]:
     """One table; returns its rows, a dict each.  `folder`: a checkpoint other than the shape's own."""
     folder = checkpoint(shape) if folder is None else folder
-    plan = Plan.of(folder, 128 << 20)
+    plan = Plan.of(folder, BUCKET_BYTES)
     copy_s = copy_seconds(plan.num_bytes, rounds)
     console.print(f"refresh, shape {shape}: {plan.num_bytes / 1e6:.0f} MB, bare broadcast")
     bare_s = broadcast_seconds(plan, rounds)
@@ -145,34 +158,37 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as http,
         ):
             wait_ready(server, http)
-            trainer = _Trainer(http)
+            trainer = _Trainer(http, plan)
             worker = worker_pid(server.pid)
-            trainer.refresh(plan, stated=False)  # first use of everything
-            memory = _peak_memory(worker, lambda: trainer.refresh(plan, stated=False))
-            quiet = [trainer.refresh(plan, stated=False) for _ in range(rounds)]
-            stated = [trainer.refresh(plan, stated=True) for _ in range(rounds)]
+            trainer.refresh(stated=False)  # first use of everything
+            time.sleep(SETTLE_S)
+            memory = _peak_memory(worker, lambda: trainer.refresh(stated=False))
+            quiet = [trainer.refresh(stated=False) for _ in range(rounds)]
+            stated = [trainer.refresh(stated=True) for _ in range(rounds)]
             with _requests(http, requests):
                 time.sleep(0.5)
                 undisturbed = statistics.median(trainer.tokens_per_second(0.5) for _ in range(rounds))
-                busy = [trainer.refresh(plan, stated=False) for _ in range(rounds)]
+                busy = [trainer.refresh(stated=False) for _ in range(rounds)]
             trainer.leave()
     held = mode in ("journal", "in_place")
+    received = plan.bucket_bytes if held else 2 * plan.piece_bytes
     beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
     return {
         "stall_s": statistics.median(one.stall_s for one in quiet),
         "refresh_s": statistics.median(one.seconds for one in quiet),
         "stated_s": statistics.median(one.seconds for one in stated),
+        "busy_s": statistics.median(one.seconds for one in busy),
         "tokens_s": undisturbed,
         "tokens_s_staging": statistics.median(one.tokens_s for one in busy),
         "memory": memory,
-        "memory_formula": plan.bucket_bytes + beside,
+        "memory_formula": received + beside,
         "steps_held": held,
     }
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """`tokens_s`: sampled between begin and end."""
+    """`tokens_s`: from the sender's call until the last bucket is there."""
 
     seconds: float
     stall_s: float
@@ -182,43 +198,33 @@ class Refreshed:
 class _Trainer:
     """Rank 0 of a group with the server."""
 
-    def __init__(self, http: httpx.Client) -> None:
+    def __init__(self, http: httpx.Client, plan: Plan) -> None:
         self._http = http
-        self._pool = ThreadPoolExecutor(1)
-        port = free_port()
-        self._name = f"refresh-{port}"
-        fields = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        joining = self._start("/init_weights_update_group", fields | {"group_name": self._name, "backend": "gloo"})
-        self._group = init_process_group("127.0.0.1", port, 0, 2, self._name, "gloo", TIMEOUT_S)
-        joining.result()
+        self._plan = plan
+        self._client = RolloutClient(str(http.base_url))
+        self._sender = WeightSender(self._client, timeout_s=TIMEOUT_S)
+        self._sender.connect()
 
     def leave(self) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": self._name})
-        self._group.destroy()
-        self._pool.shutdown()
+        self._sender.close()
+        self._client.close()
 
-    def refresh(self, plan: Plan, *, stated: bool) -> Refreshed:
+    def refresh(self, *, stated: bool) -> Refreshed:
         """`stated`: with a manifest of fingerprints, computed here and checked there."""
-        started = time.perf_counter()
-        manifest = [_entry(name, tensor) for bucket in plan.buckets for name, tensor in bucket] if stated else None
-        self._post("/begin_weight_update", {"manifest": manifest})
         tokens, since = self._num_generated(), time.perf_counter()
-        for bucket in plan.buckets:
-            call = self._start(
-                "/update_weights_from_distributed",
-                {
-                    "names": [name for name, _ in bucket],
-                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
-                    "shapes": [list(tensor.shape) for _, tensor in bucket],
-                    "group_name": self._name,
-                    "load_format": "flattened_bucket",
-                },
-            )
-            self._group.finish(self._group.start_broadcast(pack(bucket), TIMEOUT_S), time.monotonic() + TIMEOUT_S)
-            call.result()
-        rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
-        ended = self._post("/end_weight_update", {})
-        return Refreshed(time.perf_counter() - started, ended["stall_seconds"], rate)
+        rate = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal rate
+            if done == total:
+                rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
+
+        report = self._sender.refresh(
+            self._plan.tensors, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=progress
+        )
+        (engine,) = report.engines.values()
+        assert engine.stall_seconds is not None, "the engine has committed"
+        return Refreshed(report.seconds, engine.stall_seconds, rate)
 
     def tokens_per_second(self, seconds: float) -> float:
         tokens, since = self._num_generated(), time.perf_counter()
@@ -227,20 +233,6 @@ class _Trainer:
 
     def _num_generated(self) -> int:
         return self._http.get("/server_info").raise_for_status().json()["internal_states"][0]["num_generated_tokens"]
-
-    def _start(self, path: str, body: dict) -> Future[dict]:
-        return self._pool.submit(self._post, path, body)
-
-    def _post(self, path: str, body: dict) -> dict:
-        answer = self._http.post(path, json=body)
-        if answer.status_code != 200:
-            raise RuntimeError(f"{path}: {answer.text}")
-        return answer.json()
-
-
-def _entry(name: str, tensor: torch.Tensor) -> dict:
-    stated = fingerprint_hex(fingerprint(tensor))
-    return {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "fingerprint": stated}
 
 
 @contextmanager
@@ -287,7 +279,8 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     first = rows[0]
     title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
     table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
-    for name in ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "peak, MB"):
+    columns = ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "with requests")
+    for name in (*columns, "peak, MB"):
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
         share = row["tokens_s_staging"] / row["tokens_s"] if row["tokens_s"] else 0.0
@@ -298,6 +291,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             _factor(1e3 * row["stall_s"], 1e3 * row["copy_s"], STALL_FACTOR, ".1f"),
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
             f"{1e3 * row['stated_s']:.0f}",
+            f"{1e3 * row['busy_s']:.0f}",
             _factor(row["memory"] / 1e6, row["memory_formula"] / 1e6, 1 + MEMORY_TOLERANCE, ".0f"),
         )
     console.print(table)

@@ -13,11 +13,16 @@ Knows the order of things and whose turn it is.  Does not know what a verb does.
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
@@ -25,6 +30,23 @@ from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler, failure
 
 Answer = dict[str, Any]
+
+
+_NICENESS = 10
+
+
+def _stand_back() -> None:
+    """Steps go before what the I/O thread does.
+
+    On Linux niceness is a thread's own, and of the threads that it starts, among them those that receive.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _on_threads(count: int, call: Callable[[], Any]) -> Any:
+    """`count` threads for the operators of this one."""
+    torch.set_num_threads(count)
+    return call()
 
 
 @dataclass(frozen=True)
@@ -62,7 +84,8 @@ class WeightQueue:
         self._consensus = consensus
         self._finished = finished
         self._settle = settle
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io")
+        self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_stand_back)
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[ControlReqInput] = deque()
         self._job: Job | None = None
@@ -108,7 +131,10 @@ class WeightQueue:
             return
         self._scheduler.held = self._scheduler.held or job.holds_steps
         self._job = job
-        self._future = self._io.submit(self._consensus.run, job.io, votes=job.votes, take_back=job.take_back)
+        # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
+        count = 1 if self._scheduler.has_work else self._num_threads
+        io = functools.partial(_on_threads, count, job.io)
+        self._future = self._io.submit(self._consensus.run, io, votes=job.votes, take_back=job.take_back)
         self._future.add_done_callback(lambda _: self._wake())
 
     def _finish(self) -> None:
