@@ -175,10 +175,10 @@ class DecoderForCausalLM(Layer):
         self.config = config
         self.dtype = dtype
         self.parallel = parallel
-        self.local_kv_heads = kv_heads(config, parallel).length
         self.scatters_tokens = dispatcher.scatters_tokens and parallel.attn_tp.size > 1
         self.moe_layer_ids = config.moe_layer_ids
         self.model = Decoder(config, make_mlp, dtype, device, ops, parallel, dispatcher)
+        self.local_kv_heads = kv_heads(config, parallel).length
         embedding = self.model.embed_tokens
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
         self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, parallel.attn_tp, tied_to)

@@ -1,0 +1,234 @@
+"""Logical weights on several ranks: every rank holds its part, all of them read the whole, a refresh is one on all.
+
+A tensor that is read as a whole is a call of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from eplb.expert_location import ExpertLocationMetadata
+from rollout.distributed.communicator import Communicator
+from rollout.distributed.layout import ParallelLayout
+from rollout.distributed.parallel import Parallel
+from rollout.layers.ops.base import LayerOps
+from rollout.layers.ops.place import ShardPlace, ViewPlace
+from rollout.layers.ops.torch_ops import TorchOps
+from rollout.layers.shard import Shard, kv_heads, query_heads
+from rollout.models.weight_assembly import assemble_tensor
+from tests.kernels import native_ops
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank
+from tests.ranks import run_ranks
+from weight_sync.errors import CommitError, WeightSyncError
+from weight_sync.staging import StagingMode
+from weight_sync.staging_modes import new_staging
+from weight_sync.tensor_meta import Region, TensorMeta
+from weight_sync.transaction import WeightTransaction
+
+Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
+
+LAYOUTS: list[Sizes] = [(2, 1, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 2), (4, 1, 4)]
+OPS: dict[str, Callable[[], LayerOps]] = {"plain": TorchOps, "packed": native_ops}
+MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
+
+
+def layout_of(sizes: Sizes) -> ParallelLayout:
+    tp, dp, ep = sizes
+    return ParallelLayout(tp, dp, ep, enable_dp_attention=dp > 1)
+
+
+def located(slots: list[int]) -> ExpertLocationMetadata:
+    return ExpertLocationMetadata(torch.tensor([slots, slots[::-1]]), 8)
+
+
+REDUNDANT = located([7, 2, 5, 0, 3, 6, 1, 4, 2, 5, 7, 0])
+MOVED = located([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base = tmp_path_factory.mktemp("weights")
+    return (
+        tiny_checkpoint(base / "old", "moe_dense_first", 1),
+        tiny_checkpoint(base / "new", "moe_dense_first", 2),
+    )
+
+
+def engine(folder: Path, parallel: Parallel, ops: LayerOps | None = None) -> RankEngine:
+    dtype = torch.float32 if ops is not None else torch.float64
+    return RankEngine(folder, parallel, metadata=REDUNDANT, dtype=dtype, ops=ops)
+
+
+def holds(rank: RankEngine, content: dict[str, torch.Tensor]) -> bool:
+    """Whether every place has its part of `content`, and every tensor is read as it is there."""
+    weights, right = rank.model.weights, True
+    for name, tensor in content.items():
+        tensor = tensor.to(rank.model.dtype)
+        right &= torch.equal(weights.read(name), tensor)
+        for place in weights.places(name):
+            right &= torch.equal(place.read(), tensor if place.region is None else place.region.of(tensor))
+            right &= place.numel == place.read().numel()
+    return right
+
+
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_cold_load_fills_every_rank(folders: tuple[Path, Path], sizes: Sizes, layout: str) -> None:
+    content, ops = logical_tensors(folders[0]), OPS[layout]()
+
+    def work(parallel: Parallel) -> tuple[bool, int]:
+        rank = engine(folders[0], parallel, ops)
+        assert rank.model.weights.metas().keys() == content.keys()
+        return holds(rank, content), sum(place.numel for name in content for place in rank.model.weights.places(name))
+
+    found = run_ranks(layout_of(sizes), work)
+    assert all(right for right, _ in found)
+    assert max(size for _, size in found) < sum(tensor.numel() for tensor in content.values()) * 1.2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 2, 2), (4, 1, 4)])
+def test_a_refresh_is_one_on_all_ranks(folders: tuple[Path, Path], sizes: Sizes, mode: StagingMode) -> None:
+    new, expected = logical_tensors(folders[1]), one_rank(folders[1], MIXED)
+
+    def work(parallel: Parallel) -> tuple[bool, dict]:
+        rank = engine(folders[0], parallel)
+        weights, storages = rank.model.weights, [tensor.data_ptr() for tensor in rank.model.tensors()]
+        sent = {name: tensor.to(torch.float64) for name, tensor in new.items()}
+        transaction = WeightTransaction(weights, "v1", staging=new_staging(weights, mode))
+        for name in reversed(sent):
+            transaction.receive([(name, sent[name])])
+        staged = all(torch.equal(transaction.read_staged(name), tensor) for name, tensor in sent.items())
+        transaction.verify()
+        staged &= all(torch.equal(transaction.read_staged(name), tensor) for name, tensor in sent.items())
+        transaction.commit(parallel.world.all_agree)
+        assert storages == [tensor.data_ptr() for tensor in rank.model.tensors()]
+        return staged and holds(rank, new), rank.run(MIXED)
+
+    found = run_ranks(layout_of(sizes), work)
+    assert all(right for right, _ in found)
+    assert largest_difference([results for _, results in found], expected) < 1e-10
+
+
+@pytest.mark.parametrize("mode", ["host", "device", "journal"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 2, 2)])
+def test_a_lost_vote_puts_every_part_back(folders: tuple[Path, Path], sizes: Sizes, mode: StagingMode) -> None:
+    old, new = logical_tensors(folders[0]), logical_tensors(folders[1])
+
+    def work(parallel: Parallel) -> bool:
+        rank = engine(folders[0], parallel)
+        weights = rank.model.weights
+        transaction = WeightTransaction(weights, "v1", staging=new_staging(weights, mode))
+        transaction.receive([(name, tensor.to(torch.float64)) for name, tensor in new.items()])
+        transaction.verify()
+        with pytest.raises(CommitError) as failure:
+            transaction.commit(lambda mine: parallel.world.all_agree(mine and parallel.tp.rank != 1))
+        assert failure.value.restored
+        return holds(rank, old)
+
+    assert all(run_ranks(layout_of(sizes), work))
+
+
+def test_a_refresh_after_a_move_goes_where_experts_are_now(folders: tuple[Path, Path]) -> None:
+    new, expected = logical_tensors(folders[1]), one_rank(folders[1], MIXED)
+
+    def work(parallel: Parallel) -> tuple[bool, dict]:
+        rank = engine(folders[0], parallel)
+        rank.placement.adopt(MOVED)
+        for name, tensor in new.items():
+            rank.model.weights.write(name, tensor.to(torch.float64))
+        return holds(rank, new), rank.run(MIXED)
+
+    found = run_ranks(layout_of((4, 1, 4)), work)
+    assert all(right for right, _ in found)
+    assert largest_difference([results for _, results in found], expected) < 1e-10
+
+
+# --- parts and wholes -------------------------------------------------------------------------------------------------
+
+
+def assembled(parts: list[tuple[Region | None, float] | None]) -> list[torch.Tensor]:
+    """By rank, the whole [4, 6] of which rank r holds `parts[r]`: a region full of one number, or nothing."""
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        ranks: Communicator = parallel.weight_io
+        part, content = parts[ranks.rank], None
+        if part is not None:
+            region, value = part
+            whole = torch.full((4, 6), value, dtype=torch.bfloat16)
+            content = whole if region is None else region.of(whole)
+        meta = TensorMeta("w", torch.bfloat16, (4, 6))
+        return assemble_tensor(meta, None if part is None else part[0], content, ranks)
+
+    return run_ranks(ParallelLayout(len(parts)), work)
+
+
+def test_a_whole_from_parts_the_first_holder_of_each_counting() -> None:
+    left, right = Region(1, 0, 4), Region(1, 4, 2)
+    for found in assembled([None, (right, 2.0), (left, 1.0), (right, 9.0)]):
+        assert found.tolist() == [[1, 1, 1, 1, 2, 2]] * 4
+    for found in assembled([(left, 1.0), (None, 3.0), None]):
+        assert found.tolist() == [[3] * 6] * 4
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [None, None],
+        [(Region(0, 0, 3), 1.0), None],
+        [(Region(0, 1, 3), 1.0), (Region(0, 1, 3), 1.0)],
+        [(Region(0, 0, 2), 1.0), (Region(0, 1, 3), 1.0)],
+        [(Region(0, 0, 4), 1.0), (Region(1, 0, 2), 1.0)],
+    ],
+)
+def test_a_part_that_no_rank_holds_is_an_error_on_all(parts: list) -> None:
+    with pytest.raises(WeightSyncError, match="w: "):
+        assembled(parts)
+
+
+def test_a_shard_takes_its_part_of_the_whole_and_gives_it_back() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    for dim, start, length in ((0, 1, 2), (1, 4, 2)):
+        storage = torch.zeros(whole.narrow(dim, start, length).shape)
+        place = ShardPlace(ViewPlace(storage), dim, start, length)
+        place.write(whole)
+        assert torch.equal(storage, whole.narrow(dim, start, length))
+        elsewhere = place.over(torch.zeros_like(storage))
+        elsewhere.put_back(place.read())
+        assert torch.equal(elsewhere.read(), storage)
+        assert (elsewhere.numel, elsewhere.region) == (storage.numel(), Region(dim, start, length))
+        assert place.storage is storage
+
+
+# --- who has which heads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(8, 8), (8, 4), (8, 2), (8, 1), (16, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_rank_has_the_key_value_heads_that_its_queries_read(heads: int, kv: int, ranks: int) -> None:
+    class Config:
+        num_attention_heads, num_key_value_heads = heads, kv
+
+    layout = ParallelLayout(ranks)
+    seen = []
+    for rank in range(ranks):
+        parallel = Parallel(layout, layout.position(rank))
+        queries, keys = query_heads(Config, parallel), kv_heads(Config, parallel)  # type: ignore[arg-type]
+        per_key = queries.length // keys.length
+        for local in range(queries.length):
+            assert (queries.start + local) // (heads // kv) == keys.start + local // per_key
+        seen += range(queries.start, queries.start + queries.length)
+    assert seen == list(range(heads))
+
+
+def test_shards_cover_everything() -> None:
+    for total, parts in ((320, 3), (7, 4), (4, 4)):
+        shards = [Shard.even(total, rank, parts) for rank in range(parts)]
+        assert [shard.start for shard in shards] == [sum(s.length for s in shards[:i]) for i in range(parts)]
+        assert sum(shard.length for shard in shards) == total
+    assert Shard(8, 2, 3).times(4) == Shard(32, 8, 12)
