@@ -1,6 +1,7 @@
 """Several ranks against one: throughput of the layouts, collectives counted, and what recording routes costs them.
 
-    layouts   decode and prefill, all engines alive and taking turns in random order; the others wait for a message
+    layouts   decode and prefill, all engines alive and taking turns in random order; the others wait for a message.
+              Beside it: how long a bare all-gather takes between the ranks of one of them
     counts    of one decode step and one prefill step, on every rank, beside the formula
     routes    with scattered tokens: not recorded, gathered once a forward, gathered once a layer
 
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.bar_chart import Bars, write_svg
 from benchmarks.parallel_collectives import Engine
-from benchmarks.parallel_ranks import RankProcesses, Routes, StepTaken, Work
+from benchmarks.parallel_ranks import BARE_BYTES, RankProcesses, Routes, StepTaken, Work
 from benchmarks.parallel_steps import decode_rate, decode_seconds, differences, prefill_rate
 from benchmarks.shapes import SHAPES, checkpoint
 from rollout.core.model_config import load_model_config
@@ -44,13 +45,14 @@ ROUTES: dict[str, Routes] = {
     "a gather per layer": "per_layer",
     "returned": "returned",
 }
-COLLECTIVES = ("broadcast", "all_gather", "all_to_all")
+COLLECTIVES = {"broadcast": "bcast", "all_gather": "gather", "all_to_all": "a2a"}
 PROMPT_TOKENS = 128
 CHUNK = 512
 PREFILL_TOKENS = 2 * CHUNK  # of each of two prompts
 DECODE_STEPS = 32
 POOL_TOKENS = 20480
 BATCHES = (8, 32)
+BARE_GATHERS = 500
 ROUTES_BATCH = 32
 ROUTES_FACTOR = 2  # small differences take more rounds
 MOST_COST = 0.05
@@ -66,10 +68,14 @@ def run(shape: str, rounds: int, console: Console, svg: Path | None) -> list[dic
             console.print(f"several ranks, shape {shape}: starting {name}")
             engines[name] = stack.enter_context(start(folder, **settings))
         layouts = measure_layouts(engines, vocab_size, rounds, console)
+        bare_s = bare_gather_seconds(engines[SCATTERED])
         counts = [row for name, engine in engines.items() for row in count_collectives(name, engine, vocab_size)]
         routes = measure_routes(engines[SCATTERED], vocab_size, ROUTES_FACTOR * rounds, console)
-    rows = [{"shape": shape, "table": table} | row for table, part in _named(layouts, counts, routes) for row in part]
-    console.print(_layout_table(shape, layouts, rounds), _count_table(shape, counts), _route_table(shape, routes))
+    parts = {"layouts": layouts, "collectives": counts, "routes": routes, "bare": [{"all_gather_s": bare_s}]}
+    rows = [{"shape": shape, "table": table} | row for table, part in parts.items() for row in part]
+    console.print(_layout_table(shape, layouts, rounds))
+    console.print(f"an all-gather of {BARE_BYTES} bytes between two ranks: {1e3 * bare_s:.2f} ms")
+    console.print(_count_table(shape, counts), _route_table(shape, routes))
     for line in (line for row in counts for line in row["differences"]):
         console.print(f"[red]{line}[/red]")
     if svg is not None:
@@ -122,6 +128,12 @@ def measure_layouts(engines: dict[str, RankProcesses], vocab_size: int, rounds: 
         | {"against_one": {column: medians[name, column] / medians[first, column] for column in columns}}
         for name in engines
     ]
+
+
+def bare_gather_seconds(processes: RankProcesses) -> float:
+    """Median of the rank that waits longer."""
+    by_rank = processes.run(Work(prompts=[], new_tokens=0, bare_gathers=BARE_GATHERS))
+    return max(median(step.seconds for step in steps) for steps in by_rank)
 
 
 def count_collectives(name: str, processes: RankProcesses, vocab_size: int) -> list[dict]:
@@ -191,10 +203,6 @@ def measure_routes(processes: RankProcesses, vocab_size: int, rounds: int, conso
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def _named(layouts: list[dict], counts: list[dict], routes: list[dict]) -> list[tuple[str, list[dict]]]:
-    return [("layouts", layouts), ("collectives", counts), ("routes", routes)]
-
-
 def _layout_table(shape: str, rows: list[dict], rounds: int) -> Table:
     table = Table(
         title=f"Shape {shape}, several ranks on one machine: tokens/s and share of one rank's, bf16, {rounds} rounds"
@@ -210,11 +218,12 @@ def _layout_table(shape: str, rows: list[dict], rounds: int) -> Table:
 
 def _count_table(shape: str, rows: list[dict]) -> Table:
     table = Table(title=f"Shape {shape}: collectives of one step, calls of a rank, bytes that all ranks send")
-    for column in ("layout", "step", *COLLECTIVES, "kB", "by formula"):
-        table.add_column(column, justify="left" if column in ("layout", "step") else "right")
+    for column in ("layout", "step", *COLLECTIVES.values(), "kB", "formula"):
+        left = column in ("layout", "step")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         calls = (str(row["calls"].get(name, 0)) for name in COLLECTIVES)
-        verdict = "[red]not the same[/red]" if row["differences"] else "the same"
+        verdict = "[red]other[/red]" if row["differences"] else "same"
         table.add_row(row["layout"], row["step"], *calls, f"{row['num_bytes'] / 1e3:.1f}", verdict)
     return table
 

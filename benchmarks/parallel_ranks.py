@@ -43,6 +43,7 @@ from rollout.scheduler.channel import LocalChannel
 START_S = 300.0
 WORK_S = 600.0
 END_S = 10.0
+BARE_BYTES = 4096
 
 
 # per_layer: recorded, and where ranks have slices of the tokens, gathered in every MoE layer
@@ -56,6 +57,7 @@ class Work(msgspec.Struct):
     new_tokens: int
     routes: Routes = "off"
     counts: bool = False  # count collectives; a step is a little slower
+    bare_gathers: int = 0  # instead: as many all-gathers of `BARE_BYTES`, with a little work before each
 
 
 class StepTaken(msgspec.Struct):
@@ -116,6 +118,8 @@ class RankDriver:
 
     def run(self, work: Work) -> list[StepTaken]:
         """The steps, in order."""
+        if work.bare_gathers:
+            return [StepTaken(self._bare_gather(), 0, 0, 0) for _ in range(work.bare_gathers)]
         self._set_recording(work.routes)
         self._post(work)
         steps = []
@@ -133,6 +137,16 @@ class RankDriver:
         if routes == "per_layer":
             runner._capturer = gather = GatherPerLayer(self._capturer, runner, lambda: self._batch)  # type: ignore
             runner._routes = lambda num_tokens: gather.finish_step()  # type: ignore[method-assign]
+
+    def _bare_gather(self) -> float:
+        """Seconds of one, as between two operators: memory and caches are in use."""
+        matrix = torch.ones(256, 256)
+        for _ in range(4):
+            matrix = matrix @ matrix.T / 256
+        mine = torch.zeros(BARE_BYTES, dtype=torch.uint8)
+        start = time.perf_counter()
+        self.parallel.tp.all_gather(mine)
+        return time.perf_counter() - start
 
     def _post(self, work: Work) -> None:
         place = self.parallel.position

@@ -12,9 +12,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import capture, delta, eplb_planners, memory, parallel, scaling, throughput, weight_refresh
+from benchmarks import (
+    capture,
+    delta,
+    eplb_planners,
+    memory,
+    parallel,
+    parallel_stalls,
+    scaling,
+    throughput,
+    weight_refresh,
+)
 
-PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners", "parallel")
+PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners", "parallel", "stalls")
 
 
 def main() -> None:
@@ -43,6 +53,8 @@ def main() -> None:
         if "parallel" in args.only:
             svg = None if args.svg is None else args.svg / f"parallel_{shape}.svg"
             rows += parallel.run(shape, args.rounds, console, svg)
+        if "stalls" in args.only:
+            rows += parallel_stalls.run(shape, args.rounds, console)
         if "memory" in args.only:
             rows += memory.run(shape, console)
         if "refresh" in args.only:
