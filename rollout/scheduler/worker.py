@@ -47,7 +47,7 @@ def main() -> int:
     try:
         parallel, output_addr = _join(args, config)
     except LockstepError as error:
-        print(f"lockstep: rank {config['rank']}: {error}", file=sys.stderr, flush=True)
+        _say_why(config, error)
         return 1
     channel = ZmqChannel(config["input_addr"], output_addr)
     try:
@@ -66,6 +66,16 @@ def main() -> int:
         status = 1
     channel.close()
     return status
+
+
+def _say_why(config: dict[str, Any], error: LockstepError) -> None:
+    """To the main process, if it is on this machine, else to whoever looks."""
+    if config["output_addr"] is None:
+        print(f"lockstep: rank {config['rank']}: {error}", file=sys.stderr, flush=True)
+        return
+    channel = ZmqChannel(None, config["output_addr"])
+    channel.send(SchedulerFailed(message=str(error)))
+    channel.close()
 
 
 def _die_with_parent(parent_pid: int) -> bool:
