@@ -175,6 +175,7 @@ class DecoderForCausalLM(Layer):
         self.config = config
         self.dtype = dtype
         self.parallel = parallel
+        self.dispatcher = dispatcher
         self.scatters_tokens = dispatcher.scatters_tokens and parallel.attn_tp.size > 1
         self.moe_layer_ids = config.moe_layer_ids
         self.model = Decoder(config, make_mlp, dtype, device, ops, parallel, dispatcher)

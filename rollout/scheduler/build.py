@@ -148,6 +148,7 @@ def build_scheduler(
             "sampling": sampler.batch_invariant,
         },
         kernels.reason or f"no compiled operator for {dtype} with heads of {config.head_dim}",
+        model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
     memory = MemoryControl(scheduler, weights, updater, saver, keeps_copy=args.enable_weights_cpu_backup)

@@ -134,7 +134,8 @@ class WeightQueue:
         # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
-        self._future = self._io.submit(self._consensus.run, io, votes=job.votes, take_back=job.take_back)
+        run = functools.partial(self._consensus.run, io, votes=job.votes, take_back=job.take_back)
+        self._future = self._io.submit(run)
         self._future.add_done_callback(lambda _: self._wake())
 
     def _finish(self) -> None:

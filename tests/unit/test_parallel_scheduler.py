@@ -133,3 +133,24 @@ def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path
     routes = np.concatenate([result.routes for result in expected["greedy"]])
     want = [np.bincount(routes[:, layer].ravel(), minlength=8) for layer in range(routes.shape[1])]
     assert np.array_equal(counts, np.stack(want))
+
+
+@pytest.mark.parametrize(
+    ("settings", "holds"),
+    [
+        ({"tp_size": 2}, True),
+        ({"tp_size": 2, "ep_size": 2}, True),
+        ({"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2}, False),
+        (LAYOUTS["dp2 all-to-all"] | {"ep_num_redundant_experts": 2}, True),
+    ],
+)
+def test_where_bits_depend_on_the_batch_it_is_said(folder: Path, settings: dict[str, Any], holds: bool) -> None:
+    """Compiled float32 operators: alone and among others a token has the same bits, or the engine says why not."""
+    with ParallelHarness(folder, dtype="float32", **settings) as harness:
+        state = harness.control(GetStateReqInput).data
+        assert state["batch_invariant"] is holds and bool(state["batch_invariance_note"]) is not holds
+        if holds:
+            together = harness.generate(PROMPTS, GREEDY)
+            assert harness.control(FlushCacheReqInput).success
+            alone = [harness.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+            assert [result.logprobs for result in alone] == [result.logprobs for result in together]

@@ -42,6 +42,13 @@ class Dispatcher(ABC):
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
         """Before the layers of each forward: how many tokens each rank of the engine brings to `dispatch`."""
 
+    def order_of_sums(self, has_replicas: bool) -> str | None:
+        """Why the order in which a token's expert outputs are added depends on its batch; None where it does not.
+
+        `has_replicas`: an expert may be in several slots.
+        """
+        return None
+
     @abstractmethod
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

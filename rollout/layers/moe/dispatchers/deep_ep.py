@@ -198,6 +198,9 @@ class DeepEpDispatcher(Dispatcher):
         self._max_tokens = shape.max_tokens_per_rank
         self._needs_cleaning = False
 
+    def order_of_sums(self, has_replicas: bool) -> str | None:
+        return "the size of a step picks the mode of deep_ep, and modes add in different orders"
+
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         """Low-latency mode for steps in which no rank brings more tokens than it takes.
 

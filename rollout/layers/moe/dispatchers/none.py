@@ -34,6 +34,11 @@ class AllTokensDispatcher(Dispatcher):
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         self._tokens_by_rank = list(tokens_by_rank)
 
+    def order_of_sums(self, has_replicas: bool) -> str | None:
+        if not has_replicas:
+            return None
+        return "expert outputs are added rank by rank, and a token's row in the batch picks among replicas on ranks"
+
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> DispatchOutput:
