@@ -6,7 +6,6 @@ Each is a context: the engine is as it was after it.  Knows the engine's inner p
 from __future__ import annotations
 
 import resource
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,6 +24,8 @@ from weight_sync.updater import WeightUpdater
 
 _STAGINGS = {"host": ShadowStaging, "device": ShadowStaging, "journal": JournalStaging, "in_place": InPlaceStaging}
 BUCKETS = ("first", "middle", "last")
+_VOTES = {"verify": "_vote", "commit": "_commit_vote"}
+"""On what came, and on what was written."""
 
 
 class Injected(RuntimeError):
@@ -64,18 +65,16 @@ def restore_raising(engine: Engine, point: str) -> Any:
 
 def vote_lost(engine: Engine, point: str) -> AbstractContextManager[Any]:
     """Another rank is not well."""
-    return mock.patch.object(engine.updater, "_vote", lambda mine: False if _voting_at(point) else mine)
+    return mock.patch.object(engine.updater, _VOTES[point], lambda mine: False)
 
 
 def vote_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
     """Another rank does not answer."""
 
     def vote(mine: bool) -> bool:
-        if _voting_at(point):
-            raise TimeoutError("a rank did not vote")
-        return mine
+        raise TimeoutError("a rank did not vote")
 
-    return mock.patch.object(engine.updater, "_vote", vote)
+    return mock.patch.object(engine.updater, _VOTES[point], vote)
 
 
 def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
@@ -127,11 +126,6 @@ def _vanishing(receive: Callable[..., Any], folder_of: Callable[[Any], Path]) ->
             yield bucket
 
     return wrong
-
-
-def _voting_at(point: str) -> bool:
-    """The vote on what came is taken on the I/O thread, the vote on what was written on the thread that runs steps."""
-    return (threading.current_thread() is threading.main_thread()) == (point == "commit")
 
 
 def _nth_write(engine: Engine, point: str) -> int:
