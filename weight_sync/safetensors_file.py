@@ -22,25 +22,11 @@ from typing import Any, BinaryIO
 import torch
 
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
-from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name
 from weight_sync.wire import parse_meta
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
 _LENGTH = struct.Struct("<Q")
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)

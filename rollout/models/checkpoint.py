@@ -16,25 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.core.errors import StartupError
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta
 
 INDEX_FILE = "model.safetensors.index.json"
 MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -125,9 +110,9 @@ def _read_header(path: Path) -> Shard:
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from None
     for name, dtype, _ in described:
-        if dtype not in _SAFETENSORS_DTYPES:
+        if dtype not in SAFETENSORS_DTYPES:
             raise StartupError(f"{path}: {name} has dtype {dtype}, which is not supported")
-    return Shard(path, tuple(TensorMeta(name, _SAFETENSORS_DTYPES[dtype], shape) for name, dtype, shape in described))
+    return Shard(path, tuple(TensorMeta(name, SAFETENSORS_DTYPES[dtype], shape) for name, dtype, shape in described))
 
 
 def _unreadable(path: Path, error: Exception) -> StartupError:

@@ -31,24 +31,10 @@ from weight_sync.stored_tensors import (
     name_tensor,
     read_each,
 )
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta
 
 MAX_HEADER_BYTES = 16 << 20
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class SafetensorsSource:
@@ -144,12 +130,14 @@ def _extent(name: str, entry: Any) -> tuple[int, int]:
 
 def _tensor(storage: Storage, begin: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape = entry.get("dtype"), entry.get("shape")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise WeightRequestError(f"safetensors: {name[:200]!r} has dtype {str(dtype)[:64]!r}; known: {list(_DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
+        raise WeightRequestError(
+            f"safetensors: {name[:200]!r} has dtype {str(dtype)[:64]!r}; known: {list(SAFETENSORS_DTYPES)}"
+        )
     if not isinstance(shape, list):
         raise WeightRequestError(f"safetensors: {name[:200]!r} has no shape")
     start, stop = entry["data_offsets"]
-    tensor = name_tensor(name, contiguous_place(storage, _DTYPES[dtype], shape, begin + start))
+    tensor = name_tensor(name, contiguous_place(storage, SAFETENSORS_DTYPES[dtype], shape, begin + start))
     if tensor.meta.nbytes != stop - start:
         raise WeightRequestError(f"safetensors: {name!r} has {tensor.meta.nbytes} bytes, its place {stop - start}")
     return tensor
