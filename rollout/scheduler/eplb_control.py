@@ -39,6 +39,8 @@ from rollout.scheduler.eplb_loads import EplbLoads
 from rollout.scheduler.rank_consensus import PeerRankError
 from rollout.scheduler.scheduler import Scheduler, failure
 
+_OVERDUE = 10  # looks that may be missed, as while a weight update is open, before the engine is not well
+
 
 class _Planned(msgspec.Struct):
     """What rank 0 found: a decision, or an error and its status."""
@@ -89,7 +91,15 @@ class EplbControl:
 
     def status(self) -> dict[str, Any]:
         """Plain values for metrics and health."""
-        return self._manager.status() | {"counts_loads": self._loads is not None}
+        status = self._manager.status()
+        return status | {"counts_loads": self._loads is not None, "stuck": status["stuck"] or self._overdue()}
+
+    def _overdue(self) -> str | None:
+        """Steps run, and nobody looks."""
+        every = self._manager.policy.every_steps
+        if self._loads is None or self._loads.num_unseen_passes <= _OVERDUE * every:
+            return None
+        return f"the balance of ranks was not looked at for {self._loads.num_unseen_passes} steps, due every {every}"
 
     # --- a look ---------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,11 @@ class EplbLoads:
         """Since the last look, or since the last one was put off."""
         return self._counter.num_passes - self._postponed_at
 
+    @property
+    def num_unseen_passes(self) -> int:
+        """Since anybody looked, for a rebalance or a refresh, put off or not."""
+        return self._counter.num_passes
+
     def postpone(self) -> None:
         """Passes are counted anew; the tokens stay."""
         self._postponed_at = self._counter.num_passes

@@ -427,3 +427,17 @@ def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, na
     assert [tensor.data_ptr() for tensor in slots.read(1, 2)] == addresses
     assert all(map(torch.equal, [*content(1), *content(3)], [*neighbours[0], *neighbours[1]]))
     assert [tensor.nbytes for tensor in slots.read(0, 0)] == list(slots.part_bytes)
+
+
+def test_looks_that_are_missed_show_in_the_state(folder: Path) -> None:
+    """A weight update that is open whenever a look is due puts it off; ten times is too often."""
+    settings = TWO | {"enable_eplb": True, "eplb_rebalance_num_iterations": 2}
+    with ParallelHarness(folder, **settings) as harness:
+        assert harness.control(BeginWeightUpdateReqInput, weight_version="v1").success
+        harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
+        assert harness.control(GetStateReqInput).data["eplb"]["stuck"] is None
+        harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
+        assert "was not looked at" in harness.control(GetStateReqInput).data["eplb"]["stuck"]
+        assert harness.control(AbortWeightUpdateReqInput).success
+        harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
+        assert harness.control(GetStateReqInput).data["eplb"]["stuck"] is None
