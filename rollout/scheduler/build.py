@@ -191,6 +191,7 @@ def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
         "--init-expert-location": args.init_expert_location != TRIVIAL,
         "--ep-num-redundant-experts": args.ep_num_redundant_experts > 0,
         "--expert-distribution-recorder-mode": args.expert_distribution_recorder_mode is not None,
+        "--enable-eplb": args.enable_eplb,
         "--ep-size": args.ep_size > 1,
         "--moe-a2a-backend": args.moe_a2a_backend != "none",
     }

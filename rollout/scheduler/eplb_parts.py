@@ -13,7 +13,6 @@ from eplb.load_counter import LoadCounter
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
 from eplb.transfer import ExpertTransfer
-from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
@@ -34,12 +33,10 @@ def rebalance_policy(args: ServerArgs) -> RebalancePolicy:
 
 
 def start_counting(args: ServerArgs, runner: ModelRunner, parallel: Parallel) -> EplbLoads | None:
-    """Loads from the first step on; None without `--enable-eplb`.  Raises `StartupError` for a dense model."""
+    """Loads from the first step on; None without `--enable-eplb`."""
     if not args.enable_eplb:
         return None
     config = runner.state.model.config
-    if not config.is_moe:
-        raise StartupError(f"{config.architecture} has no experts: start without --enable-eplb")
     sizes = len(config.moe_layer_ids), config.num_experts
     runner.load_counter = LoadCounter(*sizes)
     return EplbLoads(runner.load_counter, LoadHistory(*sizes), parallel.attn_dp)
