@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from tests.logical_weights_fake import FakeWeights
+from weight_sync.checker import live_fingerprints
 from weight_sync.errors import WeightSyncError
+from weight_sync.fingerprint import fingerprint_hex
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -119,7 +121,9 @@ class _Server:
         if verb == "receive_distributed":
             version = arguments.pop("weight_version", None)
             return self.updater.receive(self.updater.distributed_source(**arguments), version)
-        if verb in ("status", "checksums", "content_digest", "abort", "destroy_group"):
+        if verb == "checksums":
+            return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
+        if verb in ("status", "content_digest", "abort", "destroy_group"):
             return getattr(self.updater, verb)(**arguments)
         raise ValueError(verb)
 

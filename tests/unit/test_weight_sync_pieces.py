@@ -1,0 +1,216 @@
+"""A bucket that is received in pieces: the same tensors, whatever is wrong with one piece, and memory that is kept.
+
+The group is one whose broadcasts arrive at once, as `PlayedGroup` of the fault matrix; gloo itself is met in the
+integration tests of the sender.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.logical_weights_fake import FakeWeights, version
+from weight_sync.bucket import cut_pieces, pack
+from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
+from weight_sync.process_group import GroupHandle
+from weight_sync.receivers import distributed
+from weight_sync.receivers.base import deliver
+from weight_sync.receivers.distributed import PIECES, DistributedSource, ReceiveMemory
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.updater import WeightUpdater
+
+PIECE = 64  # bytes: a few tensors of the small model
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "PIECE_BYTES", PIECE)
+
+
+class Messages(GroupHandle):
+    """Plays `messages`; None: the peer is gone.  `posted` counts the broadcasts that were taken part in."""
+
+    def __init__(self, messages: list[torch.Tensor | None]) -> None:
+        super().__init__("played", rank=1, world_size=2, backend="gloo", timeout_s=1.0, process_group=None)
+        self.messages = messages
+        self.posted = self.finished = 0
+        self.ahead = 0
+
+    def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> Any:
+        message = self.messages[self.posted]
+        self.posted += 1
+        self.ahead = max(self.ahead, self.posted - self.finished)
+        if message is None:
+            self.broken = True
+            raise TransportError("the peer is gone")
+        tensor[: message.numel()].copy_(message)
+        return None
+
+    def finish(self, work: Any, deadline: float) -> None:
+        self.finished += 1
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+    named = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    return [[(meta.name, tensors[meta.name]) for meta in piece] for piece in cut_pieces(metas, PIECE)]
+
+
+def source_of(tensors: dict[str, torch.Tensor], group: GroupHandle, **options: Any) -> DistributedSource:
+    named = [item for piece in cut(tensors) for item in piece]
+    lists = (
+        [name for name, _ in named],
+        [dtype_name(tensor.dtype) for _, tensor in named],
+        [list(tensor.shape) for _, tensor in named],
+    )
+    left: list[bool] = []
+    return DistributedSource(
+        lists, PIECES, join=lambda: group, leave=lambda: left.append(True), device="cpu", timeout_s=5.0, **options
+    )
+
+
+def messages_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    return [pack(piece) for piece in cut(tensors)]
+
+
+def updater_of(weights: FakeWeights, mode: Any = "host") -> WeightUpdater:
+    return WeightUpdater(weights, device="cpu", timeout_s=5.0, vote=lambda mine: mine, staging=mode)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [5, 5], [64], [65], [30, 30, 30], [200, 1, 63, 1, 64]])
+def test_pieces_keep_the_order_and_the_limit(sizes: list[int]) -> None:
+    metas = [TensorMeta(f"t{i}", torch.uint8, (size,)) for i, size in enumerate(sizes)]
+    pieces = cut_pieces(metas, PIECE)
+    assert list(itertools.chain.from_iterable(pieces)) == metas
+    assert all(len(piece) == 1 or sum(meta.nbytes for meta in piece) <= PIECE for piece in pieces)
+    both = [sum(meta.nbytes for meta in (*one, other[0])) for one, other in itertools.pairwise(pieces)]
+    assert all(num_bytes > PIECE for num_bytes in both)
+
+
+@pytest.mark.parametrize("mode", ["host", "device", "journal", "in_place"])
+def test_a_refresh_in_pieces(mode: str) -> None:
+    weights, sent = FakeWeights(0), version(1)
+    group = Messages(messages_of(sent))
+    assert len(group.messages) > 3
+    updater = updater_of(weights, mode)
+    updater.begin("v1")
+    updater.receive(source_of(sent, group, whole=updater.holds_steps))
+    updater.verify()
+    updater.commit()
+    assert weights.snapshot() == FakeWeights(1).snapshot()
+    assert group.posted == group.finished == len(group.messages)
+    assert group.ahead == 2  # the next one is on its way while a piece is looked at, and no more
+
+
+@pytest.mark.parametrize("wrong", ["short", "long"])
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_a_piece_of_another_length_is_refused_and_the_rest_taken(wrong: str, at: int) -> None:
+    weights, sent = FakeWeights(0), version(1)
+    before = weights.snapshot()
+    messages = messages_of(sent)
+    piece = messages[at]
+    assert piece is not None
+    messages[at] = piece[:-2] if wrong == "short" else torch.cat((piece, piece[:2]))
+    group = Messages(messages)
+    updater = updater_of(weights)
+    updater.begin("v1")
+    with pytest.raises(ContentError, match=f"piece .*the message is {wrong}er"):
+        updater.receive(source_of(sent, group))
+    assert group.finished == len(messages) and not group.broken
+    assert weights.snapshot() == before
+    with pytest.raises(TransactionStateError):
+        updater.verify()
+
+
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_a_value_that_is_refused_leaves_nobody_waiting(at: int) -> None:
+    weights, sent = FakeWeights(0), version(1)
+    before = weights.snapshot()
+    name, _ = cut(sent)[at][0]
+    sent[name].view(-1)[0] = float("nan")
+    group = Messages(messages_of(sent))
+    updater = updater_of(weights)
+    updater.begin("v1")
+    with pytest.raises(ContentError, match="not finite"):
+        updater.receive(source_of(sent, group))
+    assert group.finished == len(group.messages)
+    assert weights.snapshot() == before
+
+
+@pytest.mark.parametrize("mode", ["journal", "in_place"])
+def test_where_steps_are_held_all_is_checked_before_any_is_written(mode: str) -> None:
+    weights, sent = FakeWeights(0), version(1)
+    before = weights.snapshot()
+    name, _ = cut(sent)[-1][-1]
+    sent[name].view(-1)[0] = float("nan")
+    updater = updater_of(weights, mode)
+    updater.begin("v1")
+    with pytest.raises(ContentError):
+        updater.receive(source_of(sent, Messages(messages_of(sent)), whole=updater.holds_steps))
+    assert weights.snapshot() == before and updater.torn is None
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_peer_that_goes_away_between_pieces(at: int) -> None:
+    weights, sent = FakeWeights(0), version(1)
+    before = weights.snapshot()
+    messages = messages_of(sent)
+    messages[at] = None
+    memory = ReceiveMemory()
+    updater = updater_of(weights)
+    updater.begin("v1")
+    with pytest.raises(TransportError, match="the peer is gone"):
+        updater.receive(source_of(sent, Messages(messages), memory=memory))
+    assert weights.snapshot() == before
+    assert not memory._areas, "a broadcast that was given up may still write into it"
+
+
+def test_memory_is_kept_from_call_to_call() -> None:
+    memory, sent = ReceiveMemory(), version(1)
+    places = []
+    for _ in range(3):
+        parts = source_of(sent, Messages(messages_of(sent)), memory=memory)
+        parts.announce(1 << 20)
+        places.append({tensor.untyped_storage().data_ptr() for part in parts.receive() for _, tensor in part})
+    assert places[0] == places[1] == places[2] and len(places[0]) == 2
+    memory.close()
+    assert not memory._areas
+
+
+class Counting:
+    """A source of three buckets that counts those that were asked for."""
+
+    def __init__(self, must_drain: bool) -> None:
+        self.must_drain = must_drain
+        self.given = 0
+
+    def announce(self, max_bytes: int) -> list[TensorMeta]:
+        return []
+
+    def receive(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for _ in range(3):
+            self.given += 1
+            yield []
+
+
+@pytest.mark.parametrize("must_drain", [True, False])
+def test_what_is_refused_is_drained_where_the_sender_would_wait(must_drain: bool) -> None:
+    taken = 0
+
+    def take(bucket: Any) -> None:
+        nonlocal taken
+        taken += 1
+        raise WeightRequestError("no")
+
+    source = Counting(must_drain)
+    with pytest.raises(WeightRequestError, match="no"):
+        deliver(source, take)
+    assert (source.given, taken) == (3 if must_drain else 1, 1)
+    source = Counting(must_drain)
+    with pytest.raises(TransactionStateError, match="early"):
+        deliver(source, take, TransactionStateError("early"))
+    assert (source.given, taken) == (3 if must_drain else 0, 1)
