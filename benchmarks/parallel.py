@@ -5,7 +5,7 @@
     counts    of one decode step and one prefill step, on every rank, beside the formula
     routes    with scattered tokens: not recorded, gathered once a forward, gathered once a layer
 
-One machine: two ranks have the cores that one rank has, a thread each.
+One machine: two ranks have the cores that one rank has, a thread each.  M has 4 layers here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.bar_chart import Bars, write_svg
 from benchmarks.parallel_collectives import Engine
 from benchmarks.parallel_ranks import BARE_BYTES, RankProcesses, Routes, StepTaken, Work
 from benchmarks.parallel_steps import decode_rate, decode_seconds, differences, prefill_rate
-from benchmarks.shapes import SHAPES, checkpoint
+from benchmarks.shapes import SHAPES, shallow_checkpoint
 from rollout.core.model_config import load_model_config
 
 EP2 = {"tp_size": 2, "ep_size": 2}
@@ -46,6 +46,7 @@ ROUTES: dict[str, Routes] = {
     "returned": "returned",
 }
 COLLECTIVES = {"broadcast": "bcast", "all_gather": "gather", "all_to_all": "a2a"}
+LAYERS = 4
 PROMPT_TOKENS = 128
 CHUNK = 512
 PREFILL_TOKENS = 2 * CHUNK  # of each of two prompts
@@ -61,7 +62,7 @@ BF16_BYTES = 2
 
 def run(shape: str, rounds: int, console: Console, svg: Path | None) -> list[dict]:
     """Three tables and, if wanted, a picture; returns the tables' rows."""
-    folder, vocab_size = checkpoint(shape), SHAPES[shape].vocab_size
+    folder, vocab_size = shallow_checkpoint(shape, LAYERS), SHAPES[shape].vocab_size
     with ExitStack() as stack:
         engines = {}
         for name, settings in LAYOUTS.items():
