@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -153,13 +153,10 @@ class Ranks(RuleBasedStateMachine):
         else:
             self.break_staging(fault, victim)
         answers = self.world.send(sent)
-        ended = self.world.end(tensors)
+        ended = self.world.end(sent)
         self.patches.undo()
-        is_partial = len(tensors) < len(self.world.content)
-        if fault == "missing" and is_partial:  # what came is the whole of it
-            assert ended.success
-            self.world.committed(sent, self.world.version)
-            self.world.content[EXPERT] = self.world.content[EXPERT]
+        if fault == "missing" and len(tensors) < len(self.world.content):
+            assert ended.success  # a partial update: what came is the whole of it
             return
         assert not ended.success, (fault, [answer.message for answer in answers])
 
@@ -278,7 +275,11 @@ def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=14,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate,),
         ),
     )
 

@@ -127,8 +127,8 @@ def test_a_request_may_ask_for_no_limit(folders, tensors) -> None:
 
 
 def test_a_prompt_that_is_half_computed_starts_again(folders, tensors) -> None:
-    harness = engine(folders[0], max_kv_version_lag=0, chunked_prefill_size=4)
-    prompt = [7, *PROMPT, *PROMPT]
+    harness = engine(folders[0], max_kv_version_lag=0, chunked_prefill_size=1)
+    prompt = [7, *PROMPT * 20]  # longer than the turns that a refresh takes
     harness.submit(prompt, rid="r", params={"max_new_tokens": 3})
     harness.tick()
     assert harness.scheduler.queues.partial is not None
