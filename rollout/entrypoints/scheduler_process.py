@@ -6,6 +6,7 @@ Knows how to start, watch and end them.  Does not know what they do.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -90,7 +91,9 @@ class SchedulerProcesses:
     def kill(self) -> None:
         for process in self._processes.values():
             if process.returncode is None:
-                process.kill()
+                # `process.kill` would collect one that has just ended, before its watcher can learn of its status.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _name(self, rank: int) -> str:
         return "scheduler process" if len(self._processes) == 1 else f"scheduler process of rank {rank}"
