@@ -158,7 +158,11 @@ def receive_distributed(
     deadline = time.monotonic() + timeout_s
     memory = ReceiveMemory() if memory is None else memory
     if load_format == PIECES:
-        yield from _in_pieces(group, cut_pieces(metas, PIECE_BYTES), device, deadline, memory, whole)
+        pieces = cut_pieces(metas, PIECE_BYTES)
+        if whole:
+            yield _all_pieces(group, pieces, device, deadline, memory)
+        else:
+            yield from _in_pieces(group, pieces, device, deadline, memory)
     elif load_format == FLATTENED_BUCKET:
         total = check_alignment(metas)
         area = _ReceiveArea(group, total, device, memory)
@@ -173,28 +177,44 @@ def _in_pieces(
     device: torch.device | str,
     deadline: float,
     memory: ReceiveMemory,
-    whole: bool,
 ) -> Iterator[Named]:
-    """Piece by piece, with the next one on its way; `whole`: all of them in one part."""
+    """Piece by piece, with the next one on its way."""
     drain = _Drain(deadline)
     coming: list[_Message] = []
-    everything: Named = []
     sizes = [check_alignment(metas) for metas in pieces]
     for number, metas in enumerate(pieces):
         for following in range(len(coming), min(number + 2, len(pieces))):
-            area = _ReceiveArea(group, max(sizes), device, memory, following if whole else following % 2)
+            area = _ReceiveArea(group, max(sizes), device, memory, following % 2)
             size, what = sizes[following], f"piece {following}"
             coming.append(area.start(0, size, _last_of(pieces[following]), what, drain.deadline))
         named: Named = []
         with drain.keep_going():
             named = unpack(coming[number].finish(drain.deadline), metas)
-        if whole:
-            everything += named
-        elif drain.wrong is None:
+        if drain.wrong is None:
             yield named
     drain.settle()
-    if whole:
-        yield everything
+
+
+def _all_pieces(
+    group: GroupHandle,
+    pieces: Sequence[Sequence[TensorMeta]],
+    device: torch.device | str,
+    deadline: float,
+    memory: ReceiveMemory,
+) -> Named:
+    """One after the other into one area: two areas would save no time, as nothing is done between."""
+    sizes = [check_alignment(metas) for metas in pieces]
+    area = _ReceiveArea(group, sum(map(_aligned, sizes)), device, memory)
+    drain = _Drain(deadline)
+    everything: Named = []
+    offset = 0
+    for number, (metas, size) in enumerate(zip(pieces, sizes, strict=True)):
+        with drain.keep_going():
+            content = area.receive(offset, size, _last_of(metas), f"piece {number}", drain.deadline)
+            everything += unpack(content, metas)
+        offset += _aligned(size)
+    drain.settle()
+    return everything
 
 
 def _one_by_one(
