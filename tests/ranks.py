@@ -22,12 +22,15 @@ def run_ranks(layout: ParallelLayout, work: Callable[[Parallel], T], timeout_s: 
     store = dist.HashStore()
     failed: list[tuple[int, BaseException]] = []
     lock = threading.Lock()
+    kept: list[Parallel] = []
 
     def one(rank: int) -> T:
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
-                return work(join(layout, rank, store, timeout_s=timeout_s, weight_timeout_s=timeout_s))
+                parallel = join(layout, rank, store, timeout_s=timeout_s, weight_timeout_s=timeout_s)
+                kept.append(parallel)  # a rank that is done leaves the groups only when all are
+                return work(parallel)
         except BaseException as error:
             with lock:
                 failed.append((rank, error))
