@@ -236,6 +236,6 @@ def histories(transports: tuple[str, ...], max_actions: int = 20) -> st.SearchSt
         pool=st.sampled_from([40, 56, 200]),
         chunk=st.sampled_from([3, 6, 64]),
         radix=st.sampled_from([True, True, True, False]),
-        staging=st.sampled_from(["host", "host", "journal", "in_place"]),
+        staging=st.sampled_from(["host", "host", "journal", "in_place", "in_place"]),
         dtype=st.sampled_from(["float64", "float64", "float32"]),
     )
