@@ -8,7 +8,7 @@ Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -76,14 +76,14 @@ class ModelRunner:
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD
 
-    def _routes(self, num_tokens: int) -> list[torch.Tensor]:
+    def _routes(self, num_tokens: int) -> Sequence[torch.Tensor]:
         """What the step's routers chose, by MoE layer [T, K]."""
         model, ids_by_layer = self.state.model, self._capturer.finish_step()
         if not model.scatters_tokens:
             return ids_by_layer
         return gather_routes(ids_by_layer, num_tokens, model.config.num_experts, model.parallel.attn_tp)
 
-    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
+    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: Sequence[torch.Tensor]) -> None:
         if self.recorder is not None:
             self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
         if self.load_counter is not None:

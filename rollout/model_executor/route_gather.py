@@ -3,6 +3,8 @@
     rank 0   [ rows 0..2 ]  layers 0 .. L-1        one all-gather a forward, whatever the number of layers;
     rank 1   [ rows 3..4 ]  layers 0 .. L-1        padded to the longest slice, in the narrowest type that holds the ids
 
+The step goes on meanwhile: nothing waits for routes until they are entered where they are kept, some steps later.
+
 Knows ids and ranks.  Does not know requests or KV slots.
 
 Shapes: T tokens of the step, t tokens of this rank's slice, L MoE layers, K top-k, E logical experts.
@@ -10,7 +12,9 @@ Shapes: T tokens of the step, t tokens of this rank's slice, L MoE layers, K top
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -18,16 +22,34 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import Communicator, share_sizes
 
 
+class GatheredRoutes(Sequence[torch.Tensor]):
+    """By layer, logical ids [T, K] int64, which may still be on their way: whoever looks at them waits."""
+
+    def __init__(self, gather: Callable[[], torch.Tensor], num_layers: int) -> None:
+        self._gather = gather
+        self._num_layers = num_layers
+
+    @cached_property
+    def _layers(self) -> list[torch.Tensor]:
+        return list(self._gather().transpose(0, 1).to(torch.int64).contiguous())
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._layers[layer]
+
+
 def gather_routes(
     ids_by_layer: Sequence[torch.Tensor], num_tokens: int, num_logical_experts: int, ranks: Communicator
-) -> list[torch.Tensor]:
-    """By layer, logical ids [T, K] int64 in the order of the batch, from those of this rank's slice [t, K] by layer.
+) -> GatheredRoutes:
+    """Of a step of `num_tokens`, in the order of the batch, from those of this rank's slice [t, K] by layer.
 
     `ranks` share the tokens, dealt out as by `share_sizes`; all of them call this together.
     """
     slices_tLK = torch.stack(list(ids_by_layer), dim=1).to(_narrowest(num_logical_experts))
-    gathered_TLK = ranks.all_gather_rows(slices_tLK, share_sizes(num_tokens, ranks.size))
-    return list(gathered_TLK.transpose(0, 1).to(torch.int64).contiguous())
+    gather = ranks.start_all_gather_rows(slices_tLK, share_sizes(num_tokens, ranks.size))
+    return GatheredRoutes(gather, len(ids_by_layer))
 
 
 def gather_step(

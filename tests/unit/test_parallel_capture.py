@@ -87,7 +87,7 @@ def test_gathered_routes_are_narrow_and_in_the_order_of_the_batch(num_experts: i
         ranks = parallel.attn_tp
         mine = whole_TLK.split({2: [3, 2], 3: [2, 2, 1]}[ranks.size])[ranks.rank]
         found = gather_routes(list(mine.unbind(1)), 5, num_experts, ranks)
-        assert torch.equal(torch.stack(found, 1), whole_TLK)
+        assert torch.equal(torch.stack(list(found), 1), whole_TLK)
         assert found[0].dtype == torch.int64
         assert ranks.counts["all_gather"].calls == 1
         return ranks.counts["all_gather"].num_bytes
