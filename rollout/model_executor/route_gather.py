@@ -13,7 +13,6 @@ Shapes: T tokens of the step, t tokens of this rank's slice, L MoE layers, K top
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,15 +27,14 @@ class GatheredRoutes(Sequence[torch.Tensor]):
     def __init__(self, gather: Callable[[], torch.Tensor], num_layers: int) -> None:
         self._gather = gather
         self._num_layers = num_layers
-
-    @cached_property
-    def _layers(self) -> list[torch.Tensor]:
-        return list(self._gather().transpose(0, 1).to(torch.int64).contiguous())
+        self._layers: list[torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self._num_layers
 
     def __getitem__(self, layer: Any) -> Any:
+        if self._layers is None:
+            self._layers = list(self._gather().transpose(0, 1).to(torch.int64).contiguous())
         return self._layers[layer]
 
 
