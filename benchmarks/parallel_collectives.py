@@ -100,7 +100,8 @@ def _needs(engine: Engine, rank: int, step: StepShape, routes: bool) -> Iterator
         yield Need("logits", "attn_tp", "all_gather", 1, logits * columns * engine.itemsize * (shared - 1))
     if engine.scatters and tokens and routes:
         ids = -(-tokens // shared) * sparse * config.num_experts_per_tok
-        yield Need("routes", "attn_tp", "all_gather", 1, ids * _id_bytes(config.num_experts) * (shared - 1))
+        # They travel with the slices of the last MoE layer.
+        yield Need("routes", "attn_tp", "all_gather", 0, ids * _id_bytes(config.num_experts) * (shared - 1))
 
 
 def _experts(engine: Engine, rank: int, step: StepShape, sparse: int) -> Iterator[Need]:

@@ -31,12 +31,13 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
+from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.distributed.parallel import Parallel, join
 from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.route_gather import gather_routes
+from rollout.model_executor.route_gather import narrowest
 from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 
@@ -72,7 +73,7 @@ class StepTaken(msgspec.Struct):
 
 
 class GatherPerLayer:
-    """What `RoutedExpertsCapturer` and `gather_routes` do, the other way: every layer's slices gathered at once.
+    """What `RoutedExpertsCapturer` and `RouteRider` do, the other way: every layer's slices gathered at once.
 
     `batch()`: the step that is computed.
     """
@@ -81,7 +82,7 @@ class GatherPerLayer:
         self, capturer: RoutedExpertsCapturer, runner: ModelRunner, batch: Callable[[], ForwardBatch | None]
     ) -> None:
         self._capturer, self._batch = capturer, batch
-        self._num_experts = runner.state.model.config.num_experts
+        self._narrow = narrowest(runner.state.model.config.num_experts)
         self._ranks = runner.state.model.parallel.attn_tp
         self._whole: list[torch.Tensor] = []
 
@@ -93,7 +94,8 @@ class GatherPerLayer:
         self._capturer.record(moe_layer, logical_ids_tK)
         batch = self._batch()
         assert batch is not None
-        self._whole += gather_routes([logical_ids_tK], batch.num_tokens, self._num_experts, self._ranks)
+        counts = share_sizes(batch.num_tokens, self._ranks.size)
+        self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._narrow), counts))
 
     def finish_step(self) -> list[torch.Tensor]:
         self._capturer.finish_step()
@@ -133,10 +135,10 @@ class RankDriver:
         runner = self.scheduler.runner
         assert routes == "off" or self._recorder is not None, "start the engine with enable_return_routed_experts"
         runner.recorder, runner._capturer = None if routes == "off" else self._recorder, self._capturer
-        runner.__dict__.pop("_routes", None)
+        runner.__dict__.pop("_new_rider", None)
         if routes == "per_layer":
-            runner._capturer = gather = GatherPerLayer(self._capturer, runner, lambda: self._batch)  # type: ignore
-            runner._routes = lambda num_tokens: gather.finish_step()  # type: ignore[method-assign]
+            runner._capturer = GatherPerLayer(self._capturer, runner, lambda: self._batch)  # type: ignore
+            runner._new_rider = lambda: None  # type: ignore[method-assign]
 
     def _bare_gather(self) -> float:
         """Seconds of one, as between two operators: memory and caches are in use."""

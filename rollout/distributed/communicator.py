@@ -12,7 +12,7 @@ Knows tensors and ranks.  Does not know what is exchanged.  Shapes: N ranks of t
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,49 +62,32 @@ class Communicator:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, of one shape and dtype: [N, ...]."""
-        return self._start_all_gather(tensor)()
-
-    def _start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._process_group is None:
-            return lambda: tensor.unsqueeze(0)
+            return tensor.unsqueeze(0)
         if tensor.numel() == 0:
-            return lambda: tensor.new_empty(self.size, *tensor.shape)
+            return tensor.new_empty(self.size, *tensor.shape)
         mine = _as_bytes(tensor)
         out = mine.new_empty(self.size * mine.numel())
         sent = tensor.nbytes * (self.size - 1)
         # gloo lays the ranks out along the first dimension; bytes spare it the dtypes that it does not know.
         work = self._start("all_gather", sent, lambda group: group._allgather_base(out, mine))
-
-        def finish() -> torch.Tensor:
-            self._finish("all_gather", work)
-            return out.view(tensor.dtype).view(self.size, *tensor.shape)
-
-        return finish
+        self._finish("all_gather", work)
+        return out.view(tensor.dtype).view(self.size, *tensor.shape)
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks one after the other [sum of counts, ...]; this rank's are `counts[rank]` many."""
-        return self.start_all_gather_rows(tensor, counts)()
-
-    def start_all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """`all_gather_rows`, the result of which is asked for later, at any time, by the call that is returned.
-
-        Other collectives may come in between.  All ranks start theirs in the same order.
-        """
-        most = max(counts)
-        if self.size == 1 or most == 0:
-            return lambda: tensor
+        if self.size == 1:
+            return tensor
         assert tensor.shape[0] == counts[self.rank]
+        most = max(counts)
+        if most == 0:
+            return tensor
         padded = tensor.new_zeros(most, *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
-        gather = self._start_all_gather(padded)
-
-        def finish() -> torch.Tensor:
-            gathered = gather()
-            if min(counts) == most:
-                return gathered.flatten(0, 1)
-            return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
-
-        return finish
+        gathered = self.all_gather(padded)
+        if min(counts) == most:
+            return gathered.flatten(0, 1)
+        return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         """`send_counts[r]` rows for each rank r, in rank order; the rows from each, in rank order."""

@@ -8,7 +8,7 @@ Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -21,7 +21,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState
-from rollout.model_executor.route_gather import gather_routes, gather_step, slice_size
+from rollout.model_executor.route_gather import RouteRider, gather_step, slice_size
 
 _SCORED_ROWS_AT_ONCE = 256
 
@@ -62,28 +62,26 @@ class ModelRunner:
         """
         model = self.state.model
         wants_routes = (self.recorder or self.load_recorder or self.load_counter) is not None
-        hooks = []
+        hooks, rider = [], None
         if wants_routes:
             num_rows = batch.num_tokens
             if model.scatters_tokens:
                 num_rows = slice_size(num_rows, model.parallel.attn_tp)
+                rider = self._new_rider()
             self._capturer.begin_step(num_rows)
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
-        hidden_TD = model(batch, ForwardContext(batch, self._attention, hooks))
+        hidden_TD = model(batch, ForwardContext(batch, self._attention, hooks, rider))
         if wants_routes:
-            self._keep_routes(batch, self._routes(batch.num_tokens))
+            self._keep_routes(batch, self._capturer.finish_step() if rider is None else rider.routes())
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD
 
-    def _routes(self, num_tokens: int) -> Sequence[torch.Tensor]:
-        """What the step's routers chose, by MoE layer [T, K]."""
-        model, ids_by_layer = self.state.model, self._capturer.finish_step()
-        if not model.scatters_tokens:
-            return ids_by_layer
-        return gather_routes(ids_by_layer, num_tokens, model.config.num_experts, model.parallel.attn_tp)
+    def _new_rider(self) -> RouteRider | None:
+        """For one step; None: the capturer has routes of all tokens in the end."""
+        return RouteRider(self._capturer, self.state.model.config.num_experts)
 
-    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: Sequence[torch.Tensor]) -> None:
+    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
         if self.recorder is not None:
             self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
         if self.load_counter is not None:

@@ -1,9 +1,7 @@
 """Routes of a step whose tokens were dealt out to ranks in slices: the whole of them, on every rank that shares them.
 
-    rank 0   [ rows 0..2 ]  layers 0 .. L-1        one all-gather a forward, whatever the number of layers;
-    rank 1   [ rows 3..4 ]  layers 0 .. L-1        padded to the longest slice, in the narrowest type that holds the ids
-
-The step goes on meanwhile: nothing waits for routes until they are entered where they are kept, some steps later.
+    rank 0   [ rows 0..2 | routes of layers 0 .. L-1 ]      they travel with the slices of the last MoE layer: one
+    rank 1   [ rows 3..4 | routes of layers 0 .. L-1 ]      all-gather that happens anyway, padded to the longest slice
 
 Knows ids and ranks.  Does not know requests or KV slots.
 
@@ -12,42 +10,37 @@ Shapes: T tokens of the step, t tokens of this rank's slice, L MoE layers, K top
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from capture.capturer import RoutedExpertsCapturer
 from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import Communicator, share_sizes
 
 
-class GatheredRoutes(Sequence[torch.Tensor]):
-    """By layer, logical ids [T, K] int64, which may still be on their way: whoever looks at them waits."""
+class RouteRider:
+    """Brings the routes of one step together.  `capturer` has this rank's slice, of a step that has begun."""
 
-    def __init__(self, gather: Callable[[], torch.Tensor], num_layers: int) -> None:
-        self._gather = gather
-        self._num_layers = num_layers
-        self._layers: list[torch.Tensor] | None = None
+    def __init__(self, capturer: RoutedExpertsCapturer, num_logical_experts: int) -> None:
+        self._capturer = capturer
+        self._narrow = narrowest(num_logical_experts)
+        self._rows_Tn: torch.Tensor | None = None
 
-    def __len__(self) -> int:
-        return self._num_layers
+    def board(self, moe_layer: int) -> torch.Tensor | None:
+        """Once the last MoE layer is there: what the routers chose in all of them, [t, L K]."""
+        if moe_layer < self._capturer.num_moe_layers - 1:
+            return None
+        return torch.cat(self._capturer.finish_step(), dim=1).to(self._narrow)
 
-    def __getitem__(self, layer: Any) -> Any:
-        if self._layers is None:
-            self._layers = list(self._gather().transpose(0, 1).to(torch.int64).contiguous())
-        return self._layers[layer]
+    def arrive(self, rows_Tn: torch.Tensor) -> None:
+        """Take the rows of the whole step, as `board` gave them."""
+        self._rows_Tn = rows_Tn
 
-
-def gather_routes(
-    ids_by_layer: Sequence[torch.Tensor], num_tokens: int, num_logical_experts: int, ranks: Communicator
-) -> GatheredRoutes:
-    """Of a step of `num_tokens`, in the order of the batch, from those of this rank's slice [t, K] by layer.
-
-    `ranks` share the tokens, dealt out as by `share_sizes`; all of them call this together.
-    """
-    slices_tLK = torch.stack(list(ids_by_layer), dim=1).to(_narrowest(num_logical_experts))
-    gather = ranks.start_all_gather_rows(slices_tLK, share_sizes(num_tokens, ranks.size))
-    return GatheredRoutes(gather, len(ids_by_layer))
+    def routes(self) -> list[torch.Tensor]:
+        """By layer, logical ids [T, K] int64 in the order of the batch."""
+        assert self._rows_Tn is not None, "no MoE layer took the routes along"
+        return list(self._rows_Tn.to(torch.int64).split(self._capturer.top_k, dim=1))
 
 
 def gather_step(
@@ -70,7 +63,8 @@ def slice_size(num_tokens: int, ranks: Communicator) -> int:
     return share_sizes(num_tokens, ranks.size)[ranks.rank]
 
 
-def _narrowest(num_logical_experts: int) -> torch.dtype:
+def narrowest(num_logical_experts: int) -> torch.dtype:
+    """The narrowest type that holds the ids."""
     if num_logical_experts <= 1 << 8:
         return torch.uint8
     return torch.int16 if num_logical_experts <= 1 << 15 else torch.int32

@@ -1,4 +1,4 @@
-"""What a step costs in collectives, by layout; and routes of scattered tokens, gathered once for all layers."""
+"""What a step costs in collectives, by layout; and routes of scattered tokens, which cost none of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from capture.capturer import RoutedExpertsCapturer
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor import model_runner
-from rollout.model_executor.route_gather import gather_routes
+from rollout.model_executor.route_gather import RouteRider
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, Step, largest_difference, one_rank, several_ranks
 from tests.ranks import run_ranks
@@ -73,28 +74,26 @@ def test_collectives_of_a_forward(folder: Path, backend: str, sizes: Sizes) -> N
     without = run_ranks(layout_of(sizes), lambda parallel: count_forward(folder, parallel, backend, captures=False))
     assert without == [expected] * sizes[0]
     captured = run_ranks(layout_of(sizes), lambda parallel: count_forward(folder, parallel, backend, captures=True))
-    scatters = backend == "all_to_all" and sizes[0] > sizes[1]
-    one_more = {**expected, "all_gather": expected["all_gather"] + int(scatters)}
-    assert captured == [one_more] * sizes[0]
+    assert captured == [expected] * sizes[0]  # scattered routes travel with the slices of the last layer
 
 
 @pytest.mark.parametrize(("num_experts", "bytes_each"), [(256, 1), (257, 2), (40_000, 4)])
-def test_gathered_routes_are_narrow_and_in_the_order_of_the_batch(num_experts: int, bytes_each: int) -> None:
-    whole_TLK = torch.randint(num_experts, (5, 3, 2), generator=torch.Generator().manual_seed(0))
-    whole_TLK[0, 0, 0] = num_experts - 1
-
-    def work(parallel: Parallel) -> int:
-        ranks = parallel.attn_tp
-        mine = whole_TLK.split({2: [3, 2], 3: [2, 2, 1]}[ranks.size])[ranks.rank]
-        found = gather_routes(list(mine.unbind(1)), 5, num_experts, ranks)
-        assert torch.equal(torch.stack(list(found), 1), whole_TLK)
-        assert found[0].dtype == torch.int64
-        assert ranks.counts["all_gather"].calls == 1
-        return ranks.counts["all_gather"].num_bytes
-
-    row = 3 * 2 * bytes_each
-    assert run_ranks(ParallelLayout(2), work) == [3 * row] * 2
-    assert run_ranks(ParallelLayout(3), work) == [2 * 2 * row] * 3
+def test_routes_travel_narrow_and_only_with_the_last_layer(num_experts: int, bytes_each: int) -> None:
+    ids_LtK = torch.randint(num_experts, (3, 5, 2), generator=torch.Generator().manual_seed(0))
+    ids_LtK[0, 0, 0] = num_experts - 1
+    capturer = RoutedExpertsCapturer(3, 2)
+    capturer.begin_step(5)
+    rider = RouteRider(capturer, num_experts)
+    for layer in range(2):
+        capturer.record(layer, ids_LtK[layer])
+        assert rider.board(layer) is None
+    capturer.record(2, ids_LtK[2])
+    rows_tn = rider.board(2)
+    assert rows_tn is not None and rows_tn.shape == (5, 3 * 2) and rows_tn.dtype.itemsize == bytes_each
+    rider.arrive(torch.cat([rows_tn, rows_tn.flip(0)]))  # of two ranks
+    found = rider.routes()
+    assert found[0].dtype == torch.int64
+    assert torch.equal(torch.stack(found), torch.cat([ids_LtK, ids_LtK.flip(1)], dim=1))
 
 
 def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +108,11 @@ def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert is_right()
 
-    def turned_round(ids_by_layer: list, num_tokens: int, num_experts: int, ranks: object) -> list[torch.Tensor]:
-        found = gather_routes(ids_by_layer, num_tokens, num_experts, ranks)  # type: ignore[arg-type]
-        return [ids_TK.flip(0) for ids_TK in found]
+    class TurnedRound(RouteRider):
+        """Wrong: the last token first."""
 
-    monkeypatch.setattr(model_runner, "gather_routes", turned_round)
+        def routes(self) -> list[torch.Tensor]:
+            return [ids_TK.flip(0) for ids_TK in super().routes()]
+
+    monkeypatch.setattr(model_runner, "RouteRider", TurnedRound)
     assert not is_right()

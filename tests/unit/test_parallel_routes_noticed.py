@@ -14,16 +14,15 @@ import torch
 from capture.slot_store import RouteSlotStore
 from rollout.distributed.communicator import Communicator, share_sizes
 from rollout.layers.moe.router import TopKRouter
-from rollout.model_executor import model_runner
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.route_gather import gather_routes, gather_step
+from rollout.model_executor.route_gather import RouteRider, gather_step
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.routes_judge import SMALL_POOL, World, finished, submit_all
 
 SEEDS = [3, 4]
 BOTH = "dp2 of tp4 all-to-all"  # scattered tokens and data-parallel ranks
-Gather = Callable[[Sequence[torch.Tensor], int, int, Communicator], list[torch.Tensor]]
+Wrong = Callable[[torch.Tensor, Communicator], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +37,27 @@ def by_slice(rows_TK: torch.Tensor, ranks: Communicator) -> list[torch.Tensor]:
     return list(rows_TK.split(share_sizes(len(rows_TK), ranks.size)))
 
 
-def in_another_order(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+def in_another_order(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: the last rank's slice comes first."""
-    return [torch.cat(by_slice(rows, ranks)[::-1]) for rows in gather_routes(ids, count, experts, ranks)]
+    return torch.cat(by_slice(rows_TK, ranks)[::-1])
 
 
-def with_padding(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+def with_padding(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: slices are padded to equal length for the gather, and the padding stays among the rows."""
-    longest = max(share_sizes(count, ranks.size))
-
-    def joined(rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([resized(part, longest) for part in by_slice(rows, ranks)])[:count]
-
-    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+    longest = max(share_sizes(len(rows_TK), ranks.size))
+    return torch.cat([resized(part, longest) for part in by_slice(rows_TK, ranks)])[: len(rows_TK)]
 
 
-def with_other_sizes(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+def with_other_sizes(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: every slice is taken to have `count // ranks` rows, and the last one the rest."""
-    sizes = [count // ranks.size] * ranks.size
-    sizes[-1] += count - sum(sizes)
-
-    def joined(rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([resized(part, size) for part, size in zip(by_slice(rows, ranks), sizes)])
-
-    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+    sizes = [len(rows_TK) // ranks.size] * ranks.size
+    sizes[-1] += len(rows_TK) - sum(sizes)
+    return torch.cat([resized(part, size) for part, size in zip(by_slice(rows_TK, ranks), sizes)])
 
 
-def own_slice_only(ids: Sequence[torch.Tensor], count: int, experts: int, ranks: Communicator) -> list[torch.Tensor]:
+def own_slice_only(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: every rank fills in its own rows, and nobody gathers."""
-
-    def joined(rows: torch.Tensor) -> torch.Tensor:
-        parts = by_slice(rows, ranks)
-        return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(parts)])
-
-    return [joined(rows) for rows in gather_routes(ids, count, experts, ranks)]
+    return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(by_slice(rows_TK, ranks))])
 
 
 def resized(part: torch.Tensor, size: int) -> torch.Tensor:
@@ -86,16 +72,25 @@ def all_kinds(world: World, layout: str) -> list[str]:
         return finished(harness, world, submit_all(harness, prompts))
 
 
-GATHERS: list[Gather] = [in_another_order, with_padding, with_other_sizes, own_slice_only]
+GATHERS: list[Wrong] = [in_another_order, with_padding, with_other_sizes, own_slice_only]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("wrong", GATHERS, ids=lambda gather: gather.__name__)
 def test_a_wrong_gather_is_noticed(
-    worlds: dict[int, World], seed: int, wrong: Gather, monkeypatch: pytest.MonkeyPatch
+    worlds: dict[int, World], seed: int, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all_kinds(worlds[seed], "tp4 all-to-all") == []
-    monkeypatch.setattr(model_runner, "gather_routes", wrong)
+    new_rider = ModelRunner._new_rider
+
+    def with_wrong_rows(self: ModelRunner) -> RouteRider | None:
+        rider = new_rider(self)
+        assert rider is not None
+        routes = rider.routes
+        rider.routes = lambda: [wrong(rows_TK, self.state.model.parallel.attn_tp) for rows_TK in routes()]  # type: ignore
+        return rider
+
+    monkeypatch.setattr(ModelRunner, "_new_rider", with_wrong_rows)
     assert only_routes(all_kinds(worlds[seed], "tp4 all-to-all"))
 
 
