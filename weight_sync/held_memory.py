@@ -1,4 +1,7 @@
-"""`HeldMemory`: what an update takes beside the model, and how it goes back without a step that waits for it.
+"""`HeldMemory`: what an update takes beside the model, and whether it goes back or stays for the next one.
+
+The first touch of fresh memory costs more than everything else that is done with it, so whoever refreshes often keeps
+it.  Where it goes back, no step waits for it.
 
 Knows memory.  Does not know what an update is.
 """
@@ -8,15 +11,47 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from weight_sync.errors import StagingError
+from weight_sync.pages import new_area
 from weight_sync.receivers.distributed import ReceiveMemory
 
 
-class HeldMemory:
-    """`receive`: for messages, kept from call to call of one update."""
+class ShadowMemory:
+    """Areas as large as storages of the model, by their addresses, which never change.
 
-    def __init__(self) -> None:
+    `keep`: areas stay when an update ends, until `give_back`.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._areas: dict[int, torch.Tensor] = {}
+
+    def take(self, live: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Memory for a shadow of `live`, uint8 [bytes], on `device`, with any content; of one update at a time."""
+        area = self._areas.get(live.data_ptr())
+        if area is None or area.numel() != live.numel() or area.device.type != device.type:
+            area = self._areas[live.data_ptr()] = _new_bytes(live, device)
+        return area
+
+    def end(self) -> None:
+        """The update is over."""
+        if not self._keep:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Nobody may have any of it in use."""
+        self._areas.clear()
+
+
+class HeldMemory:
+    """`receive`: for messages; `shadows`: for staging.  `keep`: both are kept from update to update."""
+
+    def __init__(self, *, keep: bool = False) -> None:
         self.receive = ReceiveMemory()
+        self.shadows = ShadowMemory(keep=keep)
+        self._keep = keep
         self._closing: threading.Thread | None = None
 
     def let_go(self, close: Callable[[], None]) -> None:
@@ -24,10 +59,22 @@ class HeldMemory:
 
         def run() -> None:
             close()
-            self.receive.close()
+            self.end()
 
         self._closing = threading.Thread(target=run, name="weight-close", daemon=True)
         self._closing.start()
+
+    def end(self) -> None:
+        """No update is open any more."""
+        self.shadows.end()
+        if not self._keep:
+            self.receive.close()
+
+    def give_back(self, timeout_s: float) -> None:
+        """Everything, kept or not, while no update is open.  Raises `StagingError`."""
+        self.await_gone(timeout_s)
+        self.shadows.give_back()
+        self.receive.close()
 
     def await_gone(self, timeout_s: float) -> None:
         """Before anything is taken again: never two copies at once.  Raises `StagingError`."""
@@ -36,3 +83,10 @@ class HeldMemory:
             if self._closing.is_alive():
                 raise StagingError("the memory of the weight update before is still being given back")
             self._closing = None
+
+
+def _new_bytes(live: torch.Tensor, device: torch.device) -> torch.Tensor:
+    size = live.numel()
+    if device.type == "cpu" and live.is_cpu:
+        return new_area(size, at=live.data_ptr())
+    return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and live.is_cuda)

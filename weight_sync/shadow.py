@@ -26,20 +26,27 @@ from typing import Literal
 import torch
 
 from weight_sync.errors import StagingError
-from weight_sync.pages import PageTrader, new_area, tradable_spans
+from weight_sync.held_memory import ShadowMemory
+from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.tensor_meta import LogicalWeights, Place
 
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 
 
 class ShadowStaging:
-    """Staging in host memory (`mode="host"`) or on the device of the weights (`"device"`)."""
+    """Staging in host memory (`mode="host"`) or on the device of the weights (`"device"`), in areas of `memory`."""
 
     holds_steps = False
 
-    def __init__(self, weights: LogicalWeights, mode: Literal["host", "device"] = "host") -> None:
+    def __init__(
+        self,
+        weights: LogicalWeights,
+        mode: Literal["host", "device"] = "host",
+        memory: ShadowMemory | None = None,
+    ) -> None:
         self.mode = mode
         self._weights = weights
+        self._memory = ShadowMemory() if memory is None else memory
         self._shadows: dict[int, _Shadow] = {}
         self._residents: dict[int, _Residents] = {}
         self._written: set[str] = set()
@@ -108,7 +115,10 @@ class ShadowStaging:
         self.close()
 
     def close(self) -> None:
+        if self._is_lost:
+            self._memory.give_back()
         self._shadows.clear()
+        self._memory.end()
         self._exchanged.clear()
         self._traded.clear()
         self._written.clear()
@@ -138,7 +148,9 @@ class ShadowStaging:
         if not self._residents:
             self._residents = _residents_of(self._weights)
         has_gaps = self._residents[key].num_bytes != storage.untyped_storage().nbytes()
-        return _Shadow(storage, torch.device("cpu") if self.mode == "host" else storage.device, copy=has_gaps)
+        live = _bytes_of(storage)
+        device = torch.device("cpu") if self.mode == "host" else storage.device
+        return _Shadow(live, self._memory.take(live, device), copy=has_gaps)
 
     def _fill(self, key: int) -> None:
         """What else lives in a storage stays as it is."""
@@ -168,11 +180,11 @@ def _residents_of(weights: LogicalWeights) -> dict[int, _Residents]:
 
 
 class _Shadow:
-    """Bytes beside one storage.  `copy`: start from the live content, for storages with more in them than tensors."""
+    """Bytes aside of those of one storage.  `copy`: start from the live content, for storages with more in them than
+    tensors."""
 
-    def __init__(self, storage: torch.Tensor, device: torch.device, copy: bool) -> None:
-        self.live = _bytes_of(storage)
-        self.aside = _new_bytes(self.live, device)
+    def __init__(self, live: torch.Tensor, aside: torch.Tensor, copy: bool) -> None:
+        self.live, self.aside = live, aside
         self.is_copy = copy
         self.old_sum = 0
         self._tradable: list[range] = []
@@ -240,11 +252,3 @@ def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """`storage`, with its whole storage's bytes replaced by `content`, uint8."""
     typed = torch.empty(0, dtype=storage.dtype, device=content.device)
     return typed.set_(content.untyped_storage(), storage.storage_offset(), storage.size(), storage.stride())
-
-
-def _new_bytes(live: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a shadow, uint8 [bytes of `live`], with any content."""
-    size = live.numel()
-    if device.type == "cpu" and live.is_cpu:
-        return new_area(size, at=live.data_ptr())
-    return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and live.is_cuda)

@@ -47,8 +47,8 @@ class WeightUpdater:
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
     deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  One call may
     announce at most twice the model's bytes.  `staging`: where tensors are until the commit; `journal_dir`: see
-    `new_staging`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is
-    staged, if that is not where `weights` lie now.
+    `new_staging`; `memory`: what they take, by default given back after each update.  `clock`: monotonic, for leases.
+    `target(coverage)`, called when a transaction opens: where it is staged, if that is not where `weights` lie now.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class WeightUpdater:
         target: Callable[[Coverage], LogicalWeights] | None = None,
         staging: StagingMode = "host",
         journal_dir: str | None = None,
+        memory: HeldMemory | None = None,
         rank: int = 0,
         ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +75,7 @@ class WeightUpdater:
         self._commit_vote = commit_vote or vote
         self._target = target or (lambda _: weights)
         self._groups = WeightUpdateGroups(self._device, timeout_s)
-        self._held = HeldMemory()
+        self._held = memory or HeldMemory()
         self.content = ContentBook(weights.metas())
         self._next_digest: str | None = None
         self._staging = staging
@@ -345,7 +346,7 @@ class WeightUpdater:
             raise TransactionStateError("a weight update is open already; end or abort it first")
         self._lease = Lease(lease_s, self._clock)
         target = self._target(coverage)
-        staging = new_staging(target, self._staging, self._journal_dir)
+        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging)
         self._is_implicit = implicit
         if not implicit:
@@ -354,7 +355,7 @@ class WeightUpdater:
     def _close(self, *, told: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
         self._transaction = None
-        self._held.receive.close()
+        self._held.end()
         if not self._is_implicit:
             self._lost.note(transaction.weight_version, told=told)
         return transaction

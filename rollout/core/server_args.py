@@ -91,6 +91,9 @@ class ServerArgs:
     weight_journal_dir: str | None = _arg(
         None, "folder for the old weights of --weight-staging journal; default: $TMPDIR"
     )
+    keep_staging_memory: bool = _arg(
+        True, "keep the memory of a weight update for the next one, instead of giving it back to the system"
+    )
     pause_timeout: float | None = _arg(
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )

@@ -63,6 +63,7 @@ from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_checker import WeightChecker
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_disk import DiskRefresh
+from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 
 
@@ -123,6 +124,7 @@ def build_scheduler(
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
         by_default=args.enable_eplb,
     )
+    held = HeldMemory(keep=args.keep_staging_memory)
     updater = WeightUpdater(
         model.weights,
         device=device,
@@ -132,6 +134,7 @@ def build_scheduler(
         target=adoption.target,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,
+        memory=held,
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
         clock=lambda: inbox.now,
@@ -151,7 +154,7 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
-    memory = MemoryControl(scheduler, weights, updater, saver, keeps_copy=args.enable_weights_cpu_backup)
+    memory = MemoryControl(scheduler, weights, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
     KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
     Control(scheduler, weights, memory, experts, eplb, static_state)

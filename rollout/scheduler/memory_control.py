@@ -18,13 +18,17 @@ from rollout.core.io_struct import MemoryTag, ReleaseMemoryOccupationReqInput, R
 from rollout.model_executor.memory_saver import TAGS, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import Answer, Job, WeightControl
+from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
+
+GIVE_BACK_S = 60.0
 
 
 class MemoryControl:
     """Owner of the tags' state.  `saver` None: the server was started without `--enable-memory-saver`.
 
-    `keeps_copy`: released weights go to a file from which a resume restores them.
+    `held`: what updates keep for the next one goes with the weights.  `keeps_copy`: released weights go to a file from
+    which a resume restores them.
     """
 
     def __init__(
@@ -32,12 +36,14 @@ class MemoryControl:
         scheduler: Scheduler,
         weights: WeightControl,
         updater: WeightUpdater,
+        held: HeldMemory,
         saver: MemorySaver | None,
         *,
         keeps_copy: bool,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
+        self._held = held
         self._saver = saver
         self._keeps_copy = keeps_copy
         self._released: set[MemoryTag] = set()
@@ -61,6 +67,8 @@ class MemoryControl:
         keeps = self._keeps_copy and self._epoch_released is None
 
         def io() -> None:
+            if "weights" in tags:
+                self._held.give_back(GIVE_BACK_S)
             if "weights" in tags and keeps:
                 self._require_saver().keep_copy("weights")
 
