@@ -6,8 +6,8 @@
                  two bare processes; with no request running, and with as many as in the first line
     peak memory  of the process that computes, beside the formula of docs/weight_sync.md
 
-The trainer is this process, with the `WeightSender` that trainers use.  A refresh sends the weights that are served, so
-that requests run on as they were.
+The trainer is this process, with the `WeightSender` that trainers use, and holds the weights as transformers does: the
+experts of a layer in one tensor.  A refresh sends the weights that are served, so that requests run on as they were.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollout.entrypoints.demo.processes import ChildProcess
 from weight_sync.bucket import pack, plan_buckets
 from weight_sync.process_group import GroupHandle, init_process_group
 from weight_sync.receivers.distributed import PIECE_BYTES
-from weight_sync.sender import WeightSender
+from weight_sync.sender import WeightSender, split_fused_experts
 from weight_sync.tensor_meta import TensorMeta
 
 MODES = ("host", "device", "journal", "in_place")
@@ -58,26 +58,44 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent: buckets of named tensors, and their bytes."""
+    """What is sent: buckets of named tensors, and their bytes; `source`: the same as a trainer has it."""
 
+    source: Named
     buckets: list[Named]
     num_bytes: int
     bucket_bytes: int  # of the largest
     piece_bytes: int  # of the largest
     tensor_bytes: int  # of the largest
 
-    @property
-    def tensors(self) -> Named:
-        return [named for bucket in self.buckets for named in bucket]
-
     @classmethod
     def of(cls, folder: Path, bucket_bytes: int) -> Plan:
         tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+        source = _as_trained(tensors)
+        tensors = dict(split_fused_experts(source))
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         buckets = [[(meta.name, tensors[meta.name]) for meta in bucket] for bucket in plan_buckets(metas, bucket_bytes)]
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
         largest = max(meta.nbytes for meta in metas)
-        return cls(buckets, sum(sizes), max(sizes), max(PIECE_BYTES, largest), largest)
+        return cls(source, buckets, sum(sizes), max(sizes), max(PIECE_BYTES, largest), largest)
+
+
+def _as_trained(tensors: dict[str, torch.Tensor]) -> Named:
+    """Experts by layer, gate and up of each after one another; the rest as it is, in memory of its own."""
+    by_layer: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    source: Named = []
+    for name, tensor in tensors.items():
+        layer, experts, rest = name.partition(".experts.")
+        if not experts:
+            source.append((name, tensor.clone()))
+            continue
+        expert, projection, _ = rest.split(".")
+        by_layer.setdefault(layer, {}).setdefault(int(expert), {})[projection] = tensor
+    for layer, found in by_layer.items():
+        numbered = [found[expert] for expert in range(len(found))]
+        gate_up = [torch.cat([one["gate_proj"], one["up_proj"]]) for one in numbered]
+        source.append((f"{layer}.experts.gate_up_proj", torch.stack(gate_up)))
+        source.append((f"{layer}.experts.down_proj", torch.stack([one["down_proj"] for one in numbered])))
+    return source
 
 
 def run(
@@ -220,7 +238,7 @@ class _Trainer:
                 rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
 
         report = self._sender.refresh(
-            self._plan.tensors, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=progress
+            self._plan.source, bucket_bytes=BUCKET_BYTES, with_manifest=stated, progress=progress
         )
         (engine,) = report.engines.values()
         assert engine.stall_seconds is not None, "the engine has committed"
@@ -229,7 +247,7 @@ class _Trainer:
     def send_one(self) -> None:
         """An update of the smallest tensor alone."""
         with self._sender.update(coverage="partial") as update:
-            update.send([min(self._plan.tensors, key=lambda named: named[1].nbytes)])
+            update.send([min(self._plan.source, key=lambda named: named[1].nbytes)])
 
     def tokens_per_second(self, seconds: float) -> float:
         tokens, since = self._num_generated(), time.perf_counter()

@@ -38,18 +38,24 @@ def block_sums(words: torch.Tensor) -> torch.Tensor:
 
     `words`: [N, BLOCK], contiguous, of a dtype in `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
     """
+    if has_operator(words):
+        return registered_block_sums(words)[0]
     if words.device.type != "cpu":
         return wrapping_block_sums(words)
-    if hasattr(torch.ops.lockstep, "block_sums"):
-        return registered_block_sums(words)
     if words.shape[0] >= _MIN_DIGIT_BLOCKS and _digits_serve(words.element_size()):
         return digit_block_sums(words)
     return wrapping_block_sums(words)
 
 
-def registered_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """`block_sums` by the registered operator; on a CPU."""
-    return torch.ops.lockstep.block_sums(words, multipliers("cpu")).add_(_sum_of_multipliers())
+def registered_block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_sums` by the registered operator, on a CPU; and bool [N]: whether a word has all bits of `mask`."""
+    sums_N, masked_N = torch.ops.lockstep.block_sums(words, multipliers("cpu"), mask)
+    return sums_N.add_(_sum_of_multipliers()), masked_N
+
+
+def has_operator(words: torch.Tensor) -> bool:
+    """Whether `registered_block_sums` takes them."""
+    return words.device.type == "cpu" and hasattr(torch.ops.lockstep, "block_sums")
 
 
 def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:

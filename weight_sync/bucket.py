@@ -47,6 +47,24 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
     return pieces
 
 
+def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """The bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
+
+    They must have bytes, be of `dtype` and on `device`.
+    """
+    storage = tensors[0].untyped_storage()
+    start = address = tensors[0].data_ptr()
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == address and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (is_next and tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device):
+            return None
+        address += tensor.nbytes
+    if address == start:
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return whole[start - storage.data_ptr() : address - storage.data_ptr()]
+
+
 def check_alignment(metas: Sequence[TensorMeta]) -> int:
     """Total bytes of a bucket.  Raises `WeightRequestError` for a tensor whose offset its dtype cannot be read from."""
     offset = 0

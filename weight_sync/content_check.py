@@ -23,12 +23,15 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
 
     Raises `ContentError` for all that are not finite, or for the first whose fingerprint differs.
     """
-    not_finite = [
-        name for run in _runs(named) if not is_finite(_flat(run)) for name, tensor in run if not is_finite(tensor)
-    ]
+    found: dict[str, int] = {}
+    not_finite: list[str] = []
+    for run in _runs(named):
+        values, finite = _look_at(run)
+        found.update(zip((name for name, _ in run), values, strict=True))
+        if not finite:
+            not_finite += [name for name, tensor in run if not is_finite(tensor)]
     if not_finite:
         raise ContentError(f"values that are not finite in {listed(not_finite)}")
-    found = fingerprints(named)
     for name, actual in found.items():
         expected = stated.get(name, actual)
         if actual != expected:
@@ -38,16 +41,14 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def fingerprints(named: Named) -> dict[str, int]:
-    """By name, in the order given."""
-    found: dict[str, int] = {}
-    for run in _runs(named):
-        if len(run) > 1 and all(tensor.numel() % BLOCK == 0 for _, tensor in run):
-            values = fingerprints_end_to_end(_flat(run), [tensor.numel() for _, tensor in run])
-        else:
-            values = [fingerprint(tensor) for _, tensor in run]
-        found.update(zip((name for name, _ in run), values, strict=True))
-    return found
+def _look_at(run: Named) -> tuple[list[int], bool]:
+    """Fingerprints of the tensors of a run, and whether all values are finite."""
+    finite: bool | None = None
+    if all(tensor.numel() and tensor.numel() % BLOCK == 0 for _, tensor in run) and run[0][1].is_contiguous():
+        values, finite = fingerprints_end_to_end(_flat(run).view(-1), [tensor.numel() for _, tensor in run])
+    else:
+        values = [fingerprint(tensor) for _, tensor in run]
+    return values, is_finite(_flat(run)) if finite is None else finite
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

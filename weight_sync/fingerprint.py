@@ -13,13 +13,22 @@ Knows tensors and integers.  Does not know models, transports or versions.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, mix_odd, multipliers
+from weight_sync.block_sums import (
+    BLOCK,
+    UNSIGNED,
+    block_sums,
+    has_operator,
+    mix_odd,
+    multipliers,
+    registered_block_sums,
+)
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
@@ -28,6 +37,13 @@ _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed:
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
+_EXPONENTS = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
+"""All bits of the exponent, which only infinities and NaN have."""
 
 Index = Sequence[int | slice]
 
@@ -42,19 +58,26 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
     return _contiguous(_words(tensor), offset)
 
 
-def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> list[int]:
+def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[list[int], bool | None]:
     """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
 
-    Every size is a multiple of `BLOCK` elements.  N blocks in all.
+    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None where that would take
+    another pass.  N blocks in all.
     """
     assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
-    sums_N = block_sums(_words(flat).view(-1, BLOCK))
+    words, finite = _words(flat).view(-1, BLOCK), None
+    if has_operator(words) and flat.dtype in _EXPONENTS:
+        sums_N, infinite_N = registered_block_sums(words, _EXPONENTS[flat.dtype])
+        finite = not bool(infinite_N.any())
+    else:
+        sums_N = block_sums(words)
     counts = torch.tensor(numels) // BLOCK
     ends = counts.cumsum(0)
     within_N = torch.arange(len(sums_N)) - (ends - counts).repeat_interleave(counts)
-    totals_N = (mix_odd(2 * within_N).to(flat.device) * sums_N).cumsum(0)
+    table = _multipliers_of_blocks(1 << (max(numels) // BLOCK).bit_length())
+    totals_N = (table[within_N].to(flat.device) * sums_N).cumsum(0)
     up_to = torch.cat((totals_N.new_zeros(1), totals_N))[torch.cat((ends.new_zeros(1), ends)).to(flat.device)]
-    return [int(value) & _MASK for value in up_to.diff()]
+    return [value & _MASK for value in up_to.diff().tolist()], finite
 
 
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:
@@ -159,6 +182,12 @@ def _contiguous(words: torch.Tensor, offset: int) -> int:
         total += int((mix_odd(2 * blocks) * sums).sum())
     total += _part_of_block(words[body_end:], offset + body_end)
     return total & _MASK
+
+
+@functools.lru_cache(maxsize=8)
+def _multipliers_of_blocks(count: int) -> torch.Tensor:
+    """a(0) .. a(count - 1): int64."""
+    return mix_odd(2 * torch.arange(count))
 
 
 def _part_of_block(words: torch.Tensor, offset: int) -> int:

@@ -17,8 +17,10 @@ Knows addresses and Linux.  Does not know weights.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import sys
@@ -137,7 +139,10 @@ def _movable_pages(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> list[r
     """Offsets of whole pages inside `tensor`, a range for each mapping: a move cannot cross from one to the next."""
     address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
     found = []
-    for mapping in mappings:
+    after = bisect.bisect_right(mappings, address, key=lambda mapping: mapping.end)
+    for mapping in itertools.islice(mappings, after, None):
+        if mapping.start >= end:
+            break
         first, last = max(_page_ceil(address), mapping.start), min(_page_floor(end), mapping.end)
         if mapping.movable and first < last:
             found.append(range(first - address, last - address))

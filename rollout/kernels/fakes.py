@@ -45,8 +45,8 @@ def _packed_embedding(packed: torch.Tensor, ids: torch.Tensor, depth: int) -> to
     return packed.new_empty(ids.shape[0], depth)
 
 
-def _block_sums(words: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
-    return multipliers.new_empty(words.shape[0])
+def _block_sums(words: torch.Tensor, multipliers: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return multipliers.new_empty(words.shape[0]), multipliers.new_empty(words.shape[0], dtype=torch.bool)
 
 
 def _gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -348,7 +348,7 @@ def test_traced_shapes_and_effects_are_those_of_the_operators(native: NativeOps)
         (operators.unpack_rows, (packed, 16, 1, 4, 1, 0)),
         (operators.packed_embedding, (packed, torch.tensor([3, 0, 6]), 16)),
         (operators.gather_rows, (_randn(7, 2, 3), torch.tensor([3, 0, 6]))),
-        (operators.block_sums, (torch.zeros(7, 5, dtype=torch.uint16), torch.arange(5))),
+        (operators.block_sums, (torch.zeros(7, 5, dtype=torch.uint16), torch.arange(5), 3)),
         (operators.fused_experts, (hidden, ids, torch.rand(5, 3), *stored)),
         (operators.fused_experts, (hidden, ids, None, *stored)),
         (

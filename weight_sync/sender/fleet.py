@@ -12,6 +12,7 @@ Knows links, calls and deadlines.  Does not know tensors.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from weight_sync.sender.report import EngineReport
 
 OnEngineFailure = Literal["abort_all", "leave_out"]
 
-_POLL_S = 0.002
+_POLL_S = 0.0005
 _ABORT_S = 10.0
 """At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
 
@@ -37,7 +38,7 @@ class Fleet:
         self._policy = on_engine_failure
         self._active = list(links)
         self._open: set[str] = set()  # engines that hold a transaction of ours
-        self._sending: dict[str, Sending] = {}
+        self._sending: deque[dict[str, Sending]] = deque()  # by engine name; the oldest bucket first
         self._failures: dict[str, BaseException] = {}
         self._start = time.perf_counter()
         self.reports = {name: EngineReport() for name in links}
@@ -60,14 +61,21 @@ class Fleet:
         self._settle(failed)
 
     def start(self, bucket: Bucket, weight_version: str | None) -> None:
-        """Send a bucket to all engines, without waiting for it."""
-        assert not self._sending, "one bucket at a time: finish the one before"
-        for name in self._active:
-            self._sending[name] = self._links[name].start(bucket, weight_version)
+        """Send a bucket to all engines, without waiting for it, after `await_sent`.
+
+        So an engine takes buckets in their order: it is asked for one when it has all bytes of the one before.
+        """
+        self._sending.append({name: self._links[name].start(bucket, weight_version) for name in self._active})
+
+    def await_sent(self) -> None:
+        """Wait until the engines have all bytes of the buckets on their way; their answers may come later."""
+        everything = [one for sending in self._sending for one in sending.values()]
+        while [one for one in everything if not one.poll() and not one.is_sent]:
+            time.sleep(_POLL_S)
 
     def finish(self) -> None:
-        """Wait for the bucket on its way, if there is one.  Raises `EngineError`."""
-        self._settle(self._drain())
+        """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
+        self._settle(self._drain(self._sending.popleft()))
 
     def end(self) -> None:
         """Verify on all engines, then commit on all.  Raises `EngineError`."""
@@ -89,9 +97,10 @@ class Fleet:
         An interrupt does not wait for the bucket on its way, whose groups are left then.
         """
         if cause is not None and not isinstance(cause, Exception):
-            for one in self._sending.values():
+            for one in (one for sending in self._sending for one in sending.values()):
                 one.hurry(0.0)
-        self._drain()
+        while self._sending:
+            self._drain(self._sending.popleft())
         calls = {name: self._links[name].call("abort_weight_update") for name in self._open}
         for name, error in self._failed("abort_weight_update", calls, _ABORT_S).items():
             if cause is not None and not says_nothing_is_open(error):
@@ -100,13 +109,11 @@ class Fleet:
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _drain(self) -> dict[str, BaseException]:
-        """Wait for the bucket on its way; who failed, and with what."""
-        sending = self._sending
+    def _drain(self, sending: dict[str, Sending]) -> dict[str, BaseException]:
+        """Wait for a bucket on its way; which engines failed, and with what."""
         pending = list(sending.values())
         while pending := [one for one in pending if not one.poll()]:
             time.sleep(_POLL_S)
-        self._sending = {}
         failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
         for name in sending.keys() - failed.keys():
             self.reports[name].num_bytes += sending[name].bucket.num_bytes
@@ -134,7 +141,8 @@ class Fleet:
         return failed
 
     def _settle(self, failed: Mapping[str, BaseException]) -> None:
-        """Raise, or go on without the engines that failed."""
+        """Raise, or go on without the engines that failed.  One that failed before is told once."""
+        failed = {name: error for name, error in failed.items() if name in self._active}
         if not failed:
             return
         self._failures.update(failed)

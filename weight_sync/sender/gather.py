@@ -1,6 +1,7 @@
 """`Gatherer`: a bucket's bytes on the sending rank, and the fingerprints of everything that is sent.
 
-    whole tensors      cast and packed where they are
+    whole tensors      what lies end to end in memory, in the dtype that is sent, goes from where it is (experts of a
+                       fused tensor do); the rest is cast and packed
     sharded tensors    each rank casts and packs what it holds of the bucket; one collective brings it to the sender,
                        which puts every box in its place
 
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_sync.bucket import plan_buckets, unpack
+from weight_sync.bucket import cut_pieces, end_to_end, plan_buckets, unpack
 from weight_sync.fingerprint import fingerprint
+from weight_sync.receivers.distributed import PIECE_BYTES
+from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shards import Box, Holding, box_of_part, flat_offset, holdings, index_in, intersection, size_of
@@ -57,28 +60,29 @@ class Gatherer:
         if ranks is not None:
             self._holdings = {name: holdings(name, it, ranks.rank_of) for name, it in plan.sources.items()}
 
-    def gather(self, metas: Sequence[TensorMeta], flat: torch.Tensor | None) -> None:
-        """Fill a bucket: `flat` is uint8 [total bytes], on any device; None on ranks other than the sending one.
+    def gather(self, metas: Sequence[TensorMeta], flat: torch.Tensor | None) -> list[torch.Tensor]:
+        """A bucket's pieces, uint8, as `cut_pieces` cuts it; views of `flat` and of the trainer's tensors.
 
-        Raises `TransportError` if another rank failed or is late, and what packing raises here.
+        `flat`: room for all of it, uint8 [total bytes], on any device; None on ranks other than the sending one, which
+        get no pieces.  Raises `TransportError` if another rank failed or is late, and what packing raises here.
         """
         if self._ranks is None:
             assert flat is not None, "without other ranks this one sends"
-            self._pack_whole(metas, flat)
-            return
+            return self._pieces_of_whole(metas, flat)
         ranks = self._ranks
         pieces = [piece for meta in metas for piece in self._pieces(meta.name)]
         mine = ranks.jointly(lambda: self._pack_mine(metas, pieces, flat))
         sizes = [_padded(_of_rank(pieces, rank)) if rank else 0 for rank in range(ranks.world_size)]
         received = ranks.to_sender(mine, sizes)
         if received is None:
-            return
+            return []
         assert flat is not None, "the sending rank has room for the bucket"
         views = dict(unpack(flat, metas))
         for rank in range(1, ranks.world_size):
             own = _of_rank(pieces, rank)
             for piece, content in zip(own, _split(received[rank], own), strict=True):
                 _view_of(views, piece).copy_(content)
+        return split_pieces(metas, flat)
 
     def fingerprints(self) -> dict[str, int]:
         """By the names that are sent, of the content as it is sent; without fused tensors, which the engine splits.
@@ -107,10 +111,17 @@ class Gatherer:
     def _whole(self, part: Part) -> torch.Tensor:
         return self._plan.sources[part.source][part.index].to(part.meta.dtype)
 
-    def _pack_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> None:
-        for name, view in unpack(flat, metas):
-            part = self._plan.parts[name]
-            view.copy_(self._plan.sources[part.source][part.index])
+    def _pieces_of_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = []
+        for room, cut in zip(split_pieces(metas, flat), cut_pieces(metas, PIECE_BYTES), strict=True):
+            parts = [self._plan.parts[meta.name] for meta in cut]
+            tensors = [self._plan.sources[part.source][part.index] for part in parts]
+            there = end_to_end(tensors, cut[0].dtype, room.device) if len({meta.dtype for meta in cut}) == 1 else None
+            if there is None:
+                for (_, view), tensor in zip(unpack(room, cut), tensors, strict=True):
+                    view.copy_(tensor)
+            pieces.append(room if there is None else there)
+        return pieces
 
     def _pack_mine(
         self, metas: Sequence[TensorMeta], pieces: Sequence[_Piece], flat: torch.Tensor | None

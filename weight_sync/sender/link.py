@@ -29,19 +29,20 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one call sends: `content`, uint8 [bytes], holds the tensors end to end; it is broadcast in pieces."""
+    """What one call sends: tensors end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them."""
 
     metas: Sequence[TensorMeta]
-    content: torch.Tensor
+    pieces: Sequence[torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
-        return self.content.numel()
+        return sum(piece.numel() for piece in self.pieces)
 
-    def pieces(self) -> Sequence[torch.Tensor]:
-        """The content as it is broadcast, views."""
-        sizes = [sum(meta.nbytes for meta in piece) for piece in cut_pieces(self.metas, PIECE_BYTES)]
-        return self.content.split(sizes) if sizes else []
+
+def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[torch.Tensor]:
+    """The content of a bucket, uint8 [bytes], as it is broadcast: views."""
+    sizes = [sum(meta.nbytes for meta in piece) for piece in cut_pieces(metas, PIECE_BYTES)]
+    return list(content.split(sizes)) if sizes else []
 
 
 class EngineLink:
@@ -102,7 +103,7 @@ class EngineLink:
         return in_thread(getattr(self._control, verb), **fields)
 
     def start(self, bucket: Bucket, weight_version: str | None) -> Sending:
-        """Send a bucket without waiting.  `bucket.content` must not change until it is done."""
+        """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""
         if self._group is None:
             raise TransactionStateError(f"engine {self.name} is not connected; connect first")
         call = self.call(
@@ -157,7 +158,7 @@ class Sending:
         self._is_sent = False
         self._failure: BaseException | None = None
         try:
-            for piece in bucket.pieces():
+            for piece in bucket.pieces:
                 self._works.append(group.start_broadcast(piece, link.timeout_s))
         except TransportError as error:
             self._break(error)
@@ -185,6 +186,11 @@ class Sending:
         elif self._give_up == self._deadline and refusal(self._call) is not None:
             self._give_up = min(now + _SETTLE_S, self._deadline)  # refused after it was received: soon done then
         return self._failure is not None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the engine has all bytes, or it is over."""
+        return self._is_sent or self._failure is not None
 
     def hurry(self, within_s: float) -> None:
         """Move the deadline up."""

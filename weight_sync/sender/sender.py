@@ -228,8 +228,8 @@ class WeightSender:
             with update:
                 for position, bucket in enumerate(buckets):
                     flat = self._area(position, sum(meta.nbytes for meta in bucket))
-                    gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
-                    update.send_bucket(Bucket(bucket, flat))
+                    pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
+                    update.send_bucket(Bucket(bucket, pieces))
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
             if ranks is not None:

@@ -18,7 +18,7 @@ import torch
 from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError
 from weight_sync.sender.fleet import Fleet
-from weight_sync.sender.link import Bucket
+from weight_sync.sender.link import Bucket, split_pieces
 from weight_sync.sender.report import EngineReport
 from weight_sync.tensor_meta import TensorMeta
 
@@ -67,7 +67,8 @@ class WeightUpdate:
             self._leave(error)
             return
         try:
-            self._finish_pending()
+            pending, self._pending = self._pending, None
+            self._finish(pending)
             self._fleet.end()
         except BaseException as failure:
             self._leave(failure)
@@ -82,18 +83,19 @@ class WeightUpdate:
         named = [(name, tensor.detach()) for name, tensor in named_tensors]
         named.sort(key=lambda item: -item[1].dtype.itemsize)  # so that it can be packed
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        self.send_bucket(Bucket(metas, pack(named).to(self._device)))
+        self.send_bucket(Bucket(metas, split_pieces(metas, pack(named).to(self._device))))
 
     def send_bucket(self, bucket: Bucket) -> None:
-        """As `send`; `bucket.content` must not change until the next call returns."""
+        """As `send`; what `bucket.pieces` hold must not change until the next call returns."""
         if not self._is_open:
             raise TransactionStateError("the weight update is over, or was never entered")
-        self._finish_pending()
-        self._fleet.start(bucket, self._fields["weight_version"])
-        self._pending = bucket
+        self._fleet.await_sent()
+        self._fleet.start(bucket, self._fields["weight_version"])  # while the engines stage the end of the one before
+        before, self._pending = self._pending, bucket
+        self._finish(before)
 
-    def _finish_pending(self) -> None:
-        bucket, self._pending = self._pending, None
+    def _finish(self, bucket: Bucket | None) -> None:
+        """The oldest on its way."""
         if bucket is None:
             return
         self._fleet.finish()
