@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -50,6 +51,9 @@ MEMORY_TOLERANCE = 0.1
 TIMEOUT_S = 300.0
 PROMPT_TOKENS = 32
 BUCKET_BYTES = 128 << 20
+WINDOW_S = 1.0
+BUSY_S = 2.0
+"""At least, in which buckets come while requests run."""
 SETTLE_S = 0.5
 """Memory of a refresh goes back after its answer."""
 
@@ -126,24 +130,26 @@ def run(
 
 
 def copy_seconds(num_bytes: int, rounds: int) -> float:
-    """Best time of copying so many bytes in memory, on all threads."""
+    """Median time of copying so many bytes in memory, on all threads."""
     source, target = (torch.zeros(num_bytes // 8 + 1, dtype=torch.int64) for _ in range(2))
-    return min(_timed(lambda: target.copy_(source)) for _ in range(rounds + 1))
+    target.copy_(source)
+    return statistics.median(_timed(lambda: target.copy_(source)) for _ in range(rounds))
 
 
 def broadcast_seconds(plan: Plan, rounds: int) -> float:
-    """Best time of broadcasting the packed buckets to a process that does nothing else, memory ready on both sides."""
+    """Median time of broadcasting the packed buckets to a process that does nothing else, with all memory ready."""
     port, sizes = free_port(), [sum(tensor.nbytes for _, tensor in bucket) for bucket in plan.buckets]
     words = [sys.executable, "-m", "benchmarks.weight_refresh", str(port), str(rounds + 1), *map(str, sizes)]
     with subprocess.Popen(words) as peer:
         try:
             group = init_process_group("127.0.0.1", port, 0, 2, f"bare-{port}", "gloo", TIMEOUT_S)
             buckets = [pack(bucket) for bucket in plan.buckets]
-            best = min(_timed(lambda: _broadcast(group, buckets)) for _ in range(rounds + 1))
+            _broadcast(group, buckets)
+            median = statistics.median(_timed(lambda: _broadcast(group, buckets)) for _ in range(rounds))
             group.destroy()
         finally:
             peer.terminate()
-    return best
+    return median
 
 
 def _broadcast(group: GroupHandle, buckets: list[torch.Tensor]) -> None:
@@ -185,8 +191,11 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
             stated = [trainer.refresh(stated=True) for _ in range(rounds)]
             with _requests(http, requests):
                 time.sleep(0.5)
-                undisturbed = statistics.median(trainer.tokens_per_second(0.5) for _ in range(rounds))
-                busy = [trainer.refresh(stated=False) for _ in range(rounds)]
+                undisturbed = [trainer.tokens_per_second(WINDOW_S)]  # before, between and after: requests grow
+                busy: list[Refreshed] = []
+                while len(busy) < rounds or sum(one.seconds for one in busy) < BUSY_S:
+                    busy.append(trainer.refresh(stated=False))
+                    undisturbed.append(trainer.tokens_per_second(WINDOW_S))
             trainer.leave()
     held = mode in ("journal", "in_place")
     received = plan.bucket_bytes if held else 2 * plan.piece_bytes
@@ -196,8 +205,10 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
         "refresh_s": statistics.median(one.seconds for one in quiet),
         "stated_s": statistics.median(one.seconds for one in stated),
         "busy_s": statistics.median(one.seconds for one in busy),
-        "tokens_s": undisturbed,
-        "tokens_s_staging": statistics.median(one.tokens_s for one in busy),
+        "tokens_s": statistics.median(undisturbed),
+        "share_while_staging": statistics.median(
+            one.tokens_s / statistics.mean(around) for one, around in zip(busy, pairwise(undisturbed), strict=True)
+        ),
         "memory": memory,
         "memory_formula": received + beside,
         "steps_held": held,
@@ -306,7 +317,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     for name in (*columns, "peak, MB"):
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
-        share = row["tokens_s_staging"] / row["tokens_s"] if row["tokens_s"] else 0.0
+        share = row["share_while_staging"]
         table.add_row(
             row["mode"],
             f"{row['tokens_s']:.0f}",

@@ -32,7 +32,7 @@ from rollout.scheduler.scheduler import Scheduler, failure
 Answer = dict[str, Any]
 
 
-_NICENESS = 5
+_NICENESS = 17
 
 
 def _stand_back() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from weight_sync.sender.report import EngineReport
 OnEngineFailure = Literal["abort_all", "leave_out"]
 
 _POLL_S = 0.0005
+_MOST_POLL_S = 0.005
 _ABORT_S = 10.0
 """At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
 
@@ -61,17 +62,16 @@ class Fleet:
         self._settle(failed)
 
     def start(self, bucket: Bucket, weight_version: str | None) -> None:
-        """Send a bucket to all engines, without waiting for it, after `await_sent`.
+        """Send a bucket to all engines, without waiting for it, after `await_begun`.
 
-        So an engine takes buckets in their order: it is asked for one when it has all bytes of the one before.
+        So an engine takes buckets in their order, and finds the next one waiting.
         """
         self._sending.append({name: self._links[name].start(bucket, weight_version) for name in self._active})
 
-    def await_sent(self) -> None:
-        """Wait until the engines have all bytes of the buckets on their way; their answers may come later."""
+    def await_begun(self) -> None:
+        """Wait until the engines have taken up the buckets on their way."""
         everything = [one for sending in self._sending for one in sending.values()]
-        while [one for one in everything if not one.poll() and not one.is_sent]:
-            time.sleep(_POLL_S)
+        _await(lambda: not [one for one in everything if not one.poll() and not one.has_begun])
 
     def finish(self) -> None:
         """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
@@ -111,9 +111,7 @@ class Fleet:
 
     def _drain(self, sending: dict[str, Sending]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
-        pending = list(sending.values())
-        while pending := [one for one in pending if not one.poll()]:
-            time.sleep(_POLL_S)
+        _await(lambda: not [one for one in sending.values() if not one.poll()])
         failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
         for name in sending.keys() - failed.keys():
             self.reports[name].num_bytes += sending[name].bucket.num_bytes
@@ -163,6 +161,14 @@ class Fleet:
                 self._links[name].call("abort_weight_update")
 
         call.add_done_callback(abort)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    """Look more and more seldom: engines on this machine want its cores."""
+    poll_s = _POLL_S
+    while not condition():
+        time.sleep(poll_s)
+        poll_s = min(1.1 * poll_s, _MOST_POLL_S)
 
 
 def _described(error: BaseException) -> str:

@@ -188,9 +188,9 @@ class Sending:
         return self._failure is not None
 
     @property
-    def is_sent(self) -> bool:
-        """Whether the engine has all bytes, or it is over."""
-        return self._is_sent or self._failure is not None
+    def has_begun(self) -> bool:
+        """Whether the engine has taken up this bucket: it has the first piece, or answered."""
+        return self._failure is not None or self._call.done() or any(work.is_completed() for work in self._works[:1])
 
     def hurry(self, within_s: float) -> None:
         """Move the deadline up."""

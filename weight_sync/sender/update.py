@@ -89,8 +89,8 @@ class WeightUpdate:
         """As `send`; what `bucket.pieces` hold must not change until the next call returns."""
         if not self._is_open:
             raise TransactionStateError("the weight update is over, or was never entered")
-        self._fleet.await_sent()
-        self._fleet.start(bucket, self._fields["weight_version"])  # while the engines stage the end of the one before
+        self._fleet.await_begun()
+        self._fleet.start(bucket, self._fields["weight_version"])  # it waits there for the end of the one before
         before, self._pending = self._pending, bucket
         self._finish(before)
 
