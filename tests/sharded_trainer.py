@@ -29,7 +29,7 @@ from rollout.client import RolloutClient
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, fused, version
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import content_of
-from weight_sync.bucket import plan_buckets, unpack
+from weight_sync.bucket import plan_buckets
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.process_group import free_port
@@ -172,9 +172,10 @@ def random_gathers(rank: int) -> None:
         for bucket in plan_buckets(plan.metas, rng.choice([1, 100, 10**6])):
             size = sum(meta.nbytes for meta in bucket)
             flat, there = torch.full((size,), 7, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-            gatherer.gather(bucket, flat if rank == 0 else None)
-            reference.gather(bucket, there)
-            assert rank or torch.equal(flat, there), (seed, [name for name, _ in unpack(flat, bucket)])
+            pieces = gatherer.gather(bucket, flat if rank == 0 else None)
+            wanted = reference.gather(bucket, there)
+            assert rank or torch.equal(torch.cat(pieces), torch.cat(wanted)), (seed, [meta.name for meta in bucket])
+            assert rank == 0 or pieces == []
 
 
 def refusals(rank: int) -> None:

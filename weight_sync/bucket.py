@@ -50,8 +50,11 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
 
-    They must have bytes, be of `dtype` and on `device`.
+    They must be of `dtype` and on `device`, and not all be empty.
     """
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return None
     storage = tensors[0].untyped_storage()
     start = address = tensors[0].data_ptr()
     for tensor in tensors:
@@ -59,8 +62,6 @@ def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torc
         if not (is_next and tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device):
             return None
         address += tensor.nbytes
-    if address == start:
-        return None
     whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     return whole[start - storage.data_ptr() : address - storage.data_ptr()]
 

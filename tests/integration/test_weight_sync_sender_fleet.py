@@ -324,9 +324,9 @@ def test_the_next_bucket_is_gathered_while_this_one_is_sent(
     pause_s = 0.15
     gather = Gatherer.gather
 
-    def slow_gather(self: Gatherer, *arguments: Any) -> None:
+    def slow_gather(self: Gatherer, *arguments: Any) -> Any:
         time.sleep(pause_s)
-        gather(self, *arguments)
+        return gather(self, *arguments)
 
     def slow_engine(verb: str, arguments: dict[str, Any]) -> None:
         if verb == "update_weights_from_distributed":
@@ -342,6 +342,27 @@ def test_the_next_bucket_is_gathered_while_this_one_is_sent(
     one, both = report.num_buckets * pause_s, 2 * report.num_buckets * pause_s
     assert one < seconds < (one + both) / 2 + 0.2
     assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    sender.close()
+
+
+def test_an_engine_is_asked_for_buckets_in_their_order(engines: dict[str, Engine]) -> None:
+    """A call that is slow on its way is not overtaken by the next, though that is made before it is answered."""
+    log: list[tuple[str, int]] = []
+
+    def slow_road(verb: str, arguments: dict[str, Any]) -> None:
+        if verb == "update_weights_from_distributed":
+            number = sum(what == "called" for what, _ in log)
+            log.append(("called", number))
+            time.sleep(0.2)
+            log.append(("arrives", number))
+
+    name = next(iter(engines))
+    sender = sender_for({name: Meddling(engines[name], slow_road)})
+    seed = next(seeds)
+    report = sender.refresh(version(seed), bucket_bytes=50)
+    assert report.num_buckets >= 5
+    expected = [(what, number) for number in range(report.num_buckets) for what in ("called", "arrives")]
+    assert log == expected
     sender.close()
 
 

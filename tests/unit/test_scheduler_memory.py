@@ -27,7 +27,7 @@ from rollout.core.weight_io_struct import (
     EndWeightUpdateReqInput,
 )
 from tests.kernels import native_ops
-from tests.local_refresh import deliver, io_of, refresh
+from tests.local_refresh import deliver, io_of, refresh, updater_of
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from tests.unit.test_memory_saver import files_of_at_most
@@ -110,6 +110,25 @@ def test_everything_released_and_restored_by_a_refresh(folders, new_tensors) -> 
     assert answers(harness) == answers(engine(folders[1])) != old
     assert storages(harness) == addresses
     harness.check_idle()
+
+
+def test_what_a_refresh_keeps_for_the_next_goes_with_the_weights(folders, new_tensors) -> None:
+    harness = engine(folders[0])
+    assert refresh(harness, new_tensors, "v2").success
+    shadows = updater_of(harness)._held.shadows
+    assert shadows._areas
+    assert release(harness, "kv_cache").success and shadows._areas
+    assert release(harness, "weights").success and not shadows._areas
+    assert resume(harness).success and refresh(harness, new_tensors, "v3").success
+    assert answers(harness) == answers(engine(folders[1]))
+
+
+def test_without_keeping_a_refresh_leaves_no_memory(folders, new_tensors) -> None:
+    harness = engine(folders[0], keep_staging_memory=False)
+    assert refresh(harness, new_tensors, "v2").success
+    held = updater_of(harness)._held
+    held.await_gone(5.0)
+    assert not held.shadows._areas
 
 
 def test_resumed_weights_without_content_serve_nothing(folders, new_tensors) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import bits
-from weight_sync.bucket import pack, plan_buckets, unpack
+from weight_sync.bucket import end_to_end, pack, plan_buckets, unpack
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 from weight_sync.wire import parse_dtype, parse_manifest, parse_meta, parse_metas
@@ -44,6 +44,48 @@ def test_pack_and_unpack_give_the_same_bits() -> None:
 def test_layout_is_bytes_end_to_end() -> None:
     bucket = pack([("a", torch.tensor([1.0])), ("b", torch.tensor([2.0, 3.0], dtype=torch.bfloat16))])
     assert bytes(bucket.tolist()) == bytes([0, 0, 128, 63, 0, 64, 64, 64])
+
+
+def neighbours() -> list[torch.Tensor]:
+    whole = torch.arange(40, dtype=torch.bfloat16)
+    return [whole[4:12].view(2, 4), whole[12:13], whole[13:13], whole[13:40].view(3, 9)]
+
+
+def test_tensors_that_lie_end_to_end_are_one_view() -> None:
+    tensors = neighbours()
+    found = end_to_end(tensors, torch.bfloat16, torch.device("cpu"))
+    assert found is not None and found.dtype == torch.uint8
+    assert found.data_ptr() == tensors[0].data_ptr() and bits(found) == b"".join(bits(tensor) for tensor in tensors)
+
+
+def _other_storage(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[0], tensors[1].clone(), *tensors[2:]]
+
+
+def _other_order(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[1], tensors[0], *tensors[2:]]
+
+
+def _gap(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[0], *tensors[3:]]
+
+
+def _transposed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[0].t(), *tensors[1:]]
+
+
+def _empty(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[2]]
+
+
+@pytest.mark.parametrize("changed", [_other_storage, _other_order, _gap, _transposed, _empty])
+def test_tensors_that_do_not_lie_end_to_end_are_told(changed) -> None:
+    assert end_to_end(changed(neighbours()), torch.bfloat16, torch.device("cpu")) is None
+
+
+def test_tensors_of_another_dtype_or_device_are_to_be_copied() -> None:
+    assert end_to_end(neighbours(), torch.float32, torch.device("cpu")) is None
+    assert end_to_end(neighbours(), torch.bfloat16, torch.device("meta")) is None
 
 
 def test_empty_bucket() -> None:

@@ -7,10 +7,12 @@ import io
 import pytest
 import torch
 
-from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits, fused, version
+from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits, expert_name, fused, version
+from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
 from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import plan_tensors
 
 
@@ -110,6 +112,27 @@ def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
     assert unsplit.parts.keys() == sources.keys()
     assert {name for name, part in unsplit.parts.items() if part.is_fused} == {GATE_UP, DOWN}
     assert Gatherer(unsplit, None).fingerprints().keys() == {EMBED, NORM}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_bucket_goes_from_where_it_lies_unless_it_is_cast(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of one expert's tensors of a fused one; what is sent is the same either way."""
+    expert = version(1)[expert_name(0, "up_proj")]
+    for module in ("gather", "link"):
+        monkeypatch.setattr(f"weight_sync.sender.{module}.PIECE_BYTES", 2 * expert.nbytes)
+    sources = fused(version(1))
+    plan = plan_tensors({GATE_UP: sources[GATE_UP]}, dtype)
+    flat = torch.zeros(sum(meta.nbytes for meta in plan.metas), dtype=torch.uint8)
+    pieces = Gatherer(plan, None).gather(plan.metas, flat)
+    assert [piece.numel() for piece in pieces] == [piece.numel() for piece in split_pieces(plan.metas, flat)]
+    assert len(pieces) == len(sources[GATE_UP])
+    expected = pack([(meta.name, version(1)[meta.name].to(meta.dtype)) for meta in plan.metas])
+    assert torch.equal(torch.cat(pieces), expected)
+    storages = {piece.untyped_storage().data_ptr() for piece in pieces}
+    assert storages == {(sources[GATE_UP] if dtype is None else flat).untyped_storage().data_ptr()}
+    assert bool(flat.any()) == (dtype is not None)
 
 
 def test_a_plan_refuses_two_tensors_of_one_name() -> None:

@@ -1,0 +1,137 @@
+"""Memory that one weight update leaves for the next: which areas, and that nothing of what was in them shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rollout.kernels.build import load_kernels
+from rollout.layers.ops.native_ops import NativeOps
+from rollout.layers.ops.torch_ops import TorchOps
+from rollout.models.decoder import DecoderForCausalLM
+from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
+from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from weight_sync.held_memory import HeldMemory, ShadowMemory
+from weight_sync.shadow import ShadowStaging, _Shadow
+from weight_sync.transaction import WeightTransaction
+
+LAYOUTS = ("packed", "plain")
+NUM_CONTENTS = 4
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensors]]:
+    """A checkpoint and what updates send.  Rows and columns fill no panel, so that storages are larger than tensors."""
+    torch.set_num_threads(1)
+    assert load_kernels().available
+    base = tmp_path_factory.mktemp("models")
+    odd = {"hidden_size": 36, "moe_intermediate_size": 20, "vocab_size": 300, "dtype": "bfloat16"}
+    folders = [tiny_checkpoint(base / f"v{seed}", "moe_dense_first", seed=seed, **odd) for seed in range(NUM_CONTENTS)]
+    return folders[0], [logical_tensors(folder) for folder in folders]
+
+
+def load(folder: Path, layout: str) -> DecoderForCausalLM:
+    return load_tiny(folder, torch.bfloat16, ops=NativeOps() if layout == "packed" else TorchOps())
+
+
+def take_part(weights: Any, memory: ShadowMemory, tensors: Tensors, end: str) -> None:
+    """One update: committed, taken back after the write, or dropped before it."""
+    transaction = WeightTransaction(weights, "v", "partial", staging=ShadowStaging(weights, memory=memory))
+    transaction.receive(list(tensors.items()))
+    if end == "abort":
+        transaction.abort()
+        return
+    transaction.verify()
+    try:
+        transaction.commit(lambda mine: end == "commit")
+        transaction.close()
+    except Exception:
+        assert end == "undo"
+
+
+def is_explained(folder: Path, contents: list[Tensors], layout: str, updates: list[tuple[int, set[str], str]]) -> bool:
+    """Whether a model that takes all updates with one kept memory holds what was committed, and nothing else."""
+    model, expected = load(folder, layout), dict(contents[0])
+    memory = ShadowMemory(keep=True)
+    for content, names, end in updates:
+        sent = {name: contents[content][name] for name in names or expected}
+        take_part(model.weights, memory, sent, end)
+        if end == "commit":
+            expected |= sent
+        if any(bits(model.weights.read(name)) != bits(tensor) for name, tensor in expected.items()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_leave_nothing_to_one_another(contents: tuple[Path, list[Tensors]], layout: str) -> None:
+    """Whole and partial ones, of which some fail."""
+    folder, versions = contents
+    names = st.sets(st.sampled_from(sorted(versions[0])), max_size=4)  # none: all
+    update = st.tuples(st.integers(0, NUM_CONTENTS - 1), names, st.sampled_from(["commit", "commit", "undo", "abort"]))
+
+    @given(updates=st.lists(update, min_size=2, max_size=5))
+    @settings(max_examples=12, deadline=None)
+    def many(updates: list[tuple[int, set[str], str]]) -> None:
+        assert is_explained(folder, versions, layout, updates)
+
+    many()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_area_that_is_taken_for_the_live_content_is_noticed(
+    contents: tuple[Path, list[Tensors]], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: what was not sent is left as the area has it, two versions ago."""
+    folder, versions = contents
+    gate = next(name for name in versions[0] if name.endswith("1.mlp.experts.0.gate_proj.weight"))
+    updates: list[tuple[int, set[str], str]] = [(1, set(), "commit"), (2, set(), "commit"), (3, {gate}, "commit")]
+    assert is_explained(folder, versions, layout, updates)
+    start = _Shadow.__init__
+    monkeypatch.setattr(_Shadow, "__init__", lambda self, live, aside, copy: start(self, live, aside, False))
+    monkeypatch.setattr(ShadowStaging, "_fill", lambda self, key: None)
+    assert not is_explained(folder, versions, layout, updates)
+
+
+def areas_of(memory: ShadowMemory) -> dict[int, int]:
+    return {live: area.data_ptr() for live, area in memory._areas.items()}
+
+
+@pytest.mark.parametrize("end", ["commit", "undo", "abort"])
+def test_kept_areas_are_the_same_and_others_go(end: str) -> None:
+    weights, kept, given_back = FakeWeights(seed=0), ShadowMemory(keep=True), ShadowMemory()
+    take_part(weights, kept, version(1), end)
+    before = areas_of(kept)
+    assert len(before) == 4
+    take_part(weights, kept, {EMBED: version(2)[EMBED]}, end)
+    take_part(weights, kept, version(3), end)
+    assert areas_of(kept) == before
+    take_part(weights, given_back, version(1), end)
+    assert areas_of(given_back) == {}
+    kept.give_back()
+    assert areas_of(kept) == {}
+
+
+def test_an_area_of_another_size_is_taken_anew() -> None:
+    memory, device = ShadowMemory(keep=True), torch.device("cpu")
+    whole = torch.zeros(8192, dtype=torch.uint8)
+    first = memory.take(whole, device)
+    assert memory.take(whole, device) is first and first.numel() == 8192
+    assert memory.take(whole[:4096], device).numel() == 4096  # the same address
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_messages_are_received_into_is_kept_too(keep: bool) -> None:
+    held = HeldMemory(keep=keep)
+    area = held.receive.take(0, 1 << 16, "cpu")
+    held.let_go(lambda: None)
+    held.await_gone(5.0)
+    assert (held.receive.take(0, 1 << 16, "cpu") is area) == keep
+    held.give_back(5.0)
+    assert held.receive.take(0, 1 << 16, "cpu") is not area
