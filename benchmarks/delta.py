@@ -29,7 +29,7 @@ from rollout.entrypoints.make_checkpoint import CheckpointSpec
 from weight_sync.delta.byte_patches import encode_overwrite, encode_xor
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
 from weight_sync.delta.frame import read_frame
-from weight_sync.sender import NamedTensors, named_tensors_of, split_fused_experts
+from weight_sync.sender import named_tensors_of, split_fused_experts
 
 LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.95)
@@ -104,16 +104,18 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
         delta = encoder.encode(new.items())
         payloads = delta.payloads()
         encode_s = time.perf_counter() - start
-        start = time.perf_counter()
-        decoded: Tensors = {}
-        for payload in payloads:
-            decoded |= dict(read_frame(payload, 1 << 40).decode(old.__getitem__))
-        decode_s = time.perf_counter() - start
-        require_equal(decoded, new)
-        undone: Tensors = {}
-        for frame in delta.frames:
-            undone |= dict(frame.invert().decode(decoded.__getitem__))
-        require_equal(undone, old)
+        decode_s, names = 0.0, set[str]()
+        for payload, frame in zip(payloads, delta.frames, strict=True):
+            start = time.perf_counter()
+            decoded = dict(read_frame(payload, 1 << 40).decode(old.__getitem__))
+            decode_s += time.perf_counter() - start
+            require_equal(decoded, new)
+            undone = dict(frame.invert().decode(decoded.__getitem__))
+            require_equal(undone, old)
+            assert undone.keys() == decoded.keys(), "an undone frame names what it did"
+            names |= decoded.keys()
+            del decoded, undone
+        assert names == new.keys(), "a delta names every tensor"
         yield sizes_of(delta, payloads, old, new, encode_s, decode_s)
         encoder.advance(delta)
         old = new
@@ -128,8 +130,8 @@ def train(path: str, vocab_size: int) -> Iterator[Tensors]:
             spread_between_neighbours(parameter, generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS, foreach=False)
     while True:
-        named: NamedTensors = split_fused_experts(named_tensors_of(model, torch.bfloat16))
-        yield {name: tensor.clone() for name, tensor in named}
+        # The cast copied them, and nothing here holds them: a second copy of M would not fit beside its optimizer.
+        yield dict(split_fused_experts(named_tensors_of(model, torch.bfloat16)))
         ids = torch.randint(0, vocab_size, (SEQUENCES, POSITIONS), generator=generator)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
@@ -170,9 +172,9 @@ def entropy_bytes(steps: np.ndarray, num_elements: int) -> int:
     return math.ceil((positions - float((counts * np.log2(counts / steps.size)).sum())) / 8)
 
 
-def require_equal(one: Tensors, other: Tensors) -> None:
-    for name, tensor in other.items():
-        if not torch.equal(one[name].view(torch.int16), tensor.view(torch.int16)):
+def require_equal(some: Tensors, expected: Tensors) -> None:
+    for name, tensor in some.items():
+        if not torch.equal(expected[name].view(torch.int16), tensor.view(torch.int16)):
             raise SystemExit(f"{name} was not decoded bit for bit")
 
 
