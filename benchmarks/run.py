@@ -16,6 +16,7 @@ from benchmarks import (
     capture,
     delta,
     eplb_planners,
+    fingerprint,
     memory,
     parallel,
     parallel_stalls,
@@ -24,7 +25,19 @@ from benchmarks import (
     weight_refresh,
 )
 
-PARTS = ("throughput", "capture", "scaling", "memory", "refresh", "delta", "planners", "parallel", "stalls")
+PARTS = (
+    "throughput",
+    "capture",
+    "scaling",
+    "memory",
+    "refresh",
+    "delta",
+    "fingerprint",
+    "planners",
+    "parallel",
+    "stalls",
+)
+FINGERPRINT_BYTES = 512 << 20
 
 
 def main() -> None:
@@ -61,6 +74,8 @@ def main() -> None:
             rows += weight_refresh.run(shape, args.rounds, console)
         if "delta" in args.only:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
+    if "fingerprint" in args.only:
+        rows += fingerprint.run(FINGERPRINT_BYTES, args.rounds, console)
     if "planners" in args.only:
         rows += eplb_planners.run(console)
     if args.json is not None:

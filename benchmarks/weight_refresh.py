@@ -4,6 +4,7 @@
     stall        of the step that commits, beside a memory copy of as many bytes
     refresh      from the sender's call to the last engine's answer, beside a gloo broadcast of the same bytes between
                  two bare processes; with no request running, and with as many as in the first line
+    delta        the same server refreshed by what changed alone, from encoding to the answer
     peak memory  of the process that computes, beside the formula of docs/weight_sync.md
 
 The trainer is this process, with the `WeightSender` that trainers use, and holds the weights as transformers does: the
@@ -33,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from benchmarks.delta_refresh import DeltaRefresh, DeltaTrainer
 from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
@@ -197,6 +199,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
                     busy.append(trainer.refresh(stated=False))
                     undisturbed.append(trainer.tokens_per_second(WINDOW_S))
             trainer.leave()
+            deltas = _by_delta(http, plan, rounds) if mode == "host" else []
     held = mode in ("journal", "in_place")
     received = plan.bucket_bytes if held else 2 * plan.piece_bytes
     beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
@@ -209,10 +212,24 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
         "share_while_staging": statistics.median(
             one.tokens_s / statistics.mean(around) for one, around in zip(busy, pairwise(undisturbed), strict=True)
         ),
+        "delta_s": statistics.median(one.encode_s + one.send_s for one in deltas) if deltas else None,
+        "delta_send_s": statistics.median(one.send_s for one in deltas) if deltas else None,
+        "delta_bytes": statistics.median(one.num_bytes for one in deltas) if deltas else None,
         "memory": memory,
         "memory_formula": received + beside,
         "steps_held": held,
     }
+
+
+def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]:
+    client = RolloutClient(str(http.base_url))
+    trainer = DeltaTrainer(client, dict(named for bucket in plan.buckets for named in bucket), TIMEOUT_S)
+    try:
+        trainer.refresh()  # first use
+        return [trainer.refresh() for _ in range(rounds)]
+    finally:
+        trainer.leave()
+        client.close()
 
 
 @dataclass(frozen=True)
@@ -314,7 +331,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
     table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
     columns = ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "with requests")
-    for name in (*columns, "peak, MB"):
+    for name in (*columns, "delta", "peak, MB"):
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
         share = row["share_while_staging"]
@@ -326,6 +343,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
             f"{1e3 * row['stated_s']:.0f}",
             f"{1e3 * row['busy_s']:.0f}",
+            _delta(row),
             _factor(row["memory"] / 1e6, row["memory_formula"] / 1e6, 1 + MEMORY_TOLERANCE, ".0f"),
         )
     console.print(table)
@@ -333,6 +351,13 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {REFRESH_FACTOR}x a bare "
         f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %."
     )
+
+
+def _delta(row: dict) -> str:
+    if row["delta_s"] is None:
+        return "-"
+    sent = f"{row['num_bytes'] / row['delta_bytes']:.0f} times smaller"
+    return f"{1e3 * row['delta_send_s']:.0f}, encoded {1e3 * row['delta_s']:.0f}, {sent}"
 
 
 def _factor(value: float, base: float, bound: float, form: str) -> str:

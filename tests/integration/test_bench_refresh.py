@@ -35,5 +35,9 @@ def test_every_number_is_measured(folder: Path, mode: str) -> None:
     for name in ("copy_s", "broadcast_s", "stall_s", "refresh_s", "stated_s", "tokens_s", "memory_formula"):
         assert row[name] > 0, name
     assert row["steps_held"] == (mode == "journal")
+    if mode == "host":
+        assert row["delta_s"] > row["delta_send_s"] > 0 and row["num_bytes"] > 10 * row["delta_bytes"] > 0
+    else:
+        assert row["delta_s"] is None
     text = console.export_text()
     assert mode in text and "bare broadcast" in text
