@@ -27,7 +27,7 @@ lint: install-dev
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run $(if $(PARTS),--only $(PARTS))
 
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers

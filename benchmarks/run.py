@@ -1,4 +1,4 @@
-"""`make bench`: throughput and capture, or the parts named.
+"""`make bench`: everything, or the parts named.
 
 Results are tables; `--json FILE` writes them as JSON lines too.
 """
@@ -42,7 +42,7 @@ FINGERPRINT_BYTES = 512 << 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=["throughput", "capture"])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--shapes", choices=("S", "M"), nargs="+", default=["S", "M"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from benchmarks.delta_refresh import DeltaRefresh, DeltaTrainer
+from benchmarks.delta_refresh import ONE_IN, DeltaRefresh, DeltaTrainer
 from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
@@ -331,7 +331,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
     table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
     columns = ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "with requests")
-    for name in (*columns, "delta", "peak, MB"):
+    for name in (*columns, "peak, MB"):
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
         share = row["share_while_staging"]
@@ -343,21 +343,19 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
             f"{1e3 * row['stated_s']:.0f}",
             f"{1e3 * row['busy_s']:.0f}",
-            _delta(row),
             _factor(row["memory"] / 1e6, row["memory_formula"] / 1e6, 1 + MEMORY_TOLERANCE, ".0f"),
         )
     console.print(table)
+    for row in (row for row in rows if row["delta_s"] is not None):
+        console.print(
+            f"By delta, one element in {ONE_IN} changed: {row['num_bytes'] / row['delta_bytes']:.0f} times smaller, "
+            f"{1e3 * row['delta_send_s']:.0f} ms to send and commit, {1e3 * row['delta_s']:.0f} with encoding; a full "
+            f"refresh {1e3 * row['refresh_s']:.0f} ms."
+        )
     console.print(
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {REFRESH_FACTOR}x a bare "
         f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %."
     )
-
-
-def _delta(row: dict) -> str:
-    if row["delta_s"] is None:
-        return "-"
-    sent = f"{row['num_bytes'] / row['delta_bytes']:.0f} times smaller"
-    return f"{1e3 * row['delta_send_s']:.0f}, encoded {1e3 * row['delta_s']:.0f}, {sent}"
 
 
 def _factor(value: float, base: float, bound: float, form: str) -> str:

@@ -35,11 +35,16 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
 
 
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
-    """A bucket's tensors, in order, as pieces of at most `piece_bytes`; a larger tensor is a piece of its own."""
+    """A bucket's tensors, in order, as pieces of at most `piece_bytes`; a larger tensor is a piece of its own.
+
+    Where tensors of another shape begin, a piece that is a quarter full ends: those of one shape are often parts of one
+    tensor, and then a piece lies in the sender's memory as it is sent.
+    """
     pieces: list[list[TensorMeta]] = []
     room = 0
     for meta in metas:
-        if not pieces or meta.nbytes > room:
+        is_other = bool(pieces) and meta.shape != pieces[-1][-1].shape and room <= piece_bytes * 3 // 4
+        if not pieces or meta.nbytes > room or is_other:
             pieces.append([])
             room = piece_bytes
         pieces[-1].append(meta)
