@@ -39,9 +39,10 @@ from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
 from rollout.entrypoints.demo.processes import ChildProcess
-from weight_sync.bucket import pack, plan_buckets
+from weight_sync.bucket import cut_pieces, pack, plan_buckets
+from weight_sync.pages import HUGE_PAGE
 from weight_sync.process_group import GroupHandle, init_process_group
-from weight_sync.receivers.distributed import PIECE_BYTES
+from weight_sync.receivers.distributed import NUM_AREAS, PIECE_BYTES
 from weight_sync.sender import WeightSender, split_fused_experts
 from weight_sync.tensor_meta import TensorMeta
 
@@ -52,7 +53,7 @@ REFRESH_FACTOR = 1.5
 MEMORY_TOLERANCE = 0.1
 TIMEOUT_S = 300.0
 PROMPT_TOKENS = 32
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES = 256 << 20  # as the sender has it by default
 WINDOW_S = 1.0
 BUSY_S = 2.0
 """At least, in which buckets come while requests run."""
@@ -70,7 +71,7 @@ class Plan:
     buckets: list[Named]
     num_bytes: int
     bucket_bytes: int  # of the largest
-    piece_bytes: int  # of the largest
+    received_bytes: int  # of the pieces that are in memory at once
     tensor_bytes: int  # of the largest
 
     @classmethod
@@ -81,8 +82,11 @@ class Plan:
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         buckets = [[(meta.name, tensors[meta.name]) for meta in bucket] for bucket in plan_buckets(metas, bucket_bytes)]
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
-        largest = max(meta.nbytes for meta in metas)
-        return cls(source, buckets, sum(sizes), max(sizes), max(PIECE_BYTES, largest), largest)
+        pieces = [cut_pieces(bucket, PIECE_BYTES) for bucket in plan_buckets(metas, bucket_bytes)]
+        largest = max(sum(meta.nbytes for meta in piece) for bucket in pieces for piece in bucket)
+        area = -(-largest // HUGE_PAGE) * HUGE_PAGE
+        received = min(NUM_AREAS, max(map(len, pieces))) * area
+        return cls(source, buckets, sum(sizes), max(sizes), received, max(meta.nbytes for meta in metas))
 
 
 def _as_trained(tensors: dict[str, torch.Tensor]) -> Named:
@@ -201,7 +205,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
             trainer.leave()
             deltas = _by_delta(http, plan, rounds) if mode == "host" else []
     held = mode in ("journal", "in_place")
-    received = plan.bucket_bytes if held else 2 * plan.piece_bytes
+    received = plan.bucket_bytes if held else plan.received_bytes
     beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
     return {
         "stall_s": statistics.median(one.stall_s for one in quiet),

@@ -32,7 +32,7 @@ from rollout.scheduler.scheduler import Scheduler, failure
 Answer = dict[str, Any]
 
 
-_NICENESS = 17
+_NICENESS = 19
 
 
 def _stand_back() -> None:

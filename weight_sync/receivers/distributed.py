@@ -3,7 +3,7 @@
     null                a broadcast per tensor, in list order
     flattened_bucket    one broadcast: all tensors end to end
     pieces              the same bytes, a broadcast for every few tensors (`cut_pieces` with `PIECE_BYTES`): while a
-                        piece is looked at and written the next one comes, into the other of two areas
+                        piece is looked at and written the next ones come, into others of three areas
 
 gloo does not compare the two ends of a broadcast.  A message shorter than the receiver's buffer counts as received
 and leaves the rest of the buffer untouched; a longer one ends the receiving process.  So with gloo every message is
@@ -42,6 +42,8 @@ FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"
 PIECE_BYTES = 16 << 20
 """Few enough to stay in a processor's cache from one look to the next."""
+NUM_AREAS = 3
+"""One that is looked at, one that fills, one that is ready for the next: with two, either side waits for the other."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -178,13 +180,13 @@ def _in_pieces(
     deadline: float,
     memory: ReceiveMemory,
 ) -> Iterator[Named]:
-    """Piece by piece, with the next one on its way."""
+    """Piece by piece, with the next ones on their way."""
     drain = _Drain(deadline)
     coming: list[_Message] = []
     sizes = [check_alignment(metas) for metas in pieces]
     for number, metas in enumerate(pieces):
-        for following in range(len(coming), min(number + 2, len(pieces))):
-            area = _ReceiveArea(group, max(sizes), device, memory, following % 2)
+        for following in range(len(coming), min(number + NUM_AREAS, len(pieces))):
+            area = _ReceiveArea(group, max(sizes), device, memory, following % NUM_AREAS)
             size, what = sizes[following], f"piece {following}"
             coming.append(area.start(0, size, _last_of(pieces[following]), what, drain.deadline))
         named: Named = []
