@@ -84,7 +84,7 @@ class Plan:
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
         pieces = [cut_pieces(bucket, PIECE_BYTES) for bucket in plan_buckets(metas, bucket_bytes)]
         largest = max(sum(meta.nbytes for meta in piece) for bucket in pieces for piece in bucket)
-        area = -(-largest // HUGE_PAGE) * HUGE_PAGE
+        area = (largest // HUGE_PAGE + 1) * HUGE_PAGE  # there are marks behind each
         received = min(NUM_AREAS, max(map(len, pieces))) * area
         return cls(source, buckets, sum(sizes), max(sizes), received, max(meta.nbytes for meta in metas))
 
@@ -334,15 +334,15 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
     first = rows[0]
     title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
     table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
-    columns = ("staging", "tokens/s", "while staging", "stall, ms", "refresh, ms", "with fingerprints", "with requests")
-    for name in (*columns, "peak, MB"):
+    columns = ("staging", "tok/s", "staged", "stall, ms", "idle, ms", "stated", "busy", "peak, MB")
+    for name in columns:
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
         share = row["share_while_staging"]
         table.add_row(
             row["mode"],
             f"{row['tokens_s']:.0f}",
-            "requests wait" if row["steps_held"] else _judged(f"{100 * share:.0f} %", share >= SHARE_WHILE_STAGING),
+            "wait" if row["steps_held"] else _judged(f"{100 * share:.0f} %", share >= SHARE_WHILE_STAGING),
             _factor(1e3 * row["stall_s"], 1e3 * row["copy_s"], STALL_FACTOR, ".1f"),
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
             f"{1e3 * row['stated_s']:.0f}",
@@ -357,8 +357,10 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             f"refresh {1e3 * row['refresh_s']:.0f} ms."
         )
     console.print(
+        "staged: share of the tokens a second while buckets come; refreshes of an idle server, stated (with "
+        "fingerprints), and of a busy one. "
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {REFRESH_FACTOR}x a bare "
-        f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %."
+        f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %.",
     )
 
 

@@ -47,8 +47,9 @@ class WeightUpdater:
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
     deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  One call may
     announce at most twice the model's bytes.  `staging`: where tensors are until the commit; `journal_dir`: see
-    `new_staging`; `memory`: what they take, by default given back after each update.  `clock`: monotonic, for leases.
-    `target(coverage)`, called when a transaction opens: where it is staged, if that is not where `weights` lie now.
+    `new_staging`; `memory`: what they take, by default given back after each update.  `pace`: see `deliver`.
+    `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is staged, if that is
+    not where `weights` lie now.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class WeightUpdater:
         memory: HeldMemory | None = None,
         rank: int = 0,
         ranks: int = 1,
+        pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self._pace = rank, ranks, pace
         self._weights = weights
         self._device = torch.device(device)
         self._timeout_s = timeout_s
-        self._vote = vote
-        self._commit_vote = commit_vote or vote
+        self._vote, self._commit_vote = vote, commit_vote or vote
         self._target = target or (lambda _: weights)
         self._groups = WeightUpdateGroups(self._device, timeout_s)
         self._held = memory or HeldMemory()
@@ -148,7 +149,7 @@ class WeightUpdater:
         try:
             self.renew_lease()
             refusal = self._refusal(source.announce(self._max_call_bytes()), weight_version)
-            deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal)
+            deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal, self._pace)
         except Exception as error:
             if self._transaction is not None:
                 self._transaction.fail(str(error))
@@ -169,10 +170,9 @@ class WeightUpdater:
         group_name: str,
         load_format: str | None = None,
     ) -> DistributedSource:
-        """One bucket that rank 0 of a joined group will broadcast.
+        """One bucket that rank 0 of a joined group will broadcast, as `receivers.distributed` says.
 
-        `load_format`: None (a broadcast per tensor) or "flattened_bucket".  The source raises `UnknownGroupError`
-        besides its own errors; a group that it breaks is destroyed.
+        Raises `UnknownGroupError` besides the source's own errors; a group that it breaks is destroyed.
         """
         return DistributedSource(
             (names, dtypes, shapes),

@@ -63,6 +63,7 @@ from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_checker import WeightChecker
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_disk import DiskRefresh
+from rollout.scheduler.weight_queue import pause_between_parts
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 
@@ -137,6 +138,7 @@ def build_scheduler(
         memory=held,
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
+        pace=pause_between_parts(scheduler),
         clock=lambda: inbox.now,
     )
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +33,10 @@ from rollout.scheduler.scheduler import Scheduler, failure
 Answer = dict[str, Any]
 
 
-_NICENESS = 19
+_NICENESS = 15
+_PAUSE = 1.5
+"""Between two parts of a bucket, beside steps: as a share of the time that the first one took."""
+_MOST_PAUSE_S = 0.1
 
 
 def _stand_back() -> None:
@@ -47,6 +51,19 @@ def _on_threads(count: int, call: Callable[[], Any]) -> Any:
     """`count` threads for the operators of this one."""
     torch.set_num_threads(count)
     return call()
+
+
+def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
+    """What the I/O thread calls after each part of a bucket, with the seconds that it took: steps get their turn.
+
+    Niceness alone does not leave them enough: a step waits for the one of its threads that was put aside.
+    """
+
+    def pause(seconds: float) -> None:
+        if scheduler.has_work:
+            time.sleep(min(_PAUSE * seconds, _MOST_PAUSE_S))
+
+    return pause
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ of them: names, shapes, coverage, versions and commits are the transaction's bus
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -49,17 +50,26 @@ class RefusableSource(BucketSource, Protocol):
         """
 
 
-def deliver(source: BucketSource, take: Callable[[Named], None], refusal: Exception | None = None) -> None:
+def deliver(
+    source: BucketSource,
+    take: Callable[[Named], None],
+    refusal: Exception | None = None,
+    pace: Callable[[float], None] | None = None,
+) -> None:
     """Hand every bucket to `take`, unless there is a `refusal`, which is raised.
 
     A source that must be drained is received to its end even so, and after `take` raised; then that is raised.
+    `pace(seconds)` is called after every bucket that took so long to take.
     """
     if refusal is not None and not source.must_drain:
         raise refusal
     for bucket in source.receive():
+        start = time.perf_counter()
         try:
             if refusal is None:
                 take(bucket)
+                if pace is not None:
+                    pace(time.perf_counter() - start)
         except Exception as error:
             if not source.must_drain:
                 raise
