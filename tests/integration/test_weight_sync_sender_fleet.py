@@ -14,10 +14,12 @@ import torch
 from tests.logical_weights_fake import version
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
-from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import free_port
 from weight_sync.sender import EngineError, WeightSender
 from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.link import Bucket
+from weight_sync.tensor_meta import TensorMeta
 
 POLICIES = ("abort_all", "leave_out")
 OLD = 0  # the seed that engines start with
@@ -364,6 +366,24 @@ def test_an_engine_is_asked_for_buckets_in_their_order(engines: dict[str, Engine
     expected = [(what, number) for number in range(report.num_buckets) for what in ("called", "arrives")]
     assert log == expected
     sender.close()
+
+
+def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() -> None:
+    timeout_s = 1.0
+    with two_engines() as engines:
+        sender = with_deadline(sender_for({"b": engines["b"]}), timeout_s)
+        link = sender._links["b"]
+        engines["b"].freeze()
+        content = torch.zeros(4 << 20, dtype=torch.uint8)
+        bucket = Bucket([TensorMeta("x", torch.uint8, (content.numel(),))], [content])
+        older, newer = link.start(bucket, None), link.start(bucket, None)
+        start = time.monotonic()
+        while not older.poll():
+            time.sleep(0.01)
+        ended = time.monotonic()
+        assert ended - start < timeout_s + 15
+        assert newer.poll() and time.monotonic() - ended < 0.5
+        assert isinstance(older.failure, TransportError) and "earlier bucket" in str(newer.failure)
 
 
 def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:

@@ -168,7 +168,9 @@ class Sending:
         if self._failure is not None:
             return True
         now = time.monotonic()
-        if self._broke is not None:
+        if not self.link.is_connected:
+            self._failure = TransportError("the group ended with an earlier bucket")
+        elif self._broke is not None:
             # The engine's own reason is the better one, if it has one.
             if self._call.done() or now > self._reason_deadline:
                 self._fail(refusal(self._call) or self._broke, self._broke)
