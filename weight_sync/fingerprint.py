@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -62,7 +63,7 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
     """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
 
     Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None where that would take
-    another pass.  N blocks in all.
+    another pass.  T tensors of N blocks.
     """
     assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
     words, finite = _words(flat).view(-1, BLOCK), None
@@ -71,13 +72,15 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
         finite = not bool(infinite_N.any())
     else:
         sums_N = block_sums(words)
-    counts = torch.tensor(numels) // BLOCK
-    ends = counts.cumsum(0)
-    within_N = torch.arange(len(sums_N)) - (ends - counts).repeat_interleave(counts)
-    table = _multipliers_of_blocks(1 << (max(numels) // BLOCK).bit_length())
-    totals_N = (table[within_N].to(flat.device) * sums_N).cumsum(0)
-    up_to = torch.cat((totals_N.new_zeros(1), totals_N))[torch.cat((ends.new_zeros(1), ends)).to(flat.device)]
-    return [value & _MASK for value in up_to.diff().tolist()], finite
+    values: list[int] = []
+    start = 0
+    for count, group in itertools.groupby(numel // BLOCK for numel in numels):  # equal sizes are a matrix of sums
+        num_tensors = len(list(group))
+        sums_TN = sums_N[start : start + num_tensors * count].view(num_tensors, count)
+        table_N = _multipliers_of_blocks(1 << count.bit_length())[:count].to(flat.device)
+        values += [value & _MASK for value in (sums_TN * table_N).sum(1).tolist()]
+        start += num_tensors * count
+    return values, finite
 
 
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:

@@ -59,9 +59,8 @@ class WeightLedger:
 
         Raises `CoverageError` as `refusals` says.
         """
-        problems = self.refusals([(wire_name, logical_name)])
-        if problems:
-            raise CoverageError("; ".join(problems))
+        if logical_name not in self._expected or wire_name in self._wire_names.get(logical_name, ()):
+            raise CoverageError("; ".join(self.refusals([(wire_name, logical_name)])))
         names = self._wire_names.setdefault(logical_name, set())
         names.add(wire_name)
         return len(names) == 1

@@ -20,7 +20,6 @@ Knows places and bytes.  Does not know names' meaning, coverage or versions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -48,7 +47,8 @@ class ShadowStaging:
         self._weights = weights
         self._memory = ShadowMemory() if memory is None else memory
         self._shadows: dict[int, _Shadow] = {}
-        self._residents: dict[int, _Residents] = {}
+        self._homes: dict[str, list[tuple[int, Place]]] = {}  # of every tensor: storage, place
+        self._resident_bytes: dict[int, int] = {}  # of tensors, by storage
         self._written: set[str] = set()
         self._prepared = False
         self._trader: PageTrader | None = None
@@ -64,18 +64,16 @@ class ShadowStaging:
         return sum(shadow.live.numel() for shadow in self._shadows.values())
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        for place in self._weights.places(name):
-            self._aside(place).write(tensor)
+        for key, place in self._homes_of(name):
+            self._aside(key, place).write(tensor)
         self._written.add(name)
 
     def read(self, name: str) -> torch.Tensor:
         # Other ranks may hold the rest of the tensor, or all of it.
-        return self._weights.assemble(name, [self._staged(place) for place in self._weights.places(name)[:1]])
+        return self._weights.assemble(name, [self._staged(key, place) for key, place in self._homes_of(name)[:1]])
 
     def prepare(self) -> None:
-        for key, shadow in self._shadows.items():
-            if not shadow.is_copy:
-                self._fill(key)
+        self._fill({key for key, shadow in self._shadows.items() if not shadow.is_copy})
         shadows = list(self._shadows.values())
         spans = tradable_spans([(shadow.live, shadow.aside) for shadow in shadows])
         for shadow, tradable in zip(shadows, spans, strict=True):
@@ -131,52 +129,40 @@ class ShadowStaging:
     def _is_lost(self) -> bool:
         return self._trader is not None and self._trader.lost is not None
 
-    def _staged(self, place: Place) -> torch.Tensor:
+    def _staged(self, key: int, place: Place) -> torch.Tensor:
         if not self._prepared:
-            return self._aside(place).read()
-        shadow = self._shadows[_address_of(place.storage)]
-        return place.over(_viewed_like(place.storage, shadow.new_content())).read()
+            return self._aside(key, place).read()
+        return place.over(_viewed_like(place.storage, self._shadows[key].new_content())).read()
 
-    def _aside(self, place: Place) -> Place:
+    def _aside(self, key: int, place: Place) -> Place:
         """The same place in the shadow of its storage."""
-        key = _address_of(place.storage)
         if key not in self._shadows:
             self._shadows[key] = self._new_shadow(key, place.storage)
         return place.over(_viewed_like(place.storage, self._shadows[key].aside))
 
     def _new_shadow(self, key: int, storage: torch.Tensor) -> _Shadow:
-        if not self._residents:
-            self._residents = _residents_of(self._weights)
-        has_gaps = self._residents[key].num_bytes != storage.untyped_storage().nbytes()
+        has_gaps = self._resident_bytes[key] != storage.untyped_storage().nbytes()
         live = _bytes_of(storage)
         device = torch.device("cpu") if self.mode == "host" else storage.device
         return _Shadow(live, self._memory.take(live, device), copy=has_gaps)
 
-    def _fill(self, key: int) -> None:
-        """What else lives in a storage stays as it is."""
-        for name in self._residents[key].names.keys() - self._written:
-            for place in self._weights.places(name):
-                if _address_of(place.storage) == key:
-                    self._aside(place).put_back(place.read())
+    def _homes_of(self, name: str) -> list[tuple[int, Place]]:
+        """Where the tensor lives: looked up once for all, as nothing moves while an update is open."""
+        if not self._homes:
+            for other, meta in self._weights.metas().items():
+                homes = [(_address_of(place.storage), place) for place in self._weights.places(other)]
+                self._homes[other] = homes
+                for key, place in homes:
+                    num_bytes = place.numel * meta.dtype.itemsize
+                    self._resident_bytes[key] = self._resident_bytes.get(key, 0) + num_bytes
+        return self._homes[name]
 
-
-@dataclass
-class _Residents:
-    """The logical tensors in one storage (as an ordered set), and the bytes that they take."""
-
-    names: dict[str, None] = field(default_factory=dict)
-    num_bytes: int = 0
-
-
-def _residents_of(weights: LogicalWeights) -> dict[int, _Residents]:
-    """By address of the storage."""
-    residents: dict[int, _Residents] = {}
-    for name, meta in weights.metas().items():
-        for place in weights.places(name):
-            found = residents.setdefault(_address_of(place.storage), _Residents())
-            found.names[name] = None
-            found.num_bytes += place.numel * meta.dtype.itemsize
-    return residents
+    def _fill(self, keys: set[int]) -> None:
+        """What else lives in these storages stays as it is."""
+        for name in self._homes.keys() - self._written:
+            for key, place in self._homes[name]:
+                if key in keys:
+                    self._aside(key, place).put_back(place.read())
 
 
 class _Shadow:
@@ -250,5 +236,4 @@ def _bytes_of(storage: torch.Tensor) -> torch.Tensor:
 
 def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """`storage`, with its whole storage's bytes replaced by `content`, uint8."""
-    typed = torch.empty(0, dtype=storage.dtype, device=content.device)
-    return typed.set_(content.untyped_storage(), storage.storage_offset(), storage.size(), storage.stride())
+    return content.view(storage.dtype).as_strided(storage.size(), storage.stride(), storage.storage_offset())

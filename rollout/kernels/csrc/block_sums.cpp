@@ -30,28 +30,48 @@ inline __m512i widened(const uint32_t* p) {
 }
 inline __m512i widened(const uint64_t* p) { return _mm512_loadu_si512(p); }
 
+// Whether one of the words of a vector has all bits of `bits`, which holds the mask in every word.
+inline bool any_masked(const uint8_t*, __m512i words, __m512i bits) {
+  return _mm512_cmpeq_epi8_mask(_mm512_and_si512(words, bits), bits) != 0;
+}
+inline bool any_masked(const uint16_t*, __m512i words, __m512i bits) {
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, bits), bits) != 0;
+}
+inline bool any_masked(const uint32_t*, __m512i words, __m512i bits) {
+  return _mm512_cmpeq_epi32_mask(_mm512_and_si512(words, bits), bits) != 0;
+}
+inline bool any_masked(const uint64_t*, __m512i words, __m512i bits) {
+  return _mm512_cmpeq_epi64_mask(_mm512_and_si512(words, bits), bits) != 0;
+}
+
 // The first words of kTogether blocks, as far as vectors reach; returns how many of each.
 template <class W>
 int64_t sum_vectors(const W* words, const uint64_t* multipliers, int64_t size, uint64_t mask, uint64_t* to,
                     bool* masked) {
-  constexpr int64_t kWords = 8;
-  const __m512i bits = _mm512_set1_epi64(static_cast<int64_t>(mask));
+  constexpr int64_t kWords = 8, kVector = sizeof(__m512i) / sizeof(W);
+  W repeated[kVector];
+  std::fill(repeated, repeated + kVector, static_cast<W>(mask));
+  const __m512i bits = _mm512_loadu_si512(repeated);
   __m512i sums[kTogether];
-  __mmask8 found[kTogether] = {};
+  bool found[kTogether] = {};
   for (auto& sum : sums) sum = _mm512_setzero_si512();
   int64_t j = 0;
-  for (; j + kWords <= size; j += kWords) {
-    const __m512i multiplier = _mm512_loadu_si512(multipliers + j);
+  for (; j + kVector <= size; j += kVector) {
+    for (int64_t i = j; i < j + kVector; i += kWords) {
+      const __m512i multiplier = _mm512_loadu_si512(multipliers + i);
+#pragma GCC unroll 8
+      for (int64_t n = 0; n < kTogether; ++n) {
+        sums[n] = _mm512_add_epi64(sums[n], _mm512_mullo_epi64(multiplier, widened(words + n * size + i)));
+      }
+    }
 #pragma GCC unroll 8
     for (int64_t n = 0; n < kTogether; ++n) {
-      const __m512i word = widened(words + n * size + j);
-      sums[n] = _mm512_add_epi64(sums[n], _mm512_mullo_epi64(multiplier, word));
-      found[n] |= _mm512_cmpeq_epi64_mask(_mm512_and_si512(word, bits), bits);
+      found[n] |= any_masked(words, _mm512_loadu_si512(words + n * size + j), bits);
     }
   }
   for (int64_t n = 0; n < kTogether; ++n) {
     to[n] = _mm512_reduce_add_epi64(sums[n]);
-    masked[n] = found[n] != 0;
+    masked[n] = found[n];
   }
   return j;
 }
