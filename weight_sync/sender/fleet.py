@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError, TransportError
@@ -71,7 +71,7 @@ class Fleet:
     def await_begun(self) -> None:
         """Wait until the engines have taken up the buckets on their way."""
         everything = [one for sending in self._sending for one in sending.values()]
-        _await(lambda: not [one for one in everything if not one.poll() and not one.has_begun])
+        _await(everything, lambda one: one.poll() or one.has_begun)
 
     def finish(self) -> None:
         """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
@@ -111,7 +111,7 @@ class Fleet:
 
     def _drain(self, sending: dict[str, Sending]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
-        _await(lambda: not [one for one in sending.values() if not one.poll()])
+        _await(sending.values(), Sending.poll)
         failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
         for name in sending.keys() - failed.keys():
             self.reports[name].num_bytes += sending[name].bucket.num_bytes
@@ -163,11 +163,16 @@ class Fleet:
         call.add_done_callback(abort)
 
 
-def _await(condition: Callable[[], bool]) -> None:
-    """Look more and more seldom: engines on this machine want its cores."""
+def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool]) -> None:
+    """Until it is so of all.  Looks at once when an engine answers, else more and more seldom: engines on this machine
+    want its cores."""
     poll_s = _POLL_S
-    while not condition():
-        time.sleep(poll_s)
+    while pending := [one for one in everything if not is_so(one)]:
+        unanswered = [one.call for one in pending if not one.call.done()]
+        if unanswered:
+            wait(unanswered, timeout=poll_s, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(poll_s)
         poll_s = min(1.1 * poll_s, _MOST_POLL_S)
 
 

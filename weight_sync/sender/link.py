@@ -143,13 +143,13 @@ class EngineLink:
 
 
 class Sending:
-    """One bucket on its way to one engine: the broadcasts and the engine's answer.  `poll` until it is done."""
+    """One bucket on its way to one engine: the broadcasts and `call`, the engine's answer.  `poll` until it is done."""
 
     def __init__(self, link: EngineLink, group: GroupHandle, call: Future[Any], bucket: Bucket) -> None:
         self.link = link
         self.bucket = bucket
         self._group = group
-        self._call = call
+        self.call = call
         self._works: list[dist.Work] = []
         self._deadline = time.monotonic() + link.timeout_s
         self._give_up = self._deadline
@@ -172,11 +172,11 @@ class Sending:
             self._failure = TransportError("the group ended with an earlier bucket")
         elif self._broke is not None:
             # The engine's own reason is the better one, if it has one.
-            if self._call.done() or now > self._reason_deadline:
-                self._fail(refusal(self._call) or self._broke, self._broke)
+            if self.call.done() or now > self._reason_deadline:
+                self._fail(refusal(self.call) or self._broke, self._broke)
         elif self._is_sent:
-            if self._call.done():
-                self._failure = refusal(self._call)
+            if self.call.done():
+                self._failure = refusal(self.call)
                 return True
             if now > self._deadline + GRACE_S:
                 within = f"within {self.link.timeout_s:g} s"
@@ -185,14 +185,14 @@ class Sending:
             self._finish_broadcast()
         elif now > self._give_up:
             self._break(TransportError(f"the engine did not take a bucket within {self.link.timeout_s:g} s"))
-        elif self._give_up == self._deadline and refusal(self._call) is not None:
+        elif self._give_up == self._deadline and refusal(self.call) is not None:
             self._give_up = min(now + _SETTLE_S, self._deadline)  # refused after it was received: soon done then
         return self._failure is not None
 
     @property
     def has_begun(self) -> bool:
         """Whether the engine has taken up this bucket: it has the first piece, or answered."""
-        return self._failure is not None or self._call.done() or any(work.is_completed() for work in self._works[:1])
+        return self._failure is not None or self.call.done() or any(work.is_completed() for work in self._works[:1])
 
     def hurry(self, within_s: float) -> None:
         """Move the deadline up."""
