@@ -13,10 +13,8 @@ experts of a layer in one tensor.  A refresh sends the weights that are served, 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from benchmarks.bare_broadcast import BareBroadcast
 from benchmarks.delta_refresh import ONE_IN, DeltaRefresh, DeltaTrainer
 from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
@@ -41,7 +40,6 @@ from rollout.client import RolloutClient
 from rollout.entrypoints.demo.processes import ChildProcess
 from weight_sync.bucket import cut_pieces, pack, plan_buckets
 from weight_sync.pages import HUGE_PAGE
-from weight_sync.process_group import GroupHandle, init_process_group
 from weight_sync.receivers.distributed import NUM_AREAS, PIECE_BYTES
 from weight_sync.sender import WeightSender, split_fused_experts
 from weight_sync.tensor_meta import TensorMeta
@@ -121,16 +119,11 @@ def run(
     folder = checkpoint(shape) if folder is None else folder
     plan = Plan.of(folder, BUCKET_BYTES)
     copy_s = copy_seconds(plan.num_bytes, rounds)
-    console.print(f"refresh, shape {shape}: {plan.num_bytes / 1e6:.0f} MB, bare broadcast")
-    bare_s = broadcast_seconds(plan, rounds)
     rows = []
     for mode in modes:
         console.print(f"refresh, shape {shape}: --weight-staging {mode}")
         measured = _measure(folder, mode, plan, rounds, requests)
-        rows.append(
-            {"shape": shape, "mode": mode, "num_bytes": plan.num_bytes, "copy_s": copy_s, "broadcast_s": bare_s}
-            | measured
-        )
+        rows.append({"shape": shape, "mode": mode, "num_bytes": plan.num_bytes, "copy_s": copy_s} | measured)
     _print(shape, rows, console)
     return rows
 
@@ -140,38 +133,6 @@ def copy_seconds(num_bytes: int, rounds: int) -> float:
     source, target = (torch.zeros(num_bytes // 8 + 1, dtype=torch.int64) for _ in range(2))
     target.copy_(source)
     return statistics.median(_timed(lambda: target.copy_(source)) for _ in range(rounds))
-
-
-def broadcast_seconds(plan: Plan, rounds: int) -> float:
-    """Median time of broadcasting the packed buckets to a process that does nothing else, with all memory ready."""
-    port, sizes = free_port(), [sum(tensor.nbytes for _, tensor in bucket) for bucket in plan.buckets]
-    words = [sys.executable, "-m", "benchmarks.weight_refresh", str(port), str(rounds + 1), *map(str, sizes)]
-    with subprocess.Popen(words) as peer:
-        try:
-            group = init_process_group("127.0.0.1", port, 0, 2, f"bare-{port}", "gloo", TIMEOUT_S)
-            buckets = [pack(bucket) for bucket in plan.buckets]
-            _broadcast(group, buckets)
-            median = statistics.median(_timed(lambda: _broadcast(group, buckets)) for _ in range(rounds))
-            group.destroy()
-        finally:
-            peer.terminate()
-    return median
-
-
-def _broadcast(group: GroupHandle, buckets: list[torch.Tensor]) -> None:
-    for bucket in buckets:
-        group.finish(group.start_broadcast(bucket, TIMEOUT_S), time.monotonic() + TIMEOUT_S)
-    acknowledge = torch.zeros(1, dtype=torch.uint8)  # the peer has everything when it takes part in one more
-    group.finish(group.start_broadcast(acknowledge, TIMEOUT_S), time.monotonic() + TIMEOUT_S)
-
-
-def _receive_bare(port: int, rounds: int, sizes: list[int]) -> None:
-    """The peer of `broadcast_seconds`."""
-    group = init_process_group("127.0.0.1", port, 1, 2, f"bare-{port}", "gloo", TIMEOUT_S)
-    buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    for _ in range(rounds):
-        _broadcast(group, buckets)
-    group.destroy()
 
 
 # --- one server -------------------------------------------------------------------------------------------------------
@@ -193,14 +154,13 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
             trainer.send_one()  # first use of everything; its memory is not worth mentioning
             time.sleep(SETTLE_S)
             memory = _peak_memory(worker, lambda: trainer.refresh(stated=False))  # kept for those that follow
-            quiet = [trainer.refresh(stated=False) for _ in range(rounds)]
-            stated = [trainer.refresh(stated=True) for _ in range(rounds)]
+            quiet, stated, bare_s = _idle(trainer, plan, rounds)
             with _requests(http, requests):
                 time.sleep(0.5)
                 undisturbed = [trainer.tokens_per_second(WINDOW_S)]  # before, between and after: requests grow
                 busy: list[Refreshed] = []
                 while len(busy) < rounds or sum(one.seconds for one in busy) < BUSY_S:
-                    busy.append(trainer.refresh(stated=False))
+                    busy.append(trainer.refresh(stated=False, count_tokens=True))
                     undisturbed.append(trainer.tokens_per_second(WINDOW_S))
             trainer.leave()
             deltas = _by_delta(http, plan, rounds) if mode == "host" else []
@@ -208,6 +168,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
     received = plan.bucket_bytes if held else plan.received_bytes
     beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
     return {
+        "broadcast_s": statistics.median(bare_s),
         "stall_s": statistics.median(one.stall_s for one in quiet),
         "refresh_s": statistics.median(one.seconds for one in quiet),
         "stated_s": statistics.median(one.seconds for one in stated),
@@ -225,6 +186,17 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
     }
 
 
+def _idle(trainer: _Trainer, plan: Plan, rounds: int) -> tuple[list[Refreshed], list[Refreshed], list[float]]:
+    """Refreshes without and with a manifest, and bare broadcasts, by turns: the machine's moods meet all of them."""
+    quiet, stated, bare_s = [], [], []
+    with BareBroadcast([pack(bucket) for bucket in plan.buckets]) as bare:
+        for _ in range(rounds):
+            bare_s.append(bare.seconds())
+            quiet.append(trainer.refresh(stated=False))
+            stated.append(trainer.refresh(stated=True))
+    return quiet, stated, bare_s
+
+
 def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]:
     client = RolloutClient(str(http.base_url))
     trainer = DeltaTrainer(client, dict(named for bucket in plan.buckets for named in bucket), TIMEOUT_S)
@@ -238,7 +210,7 @@ def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]
 
 @dataclass(frozen=True)
 class Refreshed:
-    """`tokens_s`: from the sender's call until the last bucket is there."""
+    """`tokens_s`: from the sender's call until the last bucket is there; 0 where they were not counted."""
 
     seconds: float
     stall_s: float
@@ -259,14 +231,14 @@ class _Trainer:
         self._sender.close()
         self._client.close()
 
-    def refresh(self, *, stated: bool) -> Refreshed:
+    def refresh(self, *, stated: bool, count_tokens: bool = False) -> Refreshed:
         """`stated`: with a manifest of fingerprints, computed here and checked there."""
         tokens, since = self._num_generated(), time.perf_counter()
         rate = 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal rate
-            if done == total:
+            if count_tokens and done == total:
                 rate = (self._num_generated() - tokens) / (time.perf_counter() - since)
 
         report = self._sender.refresh(
@@ -332,9 +304,19 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _print(shape: str, rows: list[dict], console: Console) -> None:
     first = rows[0]
-    title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms, "
-    table = Table(title=title + f"bare broadcast {1e3 * first['broadcast_s']:.0f} ms")
-    columns = ("staging", "tok/s", "staged", "stall, ms", "idle, ms", "stated", "busy", "peak, MB")
+    title = f"Weight refresh, shape {shape}, {first['num_bytes'] / 1e6:.0f} MB; copy {1e3 * first['copy_s']:.1f} ms"
+    table = Table(title=title)
+    columns = (
+        "staging",
+        "tok/s",
+        "staged",
+        "stall, ms",
+        "bare broadcast, ms",
+        "idle, ms",
+        "stated",
+        "busy",
+        "peak, MB",
+    )
     for name in columns:
         table.add_column(name, justify="left" if name == "staging" else "right")
     for row in rows:
@@ -344,6 +326,7 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             f"{row['tokens_s']:.0f}",
             "wait" if row["steps_held"] else _judged(f"{100 * share:.0f} %", share >= SHARE_WHILE_STAGING),
             _factor(1e3 * row["stall_s"], 1e3 * row["copy_s"], STALL_FACTOR, ".1f"),
+            f"{1e3 * row['broadcast_s']:.1f}",
             _factor(1e3 * row["refresh_s"], 1e3 * row["broadcast_s"], REFRESH_FACTOR, ".0f"),
             f"{1e3 * row['stated_s']:.0f}",
             f"{1e3 * row['busy_s']:.0f}",
@@ -357,8 +340,8 @@ def _print(shape: str, rows: list[dict], console: Console) -> None:
             f"refresh {1e3 * row['refresh_s']:.0f} ms."
         )
     console.print(
-        "staged: share of the tokens a second while buckets come; refreshes of an idle server, stated (with "
-        "fingerprints), and of a busy one. "
+        "staged: share of the tokens a second while buckets come; bare: a broadcast; refreshes of an idle server, "
+        "stated (with fingerprints), and of a busy one. "
         f"Bounds: {100 * SHARE_WHILE_STAGING:.0f} % of the tokens, {STALL_FACTOR}x a copy, {REFRESH_FACTOR}x a bare "
         f"broadcast, the memory formula within {100 * MEMORY_TOLERANCE:.0f} %.",
     )
@@ -370,12 +353,3 @@ def _factor(value: float, base: float, bound: float, form: str) -> str:
 
 def _judged(text: str, holds: bool) -> str:
     return text if holds else f"[red]{text}[/red]"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Internal: the receiving end of the bare broadcast.")
-    parser.add_argument("port", type=int)
-    parser.add_argument("rounds", type=int)
-    parser.add_argument("sizes", type=int, nargs="+")
-    args = parser.parse_args()
-    _receive_bare(args.port, args.rounds, args.sizes)
