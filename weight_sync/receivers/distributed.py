@@ -22,6 +22,7 @@ Knows groups and bytes.  Does not know models or transactions.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -159,84 +160,74 @@ def receive_distributed(
     """
     deadline = time.monotonic() + timeout_s
     memory = ReceiveMemory() if memory is None else memory
-    if load_format == PIECES:
-        pieces = cut_pieces(metas, PIECE_BYTES)
-        if whole:
-            yield _all_pieces(group, pieces, device, deadline, memory)
-        else:
-            yield from _in_pieces(group, pieces, device, deadline, memory)
-    elif load_format == FLATTENED_BUCKET:
-        total = check_alignment(metas)
-        area = _ReceiveArea(group, total, device, memory)
-        yield unpack(area.receive(0, total, _last_of(metas), "the bucket", deadline), metas)
+    messages = _messages(metas, load_format)
+    if load_format == PIECES and not whole:
+        yield from _in_turns(group, messages, device, deadline, memory)
     else:
-        yield _one_by_one(group, metas, device, deadline, memory)
+        yield _all_at_once(group, messages, device, deadline, memory)
 
 
-def _in_pieces(
+@dataclass(frozen=True)
+class _Announced:
+    """Tensors end to end, in one broadcast; `what` it is in errors."""
+
+    what: str
+    metas: Sequence[TensorMeta]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, what: str, metas: Sequence[TensorMeta]) -> _Announced:
+        return cls(what, metas, check_alignment(metas))
+
+
+def _messages(metas: Sequence[TensorMeta], load_format: str | None) -> list[_Announced]:
+    if load_format == PIECES:
+        return [_Announced.of(f"piece {n}", piece) for n, piece in enumerate(cut_pieces(metas, PIECE_BYTES))]
+    if load_format == FLATTENED_BUCKET:
+        return [_Announced.of("the bucket", metas)]
+    return [_Announced.of(meta.name, [meta]) for meta in metas]
+
+
+def _in_turns(
     group: GroupHandle,
-    pieces: Sequence[Sequence[TensorMeta]],
+    messages: Sequence[_Announced],
     device: torch.device | str,
     deadline: float,
     memory: ReceiveMemory,
 ) -> Iterator[Named]:
-    """Piece by piece, with the next ones on their way."""
+    """Message by message, with the next ones on their way."""
     drain = _Drain(deadline)
     coming: list[_Message] = []
-    sizes = [check_alignment(metas) for metas in pieces]
-    for number, metas in enumerate(pieces):
-        for following in range(len(coming), min(number + NUM_AREAS, len(pieces))):
-            area = _ReceiveArea(group, max(sizes), device, memory, following % NUM_AREAS)
-            size, what = sizes[following], f"piece {following}"
-            coming.append(area.start(0, size, _last_of(pieces[following]), what, drain.deadline))
+    largest = max((message.num_bytes for message in messages), default=0)
+    for number, message in enumerate(messages):
+        for following in range(len(coming), min(number + NUM_AREAS, len(messages))):
+            area = _ReceiveArea(group, largest, device, memory, following % NUM_AREAS)
+            coming.append(area.start(0, messages[following], drain.deadline))
         named: Named = []
         with drain.keep_going():
-            named = unpack(coming[number].finish(drain.deadline), metas)
+            named = unpack(coming[number].finish(drain.deadline), message.metas)
         if drain.wrong is None:
             yield named
     drain.settle()
 
 
-def _all_pieces(
+def _all_at_once(
     group: GroupHandle,
-    pieces: Sequence[Sequence[TensorMeta]],
+    messages: Sequence[_Announced],
     device: torch.device | str,
     deadline: float,
     memory: ReceiveMemory,
 ) -> Named:
-    """One after the other into one area: two areas would save no time, as nothing is done between."""
-    sizes = [check_alignment(metas) for metas in pieces]
-    area = _ReceiveArea(group, sum(map(_aligned, sizes)), device, memory)
+    """One after the other into one area: more would save no time, as nothing is done between."""
+    ends = [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
+    area = _ReceiveArea(group, ends[-1], device, memory)
     drain = _Drain(deadline)
     everything: Named = []
-    offset = 0
-    for number, (metas, size) in enumerate(zip(pieces, sizes, strict=True)):
+    for offset, message in zip(ends, messages):
         with drain.keep_going():
-            content = area.receive(offset, size, _last_of(metas), f"piece {number}", drain.deadline)
-            everything += unpack(content, metas)
-        offset += _aligned(size)
+            everything += unpack(area.start(offset, message, drain.deadline).finish(drain.deadline), message.metas)
     drain.settle()
     return everything
-
-
-def _one_by_one(
-    group: GroupHandle,
-    metas: Sequence[TensorMeta],
-    device: torch.device | str,
-    deadline: float,
-    memory: ReceiveMemory,
-) -> Named:
-    area = _ReceiveArea(group, sum(_aligned(meta.nbytes) for meta in metas), device, memory)
-    drain = _Drain(deadline)
-    named = []
-    offset = 0
-    for meta in metas:
-        with drain.keep_going():
-            received = area.receive(offset, meta.nbytes, meta, meta.name, drain.deadline)
-            named.append((meta.name, received.view(meta.dtype).view(meta.shape)))
-        offset += _aligned(meta.nbytes)
-    drain.settle()
-    return named
 
 
 class _Drain:
@@ -283,18 +274,15 @@ class _ReceiveArea:
         area = memory.take(number, total + slack, "cpu" if self._marked else device)
         self._bytes = area[: total + slack]
 
-    def receive(self, offset: int, nbytes: int, last: TensorMeta | None, what: str, deadline: float) -> torch.Tensor:
-        """The message's bytes, uint8 [nbytes]."""
-        return self.start(offset, nbytes, last, what, deadline).finish(deadline)
-
-    def start(self, offset: int, nbytes: int, last: TensorMeta | None, what: str, deadline: float) -> _Message:
+    def start(self, offset: int, message: _Announced, deadline: float) -> _Message:
         """Take the message without waiting for it; its area must not be used until it is finished."""
-        end = offset + nbytes
+        what = message.what
+        end = offset + message.num_bytes
         content = self._bytes[offset:end]
         timeout_s = max(deadline - time.monotonic(), 0.001)
         if not self._marked:
             return _Message(self._group, self._group.start_broadcast(content, timeout_s), content, what, None, None)
-        canary, mark = self._set_marks(offset, end, last)
+        canary, mark = self._set_marks(offset, end, _last_of(message.metas))
         limit = None if self._message_slack is None else end + self._message_slack
         work = self._group.start_broadcast(self._bytes[offset:limit], timeout_s)
         return _Message(self._group, work, content, what, canary, mark)
