@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 
 _NICENESS = 15
-_PAUSE = 1.5
+_PAUSE = 2.5
 """Between two parts of a bucket, beside steps: as a share of the time that the first one took."""
 _MOST_PAUSE_S = 0.1
 

@@ -61,7 +61,7 @@ def test_a_store_that_serves_rows_of_freed_slots_is_caught():
         store_type = KeepsTheOldRow
 
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Wrong, settings=settings(max_examples=100, deadline=None, database=None))
+        run_state_machine_as_test(Wrong, settings=settings(max_examples=1000, deadline=None, database=None))
 
 
 class EntersTheNewestFirst(RouteSlotStore):
@@ -77,7 +77,7 @@ def test_a_store_that_mixes_up_the_order_of_writes_is_caught():
         store_type = EntersTheNewestFirst
 
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Wrong, settings=settings(max_examples=200, deadline=None, database=None))
+        run_state_machine_as_test(Wrong, settings=settings(max_examples=1000, deadline=None, database=None))
 
 
 @pytest.mark.parametrize("num_experts", [16, 255, 256, 40_000, 65_535])

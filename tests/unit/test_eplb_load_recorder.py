@@ -131,8 +131,8 @@ class RecorderMachine(RuleBasedStateMachine):
         assert np.array_equal(tensors["token_id"], torch.cat([item[3] for item in self.noted]).numpy())
 
 
-def run(machine: type[RecorderMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=30, deadline=None))
+def run(machine: type[RecorderMachine], histories: int = 30) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=histories, stateful_step_count=30, deadline=None))
 
 
 def test_the_recorder_counts_what_was_chosen() -> None:
@@ -183,7 +183,7 @@ def test_wrong_recorders_are_caught(wrong: type[LoadRecorder]) -> None:
         recorder_type = wrong
 
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run(Wrong)
+        run(Wrong, histories=500)  # until the first that catches it
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
