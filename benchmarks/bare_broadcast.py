@@ -70,9 +70,12 @@ def _broadcast(group: GroupHandle, buckets: list[torch.Tensor]) -> None:
 def _receive(port: int, sizes: list[int]) -> None:
     group = _join(port, 1)
     buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    with suppress(TransportError):  # the other end has left
-        while True:
-            _broadcast(group, buckets)
+    try:
+        with suppress(TransportError):  # the other end has left
+            while True:
+                _broadcast(group, buckets)
+    finally:
+        group.destroy()
 
 
 if __name__ == "__main__":

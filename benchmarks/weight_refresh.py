@@ -53,7 +53,7 @@ TIMEOUT_S = 300.0
 PROMPT_TOKENS = 32
 BUCKET_BYTES = 256 << 20  # as the sender has it by default
 WINDOW_S = 1.0
-BUSY_S = 2.0
+BUSY_S = 8.0
 """At least, in which buckets come while requests run."""
 SETTLE_S = 0.5
 """Memory of a refresh goes back after its answer."""

@@ -28,6 +28,9 @@ class Lease:
         self._deadline = math.inf
         self.renew()
 
+    def __str__(self) -> str:
+        return f"{self.left_s:.0f} s left of its lease"
+
     def renew(self) -> None:
         self._deadline = self._clock() + self.seconds
 

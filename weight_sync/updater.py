@@ -343,7 +343,7 @@ class WeightUpdater:
         self.expire()
         self._held.await_gone(self._timeout_s)
         if self._transaction is not None:
-            raise TransactionStateError("a weight update is open already; end or abort it first")
+            raise TransactionStateError(f"a weight update is open already ({self._lease}); end or abort it first")
         self._lease = Lease(lease_s, self._clock)
         target = self._target(coverage)
         staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
