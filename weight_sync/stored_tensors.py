@@ -3,7 +3,7 @@
     StoredTensor = name + dtype, shape, stride, offset + Storage
     Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
 
-Everything is checked against the storage's size when it is made; content is taken up tensor by tensor.
+Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
 
 Knows layout.  Does not know pickles or transactions.  Shapes are torch's own; sizes are in bytes where they say so.
 """
@@ -23,6 +23,8 @@ from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 MAX_NAME_LENGTH = 512
 _MAX_DIMENSIONS = 8
 _MAX_NUMBER = 2**48
+PART_BYTES = 16 << 20
+"""Of a storage, read at once: few enough to stay in a processor's cache from one look to the next."""
 
 
 class Storage(Protocol):
@@ -69,13 +71,13 @@ class SegmentStorage:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A strided tensor in a storage: `stride` and `offset` count elements, and `shape` reaches no byte outside."""
+    """A strided tensor in a storage, from byte `start` on: `shape` and `stride`, in elements, reach no byte outside."""
 
     storage: Storage
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    start: int
 
     @property
     def numel(self) -> int:
@@ -89,11 +91,10 @@ class TensorPlace:
     @property
     def span(self) -> tuple[int, int]:
         """First byte of the storage that the tensor has, and the one behind its last."""
-        start = self.offset * self.dtype.itemsize
         if self.numel == 0:
-            return start, start
+            return self.start, self.start
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return start, start + (last + 1) * self.dtype.itemsize
+        return self.start, self.start + (last + 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -105,23 +106,33 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """The tensor, on the storage's device.  A copy where the storage copies or its bytes are not aligned."""
-        content = self.place.storage.read(*self.place.span)
-        if content.data_ptr() % self.place.dtype.itemsize:
+        return self.within(self.place.storage.read(*self.place.span))
+
+    def within(self, content: torch.Tensor, start: int | None = None) -> torch.Tensor:
+        """The tensor, where `content` are the bytes of its storage from `start` (None: the tensor's first byte) on."""
+        first, stop = self.place.span
+        origin = first if start is None else start
+        content = content[first - origin : stop - origin]
+        size = self.place.dtype.itemsize
+        if content.data_ptr() % size or content.storage_offset() % size:  # empty ones have no address
             content = content.clone()
         return content.view(self.place.dtype).as_strided(self.place.shape, self.place.stride)
 
 
 def place_tensor(
-    storage: Storage, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+    storage: Storage, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int, start: int = 0
 ) -> TensorPlace:
-    """A checked `TensorPlace`.  Raises `WeightRequestError` for an unknown dtype or bytes outside the storage."""
+    """A checked `TensorPlace`, `offset` elements behind byte `start`.
+
+    Raises `WeightRequestError` for an unknown dtype or bytes outside the storage.
+    """
     if dtype not in DTYPES.values():
         raise WeightRequestError(f"tensors of {dtype_name(dtype)} are not taken")
     if not len(shape) == len(stride) <= _MAX_DIMENSIONS:
         raise WeightRequestError(f"a tensor has {len(shape)} sizes and {len(stride)} strides")
-    if not all(_is_size(number) for number in (*shape, *stride, offset)) or _product(shape) > _MAX_NUMBER:
+    if not all(_is_size(number) for number in (*shape, *stride, offset, start)) or _product(shape) > _MAX_NUMBER:
         raise WeightRequestError("a tensor's sizes, strides or offset are out of range")
-    place = TensorPlace(storage, dtype, tuple(shape), tuple(stride), offset)
+    place = TensorPlace(storage, dtype, tuple(shape), tuple(stride), start + offset * dtype.itemsize)
     if place.span[1] > storage.nbytes:
         raise WeightRequestError(f"a tensor reaches byte {place.span[1]} of a storage of {storage.nbytes} bytes")
     return place
@@ -134,7 +145,7 @@ def contiguous_place(storage: Storage, dtype: torch.dtype, shape: Sequence[int],
     """
     if not _is_size(start) or start > storage.nbytes:
         raise WeightRequestError(f"a tensor begins outside its storage of {storage.nbytes} bytes")
-    return place_tensor(_Tail(storage, start), dtype, shape, _dense_stride(shape), 0)
+    return place_tensor(storage, dtype, shape, _dense_stride(shape), 0, start)
 
 
 def name_tensor(name: object, place: TensorPlace) -> StoredTensor:
@@ -152,25 +163,29 @@ def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
         raise WeightRequestError(f"the call brings {total} bytes of tensors; at most {max_bytes} are taken")
 
 
-def read_each(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-    """A bucket for each tensor, so that never more than one is held beside what is staged."""
+def read_in_parts(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    """Buckets of tensors that follow one another in one storage, each read at once: at most `PART_BYTES`, or one
+    tensor.  Never more than that is held beside what is staged.
+    """
+    for part in _parts(tensors):
+        start = part[0].place.start
+        content = part[0].place.storage.read(start, part[-1].place.span[1])
+        yield [(tensor.meta.name, tensor.within(content, start)) for tensor in part]
+
+
+def _parts(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    part: list[StoredTensor] = []
+    end = 0
     for tensor in tensors:
-        yield [(tensor.meta.name, tensor.read())]
-
-
-@dataclass(frozen=True)
-class _Tail:
-    """A storage from byte `start` on."""
-
-    storage: Storage
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.storage.nbytes - self.start
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.storage.read(self.start + start, self.start + stop)
+        start, stop = tensor.place.span
+        follows = bool(part) and tensor.place.storage is part[0].place.storage and start >= end
+        if part and not (follows and stop - part[0].place.start <= PART_BYTES):
+            yield part
+            part = []
+        part.append(tensor)
+        end = stop
+    if part:
+        yield part
 
 
 def _is_size(number: object) -> bool:

@@ -23,7 +23,7 @@ from weight_sync.errors import TransportError, WeightRequestError, WeightSyncErr
 from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.ipc_peer import IpcPeer, check_endpoint
 from weight_sync.shared_segment import release_torch_shared_file
-from weight_sync.stored_tensors import check_total, read_each
+from weight_sync.stored_tensors import check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
 
 TOLD_S = 60.0
@@ -100,7 +100,7 @@ class IpcSource:
             while (tensors := self._going_on(read_bucket(peer.receive(), buffer))) is not None:
                 check_total(tensors, left)
                 left -= sum(tensor.meta.nbytes for tensor in tensors)
-                yield from read_each(tensors)
+                yield from read_in_parts(tensors)
                 peer.answer()
             self._num_ends = 1
         finally:

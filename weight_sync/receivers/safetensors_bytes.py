@@ -29,7 +29,7 @@ from weight_sync.stored_tensors import (
     check_total,
     contiguous_place,
     name_tensor,
-    read_each,
+    read_in_parts,
 )
 from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta
 
@@ -67,9 +67,12 @@ class SafetensorsSource:
         return [tensor.meta for tensor in tensors]
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """One tensor a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone)."""
+        """A few tensors a bucket.
+
+        Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone).
+        """
         try:
-            yield from read_each(self._tensors)
+            yield from read_in_parts(self._tensors)
         finally:
             self._tensors = ()
             self._release()

@@ -30,7 +30,7 @@ from weight_sync.stored_tensors import (
     check_total,
     contiguous_place,
     name_tensor,
-    read_each,
+    read_in_parts,
 )
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
@@ -72,11 +72,11 @@ class TensorSource:
         return [tensor.meta for tensor in tensors]
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """One tensor a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone),
+        """A few tensors a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone),
         `TransportError` (CUDA memory cannot be opened).
         """
         try:
-            yield from read_each(self._tensors)
+            yield from read_in_parts(self._tensors)
         finally:
             self._tensors = ()
             self._release()
