@@ -64,7 +64,7 @@ class IpcSource:
         return ()
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """One tensor at a time; a bucket is answered when its last tensor has been taken.
+        """A few tensors at a time; a bucket is answered when its last tensor has been taken.
 
         Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender is
         gone, silent, or gives up).  `refuse` must follow, also where the caller gives up.
