@@ -28,7 +28,7 @@ from weight_sync.held_memory import HeldMemory
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
 from weight_sync.lost_updates import LostUpdates
-from weight_sync.receivers.base import BucketSource, RefusableSource, deliver
+from weight_sync.receivers.base import BucketSource, deliver, refuse
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.staging import StagingMode, split_wire
@@ -154,8 +154,7 @@ class WeightUpdater:
             if self._transaction is not None:
                 self._transaction.fail(str(error))
                 self._note_failure(self._transaction, self._transaction.failure)
-            if isinstance(source, RefusableSource):
-                source.refuse(str(error))
+            refuse(source, str(error))
             raise
         finally:
             self.renew_lease()

@@ -38,6 +38,7 @@ from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
 from weight_sync.errors import BaseMismatchError, UnknownTensorError
 from weight_sync.lease import DEFAULT_LEASE_S
+from weight_sync.receivers.base import refuse
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -193,10 +194,14 @@ class WeightControl:
             self._adoption.opening()
 
         def io() -> None:
-            if stale:
-                self._updater.drop("a new pause and a new bucket came before the update was settled")
-            if opens:
-                self._updater.open_implicit("partial" if settles else "full")
+            try:
+                if stale:
+                    self._updater.drop("a new pause and a new bucket came before the update was settled")
+                if opens:
+                    self._updater.open_implicit("partial" if settles else "full")
+            except Exception as error:
+                refuse(SOURCES[type(verb)](verb, self._updater), str(error))
+                raise
             if settles:
                 self._updater.spoil_if_lost(verb.weight_version)
             try:

@@ -13,6 +13,7 @@ from tests.logical_weights_fake import EMBED, LM_HEAD, NORM, version
 from tests.weight_engine_process import Engine, Refused
 from tests.weight_group_helpers import TIMEOUT_S, announce, broadcast, content_of, in_background, join, seeds
 from weight_sync.bucket import pack
+from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
 SHORT_S = 3.0
@@ -177,6 +178,58 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(
     assert error.status in (400, 404)
     assert text in str(error)
     assert engine.call("status")["failed"] is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtypes": ["int4"]},
+        {"shapes": [[-4]]},
+        {"shapes": [[1 << 30]]},
+        {"load_format": "zip"},
+        {"load_format": "delta"},
+        *(
+            {"names": ["odd", NORM], "dtypes": ["uint8", "float32"], "shapes": [[3], [4]], "load_format": load_format}
+            for load_format in ("flattened_bucket", "pieces")
+        ),
+    ],
+)
+def test_what_was_broadcast_for_a_refused_call_is_never_taken_for_the_next(
+    engine: Engine, group: GroupHandle, change: dict[str, Any]
+) -> None:
+    """Its sender broadcasts before it hears of the refusal, and then goes on with a bucket of the same size."""
+    before = engine.call("content")
+    engine.begin_weight_update(coverage="partial")
+    refused = announce(engine, group, [(NORM, torch.ones(4))], **change)
+    group.start_broadcast(torch.full((4,), 111.0))
+    assert isinstance(refused(TIMEOUT_S), Refused)
+    engine.abort_weight_update()
+
+    engine.begin_weight_update(coverage="partial")
+    error = announce(engine, group, [(NORM, torch.ones(4))])(TIMEOUT_S)
+    assert isinstance(error, Refused) and error.kind == "UnknownGroupError"
+    engine.abort_weight_update()
+    assert engine.call("content") == before
+
+    again = join(engine)
+    engine.begin_weight_update(coverage="partial")
+    outcome = announce(engine, again, [(NORM, torch.ones(4))])
+    broadcast(again, torch.full((4,), 222.0))
+    assert outcome(TIMEOUT_S) is None
+    engine.end_weight_update()
+    assert torch.full((4,), 222.0).numpy().tobytes().hex() in engine.call("content")
+    again.destroy()
+
+
+def test_a_sender_of_a_refused_call_does_not_wait(engine: Engine, group: GroupHandle) -> None:
+    """Of one that was never received, too: its broadcast is larger than what the system buffers."""
+    engine.begin_weight_update(coverage="partial")
+    refused = announce(engine, group, [(NORM, torch.ones(4))], load_format="zip")
+    start = time.monotonic()
+    with pytest.raises(TransportError):
+        broadcast(group, torch.zeros(64 << 20, dtype=torch.uint8))
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    assert isinstance(refused(TIMEOUT_S), Refused)
 
 
 def test_a_sender_that_never_sends(impatient_engine: Engine) -> None:

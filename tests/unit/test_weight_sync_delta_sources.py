@@ -343,6 +343,20 @@ def test_a_delta_call_announces_one_run_of_bytes(weights: FakeWeights) -> None:
             DeltaSource(Delivered(*wrong), weights).announce(1 << 20)
 
 
+def test_the_sender_of_a_refused_delta_is_told(updater: WeightUpdater, weights: FakeWeights) -> None:
+    told: list[str] = []
+
+    class Refusable(Delivered):
+        def refuse(self, reason: str) -> None:
+            told.append(reason)
+
+    updater.begin()
+    with pytest.raises(WeightRequestError):
+        updater.receive(DeltaSource(Refusable(torch.zeros(4)), weights))
+    (reason,) = told
+    assert "one uint8 tensor" in reason
+
+
 # --- published deltas over memory -----------------------------------------------------------------------------------
 
 

@@ -50,6 +50,12 @@ class RefusableSource(BucketSource, Protocol):
         """
 
 
+def refuse(source: BucketSource, reason: str) -> None:
+    """Tell the source's sender, if it can be told."""
+    if isinstance(source, RefusableSource):
+        source.refuse(reason)
+
+
 def deliver(
     source: BucketSource,
     take: Callable[[Named], None],

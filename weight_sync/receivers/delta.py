@@ -16,7 +16,7 @@ from weight_sync.delta.frame import DeltaFrame, read_frame
 from weight_sync.delta.version_dir import TensorPatch
 from weight_sync.errors import BaseMismatchError, WeightRequestError
 from weight_sync.fingerprint import digest
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import BucketSource, refuse
 from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, Piece, TensorMeta, dtype_name
 
@@ -56,6 +56,10 @@ class DeltaSource:
                 check_frame(frame, self._weights)
                 for name, tensor in frame.decode(self._weights.read):
                     yield [(name, tensor)]
+
+    def refuse(self, reason: str) -> None:
+        """As the inner source."""
+        refuse(self._inner, reason)
 
 
 class PatchSource:

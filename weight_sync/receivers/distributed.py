@@ -26,14 +26,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from weight_sync.bucket import check_alignment, cut_pieces, unpack
-from weight_sync.errors import ContentError, TransportError, WeightRequestError
+from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.pages import new_area
 from weight_sync.process_group import GroupHandle
 from weight_sync.tensor_meta import TensorMeta
@@ -79,7 +79,8 @@ class ReceiveMemory:
 class DistributedSource:
     """One bucket over a group: `lists` are the names, dtypes and shapes of the call.
 
-    `join` gives the group, or raises `UnknownGroupError`; `leave` is called when the group broke.  `memory`: kept by
+    `join` gives the group, or raises `UnknownGroupError`; `leave`, which may raise the same, is called when the group
+    broke, or is out of step with its sender.  `memory`: kept by
     the caller from call to call.  `whole`: nothing is handed on before everything is there.
     """
 
@@ -106,6 +107,7 @@ class DistributedSource:
         self._memory = ReceiveMemory() if memory is None else memory
         self._whole = whole
         self._metas: Sequence[TensorMeta] = ()
+        self._is_begun = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """The call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
@@ -117,6 +119,7 @@ class DistributedSource:
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
         """The tensors, in one or more parts.  Raises as `receive_distributed`."""
         group = self._join()
+        self._is_begun = True
         complete = False
         try:
             yield from receive_distributed(
@@ -129,6 +132,14 @@ class DistributedSource:
             if group.broken:
                 self._leave()
 
+    def refuse(self, reason: str) -> None:
+        """The call failed.  If it was never received, its broadcast may be on its way all the same, and would be taken
+        for what the next call announces: the group is left, which a sender that waits in it notices at once.
+        """
+        if not self._is_begun:
+            with suppress(UnknownGroupError):
+                self._leave()
+
 
 def check_announced(metas: Sequence[TensorMeta], load_format: str | None, max_bytes: int) -> None:
     """Whether a bucket can be received at all.  Raises `WeightRequestError`."""
@@ -138,8 +149,7 @@ def check_announced(metas: Sequence[TensorMeta], load_format: str | None, max_by
     total = sum(meta.nbytes for meta in metas)
     if total > max_bytes:
         raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
-    if load_format in (FLATTENED_BUCKET, PIECES):
-        check_alignment(metas)
+    _messages(metas, load_format)  # whether all can be taken
 
 
 def receive_distributed(
