@@ -1,6 +1,6 @@
 """Tensors as a payload describes them: a place in a storage, checked before a byte of it is read.
 
-    StoredTensor = name + dtype, shape, stride, offset + Storage
+    StoredTensor = name + dtype, shape, stride, first byte + Storage
     Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
 
 Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
@@ -104,15 +104,10 @@ class StoredTensor:
     meta: TensorMeta
     place: TensorPlace
 
-    def read(self) -> torch.Tensor:
-        """The tensor, on the storage's device.  A copy where the storage copies or its bytes are not aligned."""
-        return self.within(self.place.storage.read(*self.place.span))
-
-    def within(self, content: torch.Tensor, start: int | None = None) -> torch.Tensor:
-        """The tensor, where `content` are the bytes of its storage from `start` (None: the tensor's first byte) on."""
+    def within(self, content: torch.Tensor, start: int) -> torch.Tensor:
+        """The tensor, where `content` are bytes of its storage from `start` on; a copy if it is not aligned there."""
         first, stop = self.place.span
-        origin = first if start is None else start
-        content = content[first - origin : stop - origin]
+        content = content[first - start : stop - start]
         size = self.place.dtype.itemsize
         if content.data_ptr() % size or content.storage_offset() % size:  # empty ones have no address
             content = content.clone()
@@ -143,8 +138,6 @@ def contiguous_place(storage: Storage, dtype: torch.dtype, shape: Sequence[int],
 
     Raises `WeightRequestError` as `place_tensor`.
     """
-    if not _is_size(start) or start > storage.nbytes:
-        raise WeightRequestError(f"a tensor begins outside its storage of {storage.nbytes} bytes")
     return place_tensor(storage, dtype, shape, _dense_stride(shape), 0, start)
 
 
