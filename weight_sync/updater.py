@@ -45,11 +45,11 @@ class WeightUpdater:
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
-    deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  One call may
-    announce at most twice the model's bytes.  `staging`: where tensors are until the commit; `journal_dir`: see
-    `new_staging`; `memory`: what they take, by default given back after each update.  `pace`: see `deliver`.
-    `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is staged, if that is
-    not where `weights` lie now.
+    deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  `max_call_bytes`:
+    what one call may bring, by default twice the model's bytes.  `staging`: where tensors are until the commit;
+    `journal_dir`: see `new_staging`; `memory`: what they take, by default given back after each update.  `pace`: see
+    `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is
+    staged, if that is not where `weights` lie now.
     """
 
     def __init__(
@@ -68,9 +68,12 @@ class WeightUpdater:
         ranks: int = 1,
         pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_call_bytes: int | None = None,
     ) -> None:
         self.rank, self.ranks, self._pace = rank, ranks, pace
         self._weights = weights
+        twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
+        self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._vote, self._commit_vote = vote, commit_vote or vote
@@ -148,7 +151,7 @@ class WeightUpdater:
         """
         try:
             self.renew_lease()
-            refusal = self._refusal(source.announce(self._max_call_bytes()), weight_version)
+            refusal = self._refusal(source.announce(self._max_call_bytes), weight_version)
             deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal, self._pace)
         except Exception as error:
             if self._transaction is not None:
@@ -379,9 +382,6 @@ class WeightUpdater:
             last = "" if self._last_failure is None else f"; the last one failed: {self._last_failure.reason}"
             raise TransactionStateError(f"cannot {verb}: no weight update is open{last}")
         return self._transaction
-
-    def _max_call_bytes(self) -> int:
-        return max(2 * sum(meta.nbytes for meta in self._weights.metas().values()), _MIN_CALL_BYTES)
 
     def _refusal(self, metas: Sequence[TensorMeta], weight_version: str | None) -> WeightSyncError | None:
         """Why the bucket cannot be used, known before it is received."""

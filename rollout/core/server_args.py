@@ -84,6 +84,9 @@ class ServerArgs:
     )
 
     weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
+    max_weight_call_bytes: int | None = _arg(
+        None, "most bytes of tensors that one call of a weight update may bring; default: twice the model's"
+    )
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
         "host", "where a weight update waits for its end: in a copy in host or device memory, or in the model itself"
@@ -168,6 +171,10 @@ class ServerArgs:
             "--enable-eplb balances experts over ranks: give --ep-size of at least 2",
         )
         _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
+        _require(
+            self.max_weight_call_bytes is None or self.max_weight_call_bytes > 0,
+            "--max-weight-call-bytes must be positive",
+        )
         _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
         _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
         _require(

@@ -140,6 +140,7 @@ def build_scheduler(
         ranks=parallel.layout.tp_size,
         pace=pause_between_parts(scheduler),
         clock=lambda: inbox.now,
+        max_call_bytes=args.max_weight_call_bytes,
     )
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save
 
+from rollout.core.io_struct import ControlReqOutput
 from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
@@ -15,29 +17,54 @@ from weight_sync.errors import StagingError
 from weight_sync.updater import WeightUpdater
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def shared(folder: Path) -> Iterator[SharedMemory]:
+    """All tensors as a safetensors file."""
+    content = save(logical_tensors(folder))
+    shared = SharedMemory(create=True, size=len(content))
+    shared.buf[: len(content)] = content
+    yield shared
+    shared.close()
+
+
+def send(engine: Harness, shared: SharedMemory) -> ControlReqOutput:
+    return engine.control(
+        UpdateWeightsFromTensorReqInput,
+        format="safetensors",
+        shm_name=shared.name,
+        shm_bytes=shared.size,
+        shm_unlink=True,
+    )
+
+
+def is_there(shared: SharedMemory) -> bool:
+    return Path("/dev/shm", shared.name).exists()
+
+
 def no_room(*_: object) -> None:
     raise StagingError("there is no room")
 
 
 def test_a_call_for_which_no_update_can_be_opened_lets_go_of_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, shared: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_checkpoint(tmp_path)
     engine = Harness(folder)
     monkeypatch.setattr(WeightUpdater, "open_implicit", no_room)
-    content = save(logical_tensors(folder))
-    shared = SharedMemory(create=True, size=len(content))
-    try:
-        shared.buf[: len(content)] = content
-        answer = engine.control(
-            UpdateWeightsFromTensorReqInput,
-            format="safetensors",
-            shm_name=shared.name,
-            shm_bytes=len(content),
-            shm_unlink=True,
-        )
-        assert not answer.success and answer.message == "there is no room"
-        with pytest.raises(FileNotFoundError):
-            SharedMemory(shared.name)
-    finally:
-        shared.close()
+    assert is_there(shared)
+    answer = send(engine, shared)
+    assert not answer.success and answer.message == "there is no room"
+    assert not is_there(shared)
+
+
+@pytest.mark.parametrize("too_few", [0, 1])
+def test_the_bytes_of_a_call_are_capped(folder: Path, shared: SharedMemory, too_few: int) -> None:
+    num_bytes = sum(tensor.nbytes for tensor in logical_tensors(folder).values())
+    answer = send(Harness(folder, max_weight_call_bytes=num_bytes - too_few), shared)
+    assert answer.success == (not too_few), answer.message
+    assert not too_few or f"at most {num_bytes - 1} are taken" in answer.message
+    assert not is_there(shared)
