@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from tests.ipc_wire import cuda_handle, entry
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
 from tests.parameter_server_stand_in import Form, ParameterServerStandIn
 from weight_sync import ipc_peer
@@ -34,8 +33,7 @@ from weight_sync.errors import (
 from weight_sync.ipc_messages import IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.ipc_peer import IpcPeer
 from weight_sync.receivers.ipc import IpcSource, choose_endpoint
-from weight_sync.shared_segment import SharedSegment
-from weight_sync.stored_tensors import SegmentStorage, StoredTensor, read_in_parts
+from weight_sync.stored_tensors import read_in_parts
 from weight_sync.updater import WeightUpdater
 
 CPU = torch.device("cpu")
@@ -83,8 +81,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[ParameterServerStandIn]:
     assert own_shared_files() == before, "the engine holds on to what the sender shares"
 
 
-def new_updater(weights: FakeWeights, timeout_s: float = 10.0) -> WeightUpdater:
-    return WeightUpdater(weights, device="cpu", timeout_s=timeout_s, vote=lambda mine: mine)
+def new_updater(weights: FakeWeights, timeout_s: float = 10.0, **more: Any) -> WeightUpdater:
+    return WeightUpdater(weights, device="cpu", timeout_s=timeout_s, vote=lambda mine: mine, **more)
 
 
 def own_shared_files() -> set[str]:
@@ -177,12 +175,17 @@ def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weig
         expect_equal(weights, sent)
 
 
+def test_expert_names_travel(updater: WeightUpdater) -> None:
+    """A bucket boundary inside one expert is nothing special: assembly belongs to the transaction."""
+    updater.begin(coverage="partial")
+    sent = version(1)
+    named = [(expert_name(1, p), sent[expert_name(1, p)]) for p in ("gate_proj", "up_proj", "down_proj")]
+    with ParameterServerStandIn(bucket_bytes=256) as server:
+        assert refresh(updater, server, named) == (None, None)
+    assert len(server.answers) == 1 + 3 + 2
+
+
 # --- content and messages that are refused ------------------------------------------------------------------------
-
-
-def entry(**changed: Any) -> dict[str, Any]:
-    norm = {"name": NORM, "dtype": torch.float32, "shape": torch.Size([4]), "offset": 0}
-    return {**norm, **changed}
 
 
 WRONG = [
@@ -259,8 +262,8 @@ def test_a_sender_that_does_not_listen_is_told_to_the_end(updater: WeightUpdater
     assert len(server.answers) >= 6 and set(server.answers[1:]) == {str(raised)}
 
 
-def test_more_than_the_model_is_refused(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightUpdater, "_max_call_bytes", lambda self: 100)
+def test_more_than_a_call_may_bring_is_refused(weights: FakeWeights) -> None:
+    updater = new_updater(weights, max_call_bytes=100)
     updater.begin()
     with ParameterServerStandIn() as server:
         raised, failed = refresh(updater, server, list(version(1).items()))
@@ -286,12 +289,6 @@ def test_going_on_after_the_end_is_refused(updater: WeightUpdater) -> None:
 
 
 # --- handles ------------------------------------------------------------------------------------------------------
-
-
-def cuda_handle() -> bytes:
-    arguments = (torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.UntypedStorage, torch.uint8, 3)
-    memory = (b"\x01" * 64, 64, 0, False, b"counter", 0, b"event", True)
-    return pickle.dumps((rebuild_cuda_tensor, (*arguments, *memory)), -1)
 
 
 HANDLES = [
@@ -472,100 +469,3 @@ def test_after_any_failure_the_next_refresh_succeeds(
     updater.verify()
     updater.commit()
     expect_equal(weights, version(2))
-
-
-# --- readers under mutation ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IpcBuffer]:
-    path = Path(f"/dev/shm/lockstep-ipc-test-{os.getpid()}")
-    path.write_bytes(bytes(2048))
-    yield IpcBuffer(SegmentStorage(SharedSegment(path.name, 2048)), 0, 2048)
-    path.unlink()
-
-
-def content_of(stored: StoredTensor) -> torch.Tensor:
-    (((_, tensor),),) = read_in_parts([stored])
-    return tensor
-
-
-def read_all(data: bytes, buffer: IpcBuffer) -> None:
-    """Nothing but the refusals may come out, and tensors that are accepted must be readable."""
-    for read in (lambda: read_handle(memoryview(data), CPU), lambda: read_bucket(memoryview(data), buffer)):
-        try:
-            value = read()
-        except WeightRequestError:
-            continue
-        for tensor in value if isinstance(value, list) else ():
-            assert content_of(tensor).numel() == tensor.meta.numel
-    read_end(memoryview(data))
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda data: b"\x80\x05" + data)))
-def test_any_bytes_are_read_or_refused(buffer: IpcBuffer, data: bytes) -> None:
-    read_all(data, buffer)
-
-
-VALID = [
-    cuda_handle(),
-    pickle.dumps([entry(), entry(name=EMBED, dtype=torch.bfloat16, shape=torch.Size([6, 4]), offset=256)], -1),
-    pickle.dumps(RuntimeError("Some workers failed to update weights"), -1),
-    json.dumps([{"name": NORM, "dtype": "float32", "shape": [4], "offset": 0}]).encode(),
-    b'{"shm_name": "x", "nbytes": 8}',
-]
-
-
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
-@given(data=st.data())
-def test_mutated_messages_are_read_or_refused(buffer: IpcBuffer, data: st.DataObject) -> None:
-    message = bytearray(data.draw(st.sampled_from(VALID)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(message) - 1))
-        kind = data.draw(st.sampled_from(["flip", "drop", "insert", "cut"]))
-        if kind == "flip":
-            message[at] = data.draw(st.integers(0, 255))
-        elif kind == "drop" and len(message) > 1:
-            del message[at]
-        elif kind == "insert":
-            message[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-        else:
-            del message[max(at, 1) :]
-    read_all(bytes(message), buffer)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    entries=st.lists(
-        st.fixed_dictionaries(
-            {
-                "name": st.text(max_size=4),
-                "dtype": st.sampled_from(["uint8", "bfloat16", "float32", "float64", "nope", "torch.int8"]),
-                "shape": st.lists(st.integers(-2, 2**62) | st.integers(0, 64), max_size=3),
-                "offset": st.integers(-8, 4096) | st.integers(),
-            }
-        ),
-        max_size=3,
-    )
-)
-def test_whatever_a_bucket_says_no_byte_outside_the_buffer_is_read(buffer: IpcBuffer, entries: list[Any]) -> None:
-    try:
-        tensors = read_bucket(memoryview(json.dumps(entries).encode()), buffer)
-    except WeightRequestError:
-        return
-    assert isinstance(tensors, list)
-    for tensor, said in zip(tensors, entries, strict=True):
-        assert said["offset"] >= 0 and said["offset"] + tensor.meta.nbytes <= 2048
-        assert said["offset"] % tensor.meta.dtype.itemsize == 0
-        assert content_of(tensor).nbytes == tensor.meta.nbytes
-
-
-def test_expert_names_travel(updater: WeightUpdater) -> None:
-    """A bucket boundary inside one expert is nothing special: assembly belongs to the transaction."""
-    updater.begin(coverage="partial")
-    sent = version(1)
-    named = [(expert_name(1, p), sent[expert_name(1, p)]) for p in ("gate_proj", "up_proj", "down_proj")]
-    with ParameterServerStandIn(bucket_bytes=256) as server:
-        assert refresh(updater, server, named) == (None, None)
-    assert len(server.answers) == 1 + 3 + 2
