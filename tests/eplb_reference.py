@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 
-def pack(loads: torch.Tensor, num_packs: int) -> list[list[int]]:
+def pack(loads: torch.Tensor, num_packs: int, stable: bool = True) -> list[list[int]]:
     """Items in each pack, in the order of arrival: heaviest item first, to the lightest pack that has room."""
     size = len(loads) // num_packs
     if size == 1:
         return [[item] for item in range(len(loads))]
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     totals = [torch.zeros((), dtype=torch.float32) for _ in range(num_packs)]
-    for item in torch.sort(loads, descending=True, stable=True).indices.tolist():
+    for item in torch.sort(loads, descending=True, stable=stable).indices.tolist():
         with_room = [index for index in range(num_packs) if len(packs[index]) < size]
         lightest = min(with_room, key=totals.__getitem__)
         packs[lightest].append(item)
@@ -34,14 +34,15 @@ def copies_of(loads: torch.Tensor, num_slots: int) -> tuple[list[int], list[int]
     return items, counts.tolist()
 
 
-def copy_and_pack(loads: torch.Tensor, num_slots: int, num_packs: int) -> list[int]:
+def copy_and_pack(loads: torch.Tensor, num_slots: int, num_packs: int, stable: bool = True) -> list[int]:
     items, counts = copies_of(loads, num_slots)
     per_copy = torch.stack([loads[item] / counts[item] for item in items])
-    return [items[copy] for members in pack(per_copy, num_packs) for copy in members]
+    return [items[copy] for members in pack(per_copy, num_packs, stable) for copy in members]
 
 
-def reference_global(counts_LE: torch.Tensor, num_slots: int, num_ranks: int) -> list[list[int]]:
-    return [copy_and_pack(loads, num_slots, num_ranks) for loads in counts_LE.float()]
+def reference_global(counts_LE: torch.Tensor, num_slots: int, num_ranks: int, stable: bool = True) -> list[list[int]]:
+    """`stable` False: equal loads in any order, as the published code sorts."""
+    return [copy_and_pack(loads, num_slots, num_ranks, stable) for loads in counts_LE.float()]
 
 
 def reference_hierarchical(

@@ -4,6 +4,8 @@ Source: the method is that of github.com/deepseek-ai/EPLB (README: hierarchical 
     order     items by falling load, the first among equals first
     pack      each item goes to the lightest pack that has room, the lowest pack among equals
     copy      each further slot goes to the expert with the most load a slot
+The published code sorts unstably, so where loads of a slot are equal its map is undefined; ours is what it gives with
+a stable sort.
 `deepseek` copies and packs over all ranks at once.  `deepseek_hierarchical` first packs expert groups onto nodes, then
 copies and packs inside each node, so that the experts of a group stay on one node.
 Neither knows the placement in force, and both may put two slots of one expert on one rank.

@@ -72,6 +72,22 @@ def test_same_map_on_a_large_model() -> None:
     assert (balancedness(loads.numpy(), plan) <= 1).all()
 
 
+def test_equal_loads_are_where_the_published_sort_leaves_the_map_open() -> None:
+    """256 experts in 288 slots on 32 ranks of one node: with a stable sort one map, with an unstable one others."""
+    layout = ExpertLayout(num_logical_experts=256, num_physical_experts=288, num_ranks=32, num_nodes=1, num_groups=1)
+    differing = 0
+    for seed in range(42):
+        loads = torch.randint(0, 1000, (1, 256), generator=torch.Generator().manual_seed(seed))
+        ours = deepseek(loads.numpy(), layout).physical_to_logical_LP
+        assert ours.tolist() == reference_global(loads, 288, 32)
+        unstable = np.array(reference_global(loads, 288, 32, stable=False))
+        differing += bool((ours != unstable).any())
+        per_slot = loads.numpy()[0] / np.bincount(ours[0], minlength=256)
+        # A slot that differs holds another expert of the very same load a slot.
+        assert np.array_equal(per_slot[ours], per_slot[unstable])
+    assert differing
+
+
 def test_groups_that_do_not_divide_over_nodes() -> None:
     layout = ExpertLayout(num_logical_experts=12, num_physical_experts=16, num_ranks=8, num_nodes=8, num_groups=4)
     with pytest.raises(LayoutError, match="4 expert groups do not divide over 8 nodes"):
