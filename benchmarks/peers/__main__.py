@@ -2,7 +2,9 @@
 
 Every system runs the same weights in bf16, greedily, without prefix caching.  Decoding is what a run with all new
 tokens takes longer than one with a single token.  Peers get environments of their own under build/peers/, made on
-first use.
+first use.  `--before DIR` measures against another checkout of this project instead, and wants no cell slower:
+
+    git worktree add build/before COMMIT && python -m benchmarks.peers --before build/before
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from benchmarks.peers import report
 from benchmarks.peers.environments import ENVIRONMENTS, InstallError, install
 from benchmarks.peers.measure import run_shape
 from benchmarks.peers.rates import Cell
-from benchmarks.peers.systems import OURS, OURS_HTTP, PEERS
+from benchmarks.peers.systems import BEFORE, BEFORE_HTTP, OURS, OURS_HTTP, PEERS
 from benchmarks.shapes import SHAPES, checkpoint
 
 PROMPT_TOKENS = 128
@@ -34,8 +36,8 @@ def main() -> None:
         signal.signal(number, _interrupt)
     torch.set_num_threads(args.threads)
     console = Console()
-    peers = tuple(args.peers)
-    missing = _install(peers, console)
+    peers = tuple(args.peers) if args.before is None else (BEFORE, BEFORE_HTTP)
+    missing = {} if args.before is not None else _install(peers, console)
     if args.install_only:
         sys.exit(1 if missing else 0)
     names = [OURS, OURS_HTTP, *peers]
@@ -43,7 +45,7 @@ def main() -> None:
     rows: list[dict] = []
     for shape in args.shapes:
         checkpoint(shape)
-        run = run_shape(shape, names, missing, cells, args.rounds, args.threads, console)
+        run = run_shape(shape, names, missing, cells, args.rounds, args.threads, console, args.before)
         report.show(run, names, cells, peers, console)
         rows += report.rows(run, cells, peers)
         if args.json is not None:
@@ -60,6 +62,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=_positive, default=os.cpu_count() or 1, help="compute threads of every system"
     )
+    parser.add_argument("--before", type=_checkout, default=None, help="another checkout, instead of peers")
     parser.add_argument("--install-only", action="store_true", help="make the environments and end")
     parser.add_argument("--json", type=Path, default=None, help="file for the results, one JSON object a line")
     return parser.parse_args()
@@ -89,6 +92,13 @@ def _at_least(least: int, text: str) -> int:
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return int(text)
+
+
+def _checkout(text: str) -> Path:
+    folder = Path(text).resolve()
+    if not (folder / "rollout" / "entrypoints" / "engine.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of this project")
+    return folder
 
 
 def _interrupt(number: int, frame: object) -> None:

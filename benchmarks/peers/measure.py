@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from benchmarks.floor import Machine, measure_machine
 from benchmarks.peers.agreement import TOP, Agreement, compare
-from benchmarks.peers.environments import ENVIRONMENTS, FOLDER, ROOT, InstallError
+from benchmarks.peers.environments import ENVIRONMENTS, FOLDER, InstallError
 from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.rates import Cell
 from benchmarks.peers.systems import OURS, command, system, variables
@@ -59,6 +59,7 @@ def run_shape(
     rounds: int,
     threads: int,
     console: Console,
+    before: Path | None = None,
 ) -> ShapeRun:
     """`missing` says of systems why they cannot take part.  A system that fails on the way joins them, loudly."""
     run = ShapeRun(shape, missing=dict(missing))
@@ -69,7 +70,7 @@ def run_shape(
         task = progress.add_task(f"shape {shape}: loading", total=len(todo) * (1 + len(cells) * (1 + rounds)))
         for name in todo:
             progress.update(task, description=f"shape {shape}: loading {name}")
-            fleet.start(name, shape, cells, threads)
+            fleet.start(name, shape, cells, threads, before)
             progress.advance(task)
         _check_agreement(fleet, run, prompts, console)
         for cell in cells:
@@ -133,14 +134,17 @@ class Fleet:
         """Holds the workers' temporary files."""
         return Path(self._temporary.name)
 
-    def start(self, name: str, shape: str, cells: list[Cell], threads: int) -> None:
+    def start(self, name: str, shape: str, cells: list[Cell], threads: int, before: Path | None = None) -> None:
         """Loads a system and leaves it stopped; a failure is said and noted."""
         folder = ENVIRONMENTS[name].folder if name in ENVIRONMENTS else FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{name.replace(' ', '-')}-{shape}.log"
         try:
-            spec = system(name, shape, checkpoint(shape), threads, cells)
+            spec = system(name, shape, checkpoint(shape), threads, cells, before)
             temporary = Path(tempfile.mkdtemp(dir=self.temporary))
-            worker = Worker(command(spec, json.dumps(spec.settings)), ROOT, variables(spec, threads, temporary), log)
+            worker = Worker(
+                command(spec, json.dumps(spec.settings)), spec.folder, variables(spec, threads, temporary), log
+            )
         except (InstallError, OSError) as error:
             self._lose(name, str(error))
             return

@@ -10,7 +10,8 @@ from rich.table import Table
 from benchmarks.peers.agreement import TOP
 from benchmarks.peers.measure import ShapeRun
 from benchmarks.peers.rates import Cell, floor_tokens_per_s, tokens_per_s
-from benchmarks.peers.targets import TARGETS, Speeds, Verdict, judge
+from benchmarks.peers.systems import BEFORE
+from benchmarks.peers.targets import AGAINST_BEFORE, TARGETS, Speeds, Verdict, judge
 from benchmarks.shapes import SHAPES
 
 
@@ -23,7 +24,8 @@ def speeds(run: ShapeRun) -> Speeds:
 def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[Verdict]:
     """Of the targets whose column was asked for."""
     columns = {cell.name for cell in cells}
-    return [judge(t, speeds(run), peers) for t in TARGETS if t.shape == run.shape and t.column in columns]
+    targets = TARGETS if BEFORE not in peers else AGAINST_BEFORE
+    return [judge(t, speeds(run), peers) for t in targets if t.shape == run.shape and t.column in columns]
 
 
 def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[str, Any]]:

