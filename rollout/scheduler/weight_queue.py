@@ -70,15 +70,15 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
-    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `votes`: `io` asks all ranks once,
-    as a verify does.  `take_back(reason)`, on the I/O thread: `io` went well here and failed on another rank.
+    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `votes`: how often `io` asks all
+    ranks, as a verify does once.  `take_back(reason)`, on the I/O thread: `io` went well here, failed on another rank.
     """
 
     verb: ControlReqInput
     io: Callable[[], Any]
     step: Callable[[Any], tuple[str, Answer]]
     holds_steps: bool = False
-    votes: bool = False
+    votes: int = 0
     take_back: Callable[[str], None] | None = None
 
 
