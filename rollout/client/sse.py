@@ -15,14 +15,16 @@ class SseDecoder:
     """Feed it chunks as they come; it yields the data of each complete event."""
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._line: list[bytes] = []  # what came of a line that has not ended
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of every event that `chunk` completes.  Comments and other fields are ignored."""
-        *lines, self._tail = (self._tail + chunk).split(b"\n")
-        for line in lines:
-            line = line.removesuffix(b"\r")
+        first, *others = chunk.split(b"\n")
+        self._line.append(first)
+        for part in others:
+            line = b"".join(self._line).removesuffix(b"\r")
+            self._line = [part]
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:

@@ -159,6 +159,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What is known only when a request ends (also when it is aborted)."""
 
     reason: FinishReason
+    since_first_token_s: float = 0.0  # a duration, as the clocks of two machines differ
     cached_tokens: int = 0
     num_retractions: int = 0
     weight_versions: list[VersionSpan] = []  # over output tokens

@@ -12,6 +12,7 @@ import msgspec
 from rollout.core.errors import BadRequest
 
 GREEDY_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127  # beyond it float32 has infinity: a forbidden token would get NaN
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -66,7 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             f"min_new_tokens must be between 0 and max_new_tokens ({self.max_new_tokens})",
             self.min_new_tokens,
         )
-        _require(0.0 <= self.temperature < float("inf"), "temperature must be at least 0", self.temperature)
+        _require(
+            0.0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature must be between 0 and {MAX_TEMPERATURE:g}, the largest float32",
+            self.temperature,
+        )
         _require(0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p)
         _require(self.top_k >= -1, "top_k must be at least 1, or -1 or 0 for all tokens", self.top_k)
         _require(0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p)

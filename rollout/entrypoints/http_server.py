@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.entrypoints.auth import KeyMiddleware
@@ -56,8 +57,35 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):
         app.add_exception_handler(kind, _on_known_error)
-    app.add_exception_handler(Exception, _on_unknown_error)
+    app.add_middleware(_UnknownErrors)
     return app
+
+
+class _UnknownErrors:
+    """Answers what nobody foresaw with a 500, inside the application, so that the client's connection lives on.
+
+    Starlette's own handler raises the error again once it is answered; the server then closes the connection without a
+    word, and the next request of a pooled client fails.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            await error_response(error)(scope, receive, send)
 
 
 async def _on_bad_query(_: Request, error: Exception) -> Response:
@@ -66,9 +94,4 @@ async def _on_bad_query(_: Request, error: Exception) -> Response:
 
 
 async def _on_known_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
-
-
-async def _on_unknown_error(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(error)

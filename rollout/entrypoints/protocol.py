@@ -16,6 +16,8 @@ from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 UNSUPPORTED_GENERATE_FIELDS = frozenset(
     {
@@ -145,9 +147,9 @@ class EplbRebalanceRequest(Body):
 
     dry_run: bool = False
     algorithm: str | None = None
-    layers_per_chunk: int | None = Field(default=None, ge=1)
+    layers_per_chunk: int | None = Field(default=None, ge=1, lt=2**63)
     most_stall_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    physical_to_logical_map: list[list[int]] | None = None
+    physical_to_logical_map: list[list[Int64]] | None = None
     split: list[list[float]] | None = None
 
 
@@ -167,7 +169,7 @@ class DestroyWeightsUpdateGroupRequest(Body):
 class ManifestEntryBody(Body):
     name: str
     dtype: str
-    shape: list[Annotated[int, Field(ge=0, lt=2**63)]]
+    shape: list[Size]
     fingerprint: str | None = None
 
 
@@ -178,7 +180,7 @@ class BeginWeightUpdateRequest(Body):
     base_version: str | None = None
     base_digest: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
     lease_s: float | None = Field(default=None, gt=0, le=86400)
-    placement_epoch: int | None = Field(default=None, ge=0)
+    placement_epoch: Size | None = None
     adopt_placement: bool | None = None
     selector: Literal["all", "target"] = "all"
 
@@ -190,7 +192,7 @@ class EndWeightUpdateRequest(Body):
 class UpdateWeightsFromDistributedRequest(Body):
     names: list[str]
     dtypes: list[str]
-    shapes: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
+    shapes: list[list[Size]]
     group_name: str = "weight_update_group"
     load_format: Literal["flattened_bucket", "pieces", "delta"] | None = None
     weight_version: str | None = None
@@ -228,7 +230,7 @@ class PullWeightsRequest(Body):
 
     local_checkpoint_dir: str = Field(min_length=1)
     source_dir: str = Field(min_length=1)
-    target_version: Annotated[int, Field(ge=0, lt=2**63)]
+    target_version: Size
     update_memory: bool = False
     weight_version: str | None = None
 

@@ -40,6 +40,16 @@ class RadixNode:
         return len(self.tokens)
 
 
+class _Root(RadixNode):
+    """Top of a namespace's tree; there is one while it has children or a user."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, np.empty(0, dtype=np.int64), _NO_SLOTS)
+        self.namespace = namespace
+
+
 class RadixCache:
     """Owns the slots in its nodes; gives them back to `allocator` on eviction."""
 
@@ -47,7 +57,7 @@ class RadixCache:
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self._roots: dict[Namespace, RadixNode] = {}
+        self._roots: dict[Namespace, _Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
         self._clock = count(1)
         self._heap: list[tuple[int, int, RadixNode]] = []  # (last_access, tie-break, leaf); stale entries are skipped
@@ -130,15 +140,12 @@ class RadixCache:
     def retire(self, current_epoch: int) -> None:
         """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked."""
         self._retired_below = current_epoch
-        for namespace in [key for key in self._roots if key[1] < current_epoch]:
-            root = self._roots[namespace]
+        for root in [root for (_, epoch), root in self._roots.items() if epoch < current_epoch]:
             for node in list(_postorder(root)):
                 if self._is_evictable(node):
                     self._remove_leaf(node)
                 else:
                     node.last_access = 0  # first to go once unlocked
-            if not root.children:
-                del self._roots[namespace]
 
     def flush(self) -> None:
         """Drop everything.  The caller has checked that nothing is locked."""
@@ -160,7 +167,7 @@ class RadixCache:
         assert namespace[1] >= self._retired_below, "a retired namespace is never matched"
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = RadixNode(None, np.empty(0, dtype=np.int64), _NO_SLOTS)
+            root = self._roots[namespace] = _Root(namespace)
         return root
 
     def _split(self, child: RadixNode, length: int) -> RadixNode:
@@ -180,7 +187,9 @@ class RadixCache:
         self._offer(node)
 
     def _offer(self, node: RadixNode) -> None:
-        """Enter a leaf that nobody uses into the eviction order."""
+        """Enter a leaf that nobody uses into the eviction order, and drop a root that is one: keys have no end."""
+        if isinstance(node, _Root) and not node.children and node.lock_count == 0:
+            self._roots.pop(node.namespace, None)
         if not self._is_evictable(node):
             return
         heapq.heappush(self._heap, (node.last_access, next(self._tie_break), node))

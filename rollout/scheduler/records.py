@@ -9,6 +9,8 @@ the rows saved then.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -88,6 +90,7 @@ class RecordReader:
         oldest = self.oldest_epoch_used(req)
         return FinishedRecord(
             reason=reason,
+            since_first_token_s=0.0 if req.first_token_at is None else time.monotonic() - req.first_token_at,
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
             weight_versions=_version_spans(req),

@@ -76,6 +76,7 @@ class Req:
         "cached_tokens",
         "end_ids",
         "finished",
+        "first_token_at",
         "given_up_epochs",
         "is_decoding",
         "namespace",
@@ -118,6 +119,7 @@ class Req:
         self.oldest_epoch: int | None = None  # of KV given up in retractions
         self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last of them gave up
         self.num_retractions = 0
+        self.first_token_at: float | None = None  # seconds of a monotonic clock of this process
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
 

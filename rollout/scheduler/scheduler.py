@@ -9,6 +9,9 @@ messages out are `records`, control verbs are `control` and `weight_control`.
 from __future__ import annotations
 
 import secrets
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -193,6 +196,8 @@ class Scheduler:
         completed = [item.req for item in plan.extends if item.completes]
         for req in completed:
             self.cache.share_prompt(req, weight_epoch)
+            if req.first_token_at is None:
+                req.first_token_at = time.monotonic()
             if req.num_retractions == 0:
                 self.stats.num_prompt_tokens += req.prompt_len
                 self.stats.num_cached_tokens += req.cached_tokens
@@ -219,7 +224,7 @@ class Scheduler:
             if self._dp.is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
                 self._accept(message)
         elif isinstance(message, AbortReqInput):
-            self.abort(None if message.abort_all else message.rids)
+            self._abort(message)
         else:
             self._control(message)
 
@@ -270,12 +275,22 @@ class Scheduler:
         )
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
+    def _abort(self, message: AbortReqInput) -> None:
+        """Nobody waits for an answer to an abort: one that fails is told to the log, and never ends the loop."""
+        try:
+            self.abort(None if message.abort_all else message.rids)
+        except Exception:
+            print(f"lockstep: an abort failed: {traceback.format_exc()}", file=sys.stderr, flush=True)
+
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
-        """End the given requests, or all (None), with what they have.  Returns how many; unknown rids are ignored.
+        """End the given requests, or all (None), with what they have.  Returns how many.
+
+        Unknown rids are ignored, repeated ones count once.
 
         They end with the message and status of `error`, or, without one, with `reason` as their message.
         """
-        targets = list(self._by_rid.values()) if rids is None else [self._by_rid[r] for r in rids if r in self._by_rid]
+        names = list(self._by_rid) if rids is None else dict.fromkeys(rids)
+        targets = [self._by_rid[rid] for rid in names if rid in self._by_rid]
         if not targets:
             return 0
         waiting = set(self.queues.waiting)
@@ -325,7 +340,10 @@ class Scheduler:
             self.reply(answer)
 
     def reply(self, answer: ControlReqOutput) -> None:
-        self._channel.send(answer)
+        try:
+            self._channel.send(answer)
+        except Exception as error:  # an answer that cannot be encoded
+            self._channel.send(failure(answer.request_id, error))
 
 
 def _seed_source(random_seed: int, parallel: Parallel) -> np.random.Generator:

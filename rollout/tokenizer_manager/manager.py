@@ -259,20 +259,22 @@ class TokenizerManager:
             logger.warning("output for request %s, which is not in flight", output.rid)
             return
         self.weight_version = output.weight_version
-        had_token = entry.record.first_token_at is not None
+        record = entry.record
+        had_token = record.first_token_at is not None
         try:
-            entry.record.append(output, now)
+            record.append(output, now)
         except LockstepError as error:
             logger.error("%s", error)
             self._forget(output.rid)
             self._link.send(AbortReqInput(rids=[output.rid]))
             entry.handle.fail(error)
             return
-        if not had_token and entry.record.first_token_at is not None:
-            self._tell(lambda observer: observer.on_first_token(now - entry.record.created_at))
+        if not had_token and record.first_token_at is not None:
+            seconds = record.first_token_at - record.created_at
+            self._tell(lambda observer: observer.on_first_token(seconds))
         if output.finished is not None:
             self._forget(output.rid)
-            self._tell(lambda observer: observer.on_finished(entry.record))
+            self._tell(lambda observer: observer.on_finished(record))
         entry.handle.notify(entry.index)
 
     def _on_first_word(self, message: SchedulerReady | SchedulerFailed) -> None:

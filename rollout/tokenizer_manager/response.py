@@ -147,7 +147,7 @@ def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: Tok
         if options.token_ids_logprob:
             meta["input_token_ids_logprobs"] = []
         return
-    ids = record.prompt_ids[prompt.start :]
+    ids = record.prompt_ids[prompt.start : prompt.start + len(prompt.values)]  # an abort may have come before the rest
     meta["input_token_logprobs"] = _entries(prompt.values, ids, text_of)
     if options.top_logprobs_num:
         meta["input_top_logprobs"] = [None if top is None else _top_entries(top, text_of) for top in prompt.top or []]

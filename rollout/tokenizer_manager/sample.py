@@ -46,7 +46,7 @@ class SampleRecord:
             self.output_top += output.logprobs.top or []
             self.output_chosen += output.logprobs.chosen or []
         if self.output_ids and self.first_token_at is None:
-            self.first_token_at = now
+            self.first_token_at = now - (output.finished.since_first_token_s if output.finished else 0.0)
         if output.finished is not None:
             self.finished = output.finished
             self.finished_at = now

@@ -1,0 +1,153 @@
+"""Regression tests of the scheduler, the prefix cache and the client: each fails on the code before its fix."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.client.sse import SseDecoder
+from rollout.core.errors import BadRequest
+from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput
+from rollout.core.sampling_params import SamplingParams
+from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+from tests.model_zoo import tiny_checkpoint
+from tests.scheduler_harness import Harness
+
+PROMPT = [5, 9, 2, 6, 5, 3, 5]
+LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=1)
+
+
+# --- 1: aborts and answers that cannot end the loop ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["running", "waiting"])
+def test_engine_01_a_repeated_rid_in_an_abort_counts_once(folder: Path, phase: str) -> None:
+    harness = Harness(folder)
+    first = harness.submit(PROMPT, params={"max_new_tokens": 8})
+    if phase == "running":
+        harness.tick()
+    other = harness.submit(PROMPT, params={"max_new_tokens": 8})
+    harness.channel.inbox.append(AbortReqInput(rids=[first, "unknown", first, first]))
+    harness.run()
+    assert harness.results[first].finished.reason.type == "abort"
+    assert harness.results[other].finished.reason.type == "length"
+    harness.check_idle()
+
+
+def test_engine_01_a_failing_abort_is_logged_and_the_loop_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    harness = Harness(folder)
+    rid = harness.submit(PROMPT, params={"max_new_tokens": 8})
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.scheduler, "abort", lambda rids: 1 / 0)
+        harness.channel.inbox.append(AbortReqInput(rids=[rid]))
+        harness.tick()
+    harness.run()
+    assert harness.results[rid].finished.reason.type == "length"
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_engine_01_an_answer_that_cannot_be_encoded_is_a_failed_answer(folder: Path) -> None:
+    harness = Harness(folder)
+    sent = harness.channel.send
+    harness.channel.send = lambda message: sent(_through_msgpack(message))  # as over a socket
+    harness.scheduler.add_verbs(
+        {FlushCacheReqInput: lambda verb: ControlReqOutput(request_id=verb.request_id, success=True, data={"n": 2**70})}
+    )
+    answer = harness.control(FlushCacheReqInput)
+    assert not answer.success and answer.status_code == 500
+
+
+def _through_msgpack(message):
+    from rollout.core.io_struct import decode_output, encode
+
+    return decode_output(encode(message))
+
+
+# --- 14: what a key leaves behind in the prefix cache -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_engine_14_roots_go_with_their_last_child(folder: Path, disabled: bool) -> None:
+    harness = Harness(folder, max_total_tokens=256, disable_radix_cache=disabled)
+    for index in range(60):  # more than the pool holds: eviction takes what the keys before left
+        harness.generate([PROMPT], {"max_new_tokens": 4}, extra_key=f"key {index}")
+    cache = harness.scheduler.cache.prefix_cache
+    with_content = {namespace for namespace, root in cache._roots.items() if root.children}
+    assert set(cache._roots) == with_content and len(with_content) <= 256 // len(PROMPT)
+    assert disabled == (not with_content)
+    harness.check_idle()
+
+
+@pytest.mark.parametrize("kind", [RadixCache, NoPrefixCache])
+def test_engine_14_a_root_lives_while_it_is_used(kind: type[RadixCache]) -> None:
+    allocator = SlotAllocator(16)
+    cache = kind(allocator)
+    tokens = np.arange(4)
+    node, _ = cache.match(("k", 0), tokens)
+    cache.lock(node)
+    cache.insert(("k", 0), tokens, allocator.alloc(4))
+    assert cache.evict(16) == cache.num_cached == 0 or kind is RadixCache
+    cache.evict(16)
+    assert cache.match(("k", 0), tokens)[0] is node, "a second root would split one namespace in two"
+    cache.unlock(node)
+    assert not cache._roots and allocator.num_free == 16
+
+
+# --- 19: the client's reader of events ----------------------------------------------------------------------------
+
+
+def test_engine_19_reading_an_event_takes_time_in_proportion_to_its_size() -> None:
+    def seconds() -> float:
+        decoder, chunk = SseDecoder(), b"x" * 256
+        start = time.perf_counter()
+        assert not list(decoder.feed(b"data: "))
+        for _ in range(12_000):
+            assert not list(decoder.feed(chunk))
+        (event,) = decoder.feed(b"\n\n")
+        assert len(event) == 12_000 * 256
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.4  # 0.02 s; 18 GB were copied when it was quadratic
+
+
+def test_engine_19_events_are_the_same_however_they_are_cut() -> None:
+    stream = b'data: {"a": 1}\r\n\r\n: comment\ndata: two\ndata:lines\n\nid: 3\n\ndata: [DONE]\n\n'
+    whole = list(SseDecoder().feed(stream))
+    assert whole == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
+    for size in (1, 2, 3, 7):
+        decoder = SseDecoder()
+        cut = [event for i in range(0, len(stream), size) for event in decoder.feed(stream[i : i + size])]
+        assert cut == whole
+
+
+# --- 20: temperatures beyond float32 ------------------------------------------------------------------------------
+
+
+def test_engine_20_a_temperature_beyond_float32_is_refused() -> None:
+    for temperature in (1e39, 1e308, float("inf"), float("nan")):
+        with pytest.raises(BadRequest, match="temperature"):
+            SamplingParams(temperature=temperature).validate(320)
+
+
+@pytest.mark.parametrize("disable_native_kernels", [False, True])
+def test_engine_20_the_highest_temperature_samples_what_it_may(folder: Path, disable_native_kernels: bool) -> None:
+    torch.manual_seed(0)
+    harness = Harness(folder, disable_native_kernels=disable_native_kernels)
+    params = {"temperature": LARGEST_FLOAT32, "min_new_tokens": 12, "max_new_tokens": 12, "ignore_eos": False}
+    results = harness.generate([PROMPT] * 4, params)
+    for result in results:
+        assert len(result.token_ids) == 12 and np.isfinite(result.logprobs).all()
+        assert not {0, 2} & set(result.token_ids), "an end token before the minimum length"
+    assert len({tuple(result.token_ids) for result in results}) > 1
