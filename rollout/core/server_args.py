@@ -35,6 +35,9 @@ class ServerArgs:
     api_key: str | None = _arg(None, "key that every request must carry as `Authorization: Bearer KEY`", secret=True)
     admin_api_key: str | None = _arg(None, "key that control endpoints demand instead", secret=True)
     allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
+    allowed_hosts: str | None = _arg(
+        None, "names, with commas between, by which a server without a key may be called; *: any"
+    )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
         "auto", "dtype of weights and KV; auto: the checkpoint's"
@@ -129,6 +132,11 @@ class ServerArgs:
         return self.enable_return_routed_experts or self.return_routed_experts_by_default
 
     @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        return _is_loopback(self.host)
+
+    @property
     def name(self) -> str:
         return self.served_model_name or self.model_path
 
@@ -141,6 +149,9 @@ class ServerArgs:
             self.nnodes == 1 or _is_address(self.dist_init_addr),
             "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
         )
+        for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
+            _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
+            _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
@@ -184,7 +195,7 @@ class ServerArgs:
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
         _require(bool(self.weight_version), "--weight-version must not be empty")
-        if not _is_loopback(self.host) and self.api_key is None and not self.allow_unauthenticated:
+        if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
             raise StartupError(
                 f"--host {self.host} is reachable from other machines: give --api-key, "
                 "or --allow-unauthenticated to accept that"

@@ -1,58 +1,121 @@
-"""Who may call what: the keys of `--api-key` and `--admin-api-key`.
+"""Who may call what: the keys of `--api-key` and `--admin-api-key`, and, where no key is asked for, not every web page.
 
 Knows paths and headers.  An ASGI middleware, so that it also stands before streams and unknown paths.
+
+A browser on this machine takes a request of any page to a server without a key.  What tells it from a trainer's:
+
+    Sec-Fetch-Site: cross-site     another site's link, image, form or script
+    Origin: http://other           the same, of a form or script
+    Host: other                    a name that its owner made to resolve to this machine (DNS rebinding)
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.http_io import json_response
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/ping", "/metrics"})
 
 
 class KeyMiddleware:
-    """Refuses with 401 what does not carry the right `Authorization: Bearer KEY`.
+    """Refuses with 401 what does not carry the right `Authorization: Bearer KEY`, and with 403 what a page of another
+    site sends where no key is asked for.
 
     With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
     anything.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, api_key: str | None, admin_api_key: str | None, control_paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, args: ServerArgs, control_paths: Collection[str]) -> None:
         self._app = app
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
+        self._api_key = args.api_key
+        self._admin_api_key = args.admin_api_key
         self._control_paths = frozenset(control_paths)
+        self._sites = SiteCheck(args)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_pass(scope):
-            content = {"error": {"type": "Unauthorized", "message": "missing or wrong key: Authorization: Bearer KEY"}}
-            await json_response(content, 401)(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        status, kind, message = refusal
+        await json_response({"error": {"type": kind, "message": message}}, status)(scope, receive, send)
 
-    def _may_pass(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
         path = scope["path"]
         if path in OPEN_PATHS:
-            return True
+            return None
+        headers = dict(scope["headers"])
         wanted = self._api_key
         if self._admin_api_key is not None and path in self._control_paths:
             wanted = self._admin_api_key
-        return wanted is None or _same(_bearer(scope), wanted)
+        if wanted is None:
+            reason = self._sites.objection(headers)
+            return None if reason is None else (403, "Forbidden", reason)
+        if _same(_bearer(headers), wanted):
+            return None
+        return 401, "Unauthorized", "missing or wrong key: Authorization: Bearer KEY"
 
 
-def _bearer(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+class SiteCheck:
+    """Whether a request may come from a page of another site.
+
+    Names by which this server is known: addresses, `localhost`, `--host`, `--allowed-hosts`.  One that listens beyond
+    this machine may have others; there, without `--allowed-hosts`, only requests with an `Origin` are held to them.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        given = [name.strip().lower() for name in (args.allowed_hosts or "").split(",") if name.strip()]
+        self._allowed = frozenset(given)
+        self._names = self._allowed | {args.host.lower(), "localhost"}
+        self._any = "*" in given
+        self._is_strict = bool(given) or args.is_local
+
+    def objection(self, headers: dict[bytes, bytes]) -> str | None:
+        """Why not, or None."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin:
+            authority = origin.partition("://")[2]
+            is_own = authority.lower() == host.lower() and self._knows(host)
+            if not is_own and _name(authority) not in self._allowed:
+                return f"pages of {origin!r} may not call this server (--allowed-hosts)"
+        elif headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            return "pages of other sites may not call this server"
+        if self._is_strict and host and not self._knows(host):
+            return f"{host!r} is not a name of this server (--allowed-hosts)"
+        return None
+
+    def _knows(self, authority: str) -> bool:
+        name = _name(authority)
+        return self._any or name in self._names or _is_address(name)
+
+
+def _name(authority: str) -> str:
+    """`localhost:80` -> `localhost`, `[::1]:80` -> `::1`."""
+    try:
+        return urlsplit(f"//{authority}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _bearer(headers: dict[bytes, bytes]) -> bytes:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _same(given: bytes, wanted: str) -> bool:

@@ -56,10 +56,10 @@ def reply(answer: ControlReqOutput, extra: dict[str, Any] | None = None) -> Resp
     return refusal(kind, answer.message, failed_status(answer))
 
 
-def status_reply(answer: ControlReqOutput, message: str, paused: bool) -> Response:
+def status_reply(answer: ControlReqOutput, message: str) -> Response:
     if not answer.success:
         return reply(answer)
-    status = {"message": answer.message or message, "status": "ok", "success": True, "paused": paused}
+    status = {"message": answer.message or message, "status": "ok", "success": True}
     return json_response(answer.data | status)
 
 

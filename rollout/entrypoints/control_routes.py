@@ -77,13 +77,13 @@ class ControlRoutes:
     async def pause_generation(self, body: PauseBody) -> Response:
         """Replies once the scheduler has stopped stepping."""
         answer = await self._manager.control(PauseGenerationReqInput, PAUSE_TIMEOUT_S, mode=body.mode)
-        return status_reply(answer, "Generation paused successfully.", self._manager.paused)
+        return status_reply(answer, "Generation paused successfully.")
 
     async def continue_generation(self, body: ContinueBody) -> Response:
         """Also settles a weight update that was sent without begin and end."""
         fields = body.model_dump()
         answer = await self._manager.control(ContinueGenerationReqInput, self._weight_timeout_s, **fields)
-        return status_reply(answer, "Generation continued successfully.", self._manager.paused)
+        return status_reply(answer, "Generation continued successfully.")
 
     async def release_memory(self, body: MemoryBody) -> Response:
         """Give memory back to the system; 409 while requests run or if it was released already."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 THREAD_BODY_BYTES = 64 * 1024
 """Bodies over this size are parsed off the event loop."""
+HEAVY_BODY_BYTES = 1024 * 1024
+"""Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
+MAX_BODY_OBJECTS = 1 << 20
+"""Strings, arrays and objects in a body; a manifest of 100,000 tensors has 900,000."""
 CLIENT_CLOSED_REQUEST = 499
 
 Model = TypeVar("Model", bound=Body)
@@ -57,16 +63,21 @@ def error_response(error: BaseException) -> Response:
 def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
     """A FastAPI dependency that reads a body as `model`, whatever its content type; no body counts as `{}`.
 
-    The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB.
+    The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB or `MAX_BODY_OBJECTS`.
     """
 
     async def read(request: Request) -> Model:
-        data = await read_limited(request)
-        if len(data) > THREAD_BODY_BYTES:
-            return await asyncio.to_thread(parse_body, model, data)
-        return parse_body(model, data)
+        return await parsed(request, await read_limited(request), lambda data: parse_body(model, data))
 
     return read
+
+
+async def parsed(request: Request, data: bytes, parse: Callable[[bytes], Result]) -> Result:
+    """`parse(data)`, off the event loop unless it is short."""
+    if len(data) <= THREAD_BODY_BYTES:
+        return parse(data)
+    async with request.app.state.heavy_bodies if len(data) > HEAVY_BODY_BYTES else contextlib.nullcontext():
+        return await asyncio.to_thread(parse, data)
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -88,9 +99,9 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def parse_body(model: type[Model], data: bytes) -> Model:
-    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
+    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field, or `TooLarge`."""
     try:
-        raw = msgspec.json.decode(data) if data.strip() else {}
+        raw = _decode(data) if data.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -100,6 +111,30 @@ def parse_body(model: type[Model], data: bytes) -> Model:
         return model.model_validate(raw)
     except ValidationError as error:
         raise BadRequest(_describe(error)) from None
+
+
+def _decode(data: bytes) -> Any:
+    if len(data) <= HEAVY_BODY_BYTES:
+        return msgspec.json.decode(data)
+    _check_objects(data)
+    gc.disable()  # it would look at a million new lists again and again, and everything waits meanwhile
+    try:
+        return msgspec.json.decode(data)
+    finally:
+        gc.enable()
+
+
+def _check_objects(data: bytes) -> None:
+    """Refuse what would take thirty times its size in memory, before it does.  Raises `TooLarge`."""
+    if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_BODY_OBJECTS:
+        return
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    count = plain.count(b'"') // 2
+    if count <= MAX_BODY_OBJECTS:
+        outside = b"".join(plain.split(b'"')[::2])
+        count += outside.count(b"[") + outside.count(b"{")
+    if count > MAX_BODY_OBJECTS:
+        raise TooLarge(f"the body has over {MAX_BODY_OBJECTS} strings, arrays and objects")
 
 
 def _refuse_unsupported(raw: dict[str, Any], names: frozenset[str]) -> None:
@@ -115,12 +150,10 @@ def _refuse_unsupported(raw: dict[str, Any], names: frozenset[str]) -> None:
 
 
 def _describe(error: ValidationError) -> str:
-    """The first complaint of each field, without pydantic's names for the arms of a union."""
-    complaints: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        path = [str(part) for part in item["loc"] if isinstance(part, int) or str(part).isidentifier()]
-        complaints.setdefault(path[0] if path else "body", f"{'.'.join(path[:3])}: {item['msg']}")
-    return "; ".join(complaints.values())
+    """The first complaint, without pydantic's names for the arms of a union."""
+    item = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in item["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    return f"{'.'.join(path[:3]) or 'body'}: {item['msg']}"
 
 
 def describe_query(error: RequestValidationError) -> str:
@@ -129,15 +162,18 @@ def describe_query(error: RequestValidationError) -> str:
 
 
 async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body.  Raises `TooLarge` over `limit` bytes, before as much is held."""
+    """The body.  Raises `TooLarge` over `limit` bytes, before as much is held, and `ClientGone`."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
     chunks = bytearray()
-    async for chunk in request.stream():
-        chunks += chunk
-        if len(chunks) > limit:
-            raise TooLarge(f"the body is over the limit of {limit} bytes")
+    try:
+        async for chunk in request.stream():
+            chunks += chunk
+            if len(chunks) > limit:
+                raise TooLarge(f"the body is over the limit of {limit} bytes")
+    except ClientDisconnect:
+        raise ClientGone("the client closed the connection") from None
     return bytes(chunks)
 
 

@@ -5,6 +5,7 @@ Knows which routes there are and how errors look.  Holds no state of its own.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from importlib.metadata import version
 
@@ -34,6 +35,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     """The application.  `metrics` should also be one of the manager's observers."""
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
+    app.state.heavy_bodies = asyncio.Lock()
     control = ControlRoutes(manager).router()
     weights = WeightRoutes(manager, metrics).router()
     experts = ExpertRoutes(manager).router()
@@ -45,8 +47,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     app.include_router(experts)
     app.add_middleware(
         KeyMiddleware,
-        api_key=args.api_key,
-        admin_api_key=args.admin_api_key,
+        args=args,
         control_paths={
             route.path
             for router in (control, weights, experts)

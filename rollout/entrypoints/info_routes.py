@@ -7,6 +7,7 @@ a deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.server_info import launch_command, resolved_args, running_facts
+from rollout.tokenizer_manager.handle import RefusedByScheduler
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 
@@ -63,14 +65,18 @@ class InfoRoutes:
 
     async def health(self) -> Response:
         """200 with an empty body while the scheduler answers, also when paused; else 503."""
+        await self._healthy_state()
+        return Response(status_code=200)
+
+    async def _healthy_state(self) -> dict[str, Any]:
         state = await self._state()
         if state.get("poisoned"):
             raise Unavailable(f"the weights are poisoned: {state['poisoned']}; only a complete refresh heals them")
-        return Response(status_code=200)
+        return state
 
     async def health_generate(self) -> Response:
         """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
-        state = await self._state()
+        state = await self._healthy_state()
         stuck = (state.get("eplb") or {}).get("stuck")
         if stuck:
             raise Unavailable(stuck)
@@ -79,7 +85,7 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def _generate_one(self) -> None:
-        """Any message from the scheduler counts, so that a full queue is not an illness."""
+        """Any message from the scheduler counts, a refusal too: a full queue is not an illness."""
         before = self._manager.num_messages
         handle = await self._manager.submit(
             GenerateReqInput(
@@ -90,19 +96,19 @@ class InfoRoutes:
             )
         )
         try:
-            await asyncio.wait_for(handle.results(), HEALTH_TIMEOUT_S)
+            with contextlib.suppress(RefusedByScheduler):
+                await asyncio.wait_for(handle.results(), HEALTH_TIMEOUT_S)
         except TimeoutError:
             if self._manager.num_messages == before:
                 raise Unavailable(f"the scheduler made no token within {HEALTH_TIMEOUT_S:g} s") from None
 
     async def ready(self) -> Response:
         """200 when a request would be worked on now; 503 while starting, stopping, paused or without memory."""
-        self._manager.limits  # noqa: B018 - raises unless serving
-        if self._manager.paused:
+        state = await self._healthy_state()
+        if state["paused"]:
             raise Unavailable("generation is paused")
-        withheld = (await self._state()).get("withheld")
-        if withheld is not None:
-            raise Unavailable(withheld)
+        if state.get("withheld") is not None:
+            raise Unavailable(state["withheld"])
         return Response(status_code=200)
 
     async def ping(self) -> Response:

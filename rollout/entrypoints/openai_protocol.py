@@ -14,6 +14,7 @@ from rollout.entrypoints.protocol import (
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     Body,
+    ExtraKey,
     TokenIds,
     combined_extra_key,
 )
@@ -71,8 +72,8 @@ class OpenAIRequest(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    extra_key: ExtraKey | None = None
+    cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0

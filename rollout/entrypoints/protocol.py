@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
-from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
 Size = Annotated[int, Field(ge=0, lt=2**63)]
+ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_GENERATE_FIELDS = frozenset(
     {
@@ -39,11 +41,32 @@ UNSUPPORTED_GENERATE_FIELDS = frozenset(
 UNSUPPORTED_SAMPLING_FIELDS = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width"})
 
 
+def _fail_fast(node: Any) -> None:
+    """Set what `pydantic.FailFast` sets, on every list and object in a schema."""
+    if isinstance(node, dict):
+        if node.get("type") in ("list", "dict"):
+            node["fail_fast"] = True
+        for part in node.values():
+            _fail_fast(part)
+    elif isinstance(node, list | tuple):
+        for part in node:
+            _fail_fast(part)
+
+
 class Body(BaseModel):
-    """Base of every request body.  `unsupported` names fields that are refused when they hold a true value."""
+    """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
+
+    A list is looked at up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
+    """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -70,8 +93,8 @@ class GenerateRequest(Body):
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
     return_prompt_token_ids: bool = False
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    extra_key: ExtraKey | None = None
+    cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # its old name

@@ -5,7 +5,6 @@ Knows the body.  What is inside a payload is `weight_sync`'s.
 
 from __future__ import annotations
 
-import asyncio
 import binascii
 from typing import Any
 
@@ -13,7 +12,7 @@ from fastapi import Request
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.entrypoints import protocol
-from rollout.entrypoints.http_io import parse_body, read_limited
+from rollout.entrypoints.http_io import parse_body, parsed, read_limited
 
 _BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
 
@@ -25,7 +24,7 @@ async def read_tensor_body(request: Request, max_payload_bytes: int, ranks: int 
     """
     limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
     data = await read_limited(request, limit)
-    return await asyncio.to_thread(_fields, data, max_payload_bytes, ranks)
+    return await parsed(request, data, lambda data: _fields(data, max_payload_bytes, ranks))
 
 
 def _fields(data: bytes, max_payload_bytes: int, ranks: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Knows their bodies and replies.  What a verb does is the scheduler's business.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any
 
@@ -184,7 +185,9 @@ class WeightRoutes:
         answer = await self._manager.control(
             GetWeightsByNameReqInput, self._weight_timeout_s, name=name, truncate_size=truncate_size
         )
-        return json_response(answer.data["parameter"]) if answer.success else reply(answer)
+        if not answer.success:
+            return reply(answer)
+        return await asyncio.to_thread(json_response, answer.data["parameter"])
 
     async def check_weights(self, body: CheckerBody) -> Response:
         """Fingerprints of all logical tensors and their digest; a snapshot of them, or a comparison with it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.core.errors import Conflict, NotFound
+from rollout.core.errors import Conflict, NotFound, TooLarge
 from rollout.core.io_struct import ContinueGenerationReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -43,6 +43,8 @@ from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
 __all__ = ["Answer", "Job", "WeightControl"]
+
+_MOST_NUMBERS_SHOWN = 4_000_000
 
 
 class WeightControl:
@@ -276,8 +278,13 @@ class WeightControl:
             staged = self._updater.staged(name) if shows_staged else None
             if staged is None and self._scheduler.runner.state.content_lost:
                 raise Conflict("the weights' memory is released; there is nothing to read")
-            tensor = weights.read(name) if staged is None else staged
-            return tensor[: max(0, verb.truncate_size)].double().tolist(), staged is not None
+            rows = (weights.read(name) if staged is None else staged)[: max(0, verb.truncate_size)]
+            if rows.numel() > _MOST_NUMBERS_SHOWN:
+                raise TooLarge(
+                    f"{len(rows)} rows of {name} have {rows.numel()} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
+                    "give a smaller truncate_size"
+                )
+            return rows.double().tolist(), staged is not None
 
         def step(result: Any) -> tuple[str, Answer]:
             parameter, is_staged = result

@@ -22,11 +22,9 @@ from rollout.core.errors import LockstepError, StartupError, Unavailable, Unsupp
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ContinueGenerationReqInput,
     ControlReqOutput,
     FinishedRecord,
     FinishReason,
-    PauseGenerationReqInput,
     ReqOutput,
     SchedulerFailed,
     SchedulerInput,
@@ -94,7 +92,6 @@ class TokenizerManager:
         self.server_args = server_args
         self.model_config = model_config
         self.phase = Phase.STARTING
-        self.paused = False
         self.weight_version = server_args.weight_version  # the last one that the scheduler spoke of
         self.started_at = time.time()
         self.num_messages = 0
@@ -235,8 +232,6 @@ class TokenizerManager:
         answer = await self.communicator.call(verb, timeout_s, **fields)
         if answer.success:
             self.weight_version = str(answer.data.get("weight_version", self.weight_version))
-            if verb is PauseGenerationReqInput or verb is ContinueGenerationReqInput:
-                self.paused = bool(answer.data.get("paused", verb is PauseGenerationReqInput))
         return answer
 
     # --- messages ------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ MAX_BATCH = 4096
 MAX_SAMPLES = 8192
 """Prompts times n in one request."""
 MAX_RID_CHARS = 512
+MAX_EXTRA_KEY_CHARS = 512
+"""Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
 RoutesFormat = Literal["compatible", "compact"]
 

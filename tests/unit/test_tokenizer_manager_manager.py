@@ -249,24 +249,21 @@ def test_a_failure_at_startup_has_the_schedulers_words(folder: Path) -> None:
     run(scenario())
 
 
-def test_paused_follows_the_answers(folder: Path) -> None:
+def test_the_version_follows_the_answers(folder: Path) -> None:
     async def scenario() -> None:
         manager, link = serving(folder)
 
-        async def call(verb: Any, **answer: Any) -> None:
-            calling = asyncio.create_task(manager.control(verb, 5.0))
+        async def call(**answer: Any) -> None:
+            calling = asyncio.create_task(manager.control(ContinueGenerationReqInput, 5.0))
             await asyncio.sleep(0)
             manager.handle_message(ControlReqOutput(request_id=link.sent[-1].request_id, **answer))
             await calling
 
-        await call(PauseGenerationReqInput, success=False)
-        assert not manager.paused
-        await call(PauseGenerationReqInput, success=True)
-        assert manager.paused
-        await call(ContinueGenerationReqInput, success=False)
-        assert manager.paused
-        await call(ContinueGenerationReqInput, success=True, data={"weight_version": "v9"})
-        assert not manager.paused and manager.weight_version == "v9"
+        before = manager.weight_version
+        await call(success=False, data={"weight_version": "v8"})
+        assert manager.weight_version == before
+        await call(success=True, data={"weight_version": "v9"})
+        assert manager.weight_version == "v9"
 
     run(scenario())
 

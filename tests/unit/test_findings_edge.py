@@ -1,0 +1,253 @@
+"""Bodies, keys, pages of other sites, health and readiness: what one client can do to a server that others use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout.core.errors import StartupError
+from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, FinishReason, GetStateReqInput
+from rollout.core.server_args import ServerArgs
+from rollout.core.weight_io_struct import GetWeightsByNameReqInput
+from rollout.entrypoints import openai_protocol, protocol
+from rollout.scheduler import weight_control
+from tests.http_harness import Live, live_server
+from tests.model_zoo import tiny_checkpoint
+from tests.scheduler_harness import Harness
+from tests.tiny_tokenizer import write_model_folder
+
+ONE_TOKEN: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Live]:
+    with live_server(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def live(shared: Live) -> Iterator[Live]:
+    yield shared
+    shared.scheduler.answers.clear()
+    shared.scheduler.refusal = None
+    shared.scheduler.paused = False
+
+
+# --- bodies ------------------------------------------------------------------------------------------------------
+
+WORST_BODIES = """
+import resource, sys, time
+from rollout.core.errors import BadRequest, TooLarge
+from rollout.entrypoints import http_io, openai_protocol, protocol
+
+SIZE = 64 << 20
+size_now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size_now + (1700 << 20),) * 2)
+for model, name, element in (
+    (protocol.GenerateRequest, b"input_ids", b'""'),
+    (protocol.GenerateRequest, b"input_ids", b"[]"),
+    (protocol.GenerateRequest, b"input_ids", b"257.5"),
+    (openai_protocol.ChatCompletionRequest, b"messages", b"{}"),
+    (protocol.AbortRequest, b"rid", b"1000"),
+):
+    body = b'{"' + name + b'":[' + (element + b",") * ((SIZE - 40) // (len(element) + 1)) + element + b"]}"
+    started = time.monotonic()
+    try:
+        http_io.parse_body(model, body)
+        raise SystemExit(f"{name} {element} was taken")
+    except (BadRequest, TooLarge) as error:
+        assert len(str(error)) < 300, len(str(error))
+    assert time.monotonic() - started < 20, (name, element)
+print("done")
+"""
+
+
+def test_engine_05_the_worst_bodies_are_refused_in_bounded_memory_and_time() -> None:
+    done = subprocess.run([sys.executable, "-c", WORST_BODIES], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def all_bodies(model: type[protocol.Body] = protocol.Body) -> list[type[protocol.Body]]:
+    return [model, *(found for child in model.__subclasses__() for found in all_bodies(child))]
+
+
+def collections_in(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if node.get("type") in ("list", "dict"):
+            yield node
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for part in node:
+            yield from collections_in(part)
+
+
+def test_engine_05_no_list_of_any_body_keeps_an_error_for_each_element() -> None:
+    assert openai_protocol.CompletionRequest in all_bodies()
+    found = [(body, node) for body in all_bodies() for node in collections_in(body.__pydantic_core_schema__)]
+    assert len(found) > 30
+    assert not [body for body, node in found if not node.get("fail_fast")]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/generate", {"input_ids": [None] * 50_000}, "input_ids.0"),
+        ("/v1/completions", {"prompt": "a", "stop": [1] * 50_000}, "stop"),
+        ("/v1/chat/completions", {"messages": [1] * 50_000}, "messages.0"),
+        ("/abort_request", {"rid": [1] * 50_000}, "rid"),
+        ("/update_weights_from_distributed", {"names": [1] * 50_000, "dtypes": [], "shapes": []}, "names.0"),
+    ],
+)
+def test_engine_05_a_refusal_names_the_first_error_only(live: Live, path: str, body: Any, field: str) -> None:
+    status, message = live.refused(path, **body)
+    assert status == 400 and message.startswith(field) and len(message) < 200
+
+
+def test_engine_05_a_long_text_full_of_quotes_and_brackets_is_no_crowd_of_objects(live: Live) -> None:
+    text = '[{"\\' * (1 << 19)
+    status, message = live.refused(text=text)
+    assert status == 400 and "context length" in message
+
+
+def test_engine_05_many_objects_are_413(live: Live) -> None:
+    assert live.refused(sampling_params={"junk": [{}] * ((1 << 20) + 1)}, input_ids=[1])[0] == 413
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_engine_14_keys_that_partition_the_prefix_cache_are_capped(live: Live, name: str, path: str) -> None:
+    body = ONE_TOKEN if path == "/generate" else {"prompt": [1], "max_tokens": 1}
+    assert live.client.post(path, json=body | {name: "k" * 512}).status_code == 200
+    status, message = live.refused(path, **body, **{name: "k" * 513})
+    assert status == 400 and name in message and "512" in message
+
+
+# --- keys and pages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", " ", " k"])
+@pytest.mark.parametrize("flag", ["api_key", "admin_api_key"])
+def test_engine_08_an_empty_key_is_an_error(flag: str, key: str) -> None:
+    with pytest.raises(StartupError, match="--" + flag.replace("_", "-")):
+        ServerArgs(host="0.0.0.0", **{"api_key": "k", flag: key}).validate()
+
+
+FOREIGN = [
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"host": "evil.example:30000", "origin": "http://evil.example:30000"},
+    {"host": "evil.example:30000"},
+    {"host": "127.0.0.1.evil.example"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://localhost:3000", "host": "localhost:30000"},
+]
+STATE_CHANGING = [
+    ("POST", "/generate"),
+    ("POST", "/weights_checker"),
+    ("POST", "/update_weight_version"),
+    ("POST", "/abort_request"),
+    ("GET", "/flush_cache"),
+    ("GET", "/weights_checker"),
+    ("GET", "/release_memory_occupation"),
+    ("POST", "/v1/chat/completions"),
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_engine_15_w13_pages_of_other_sites_are_refused(live: Live, headers: dict[str, str]) -> None:
+    live.scheduler.received.clear()
+    for method, path in STATE_CHANGING:
+        content = b'{"new_version": "evil", "input_ids": [1]}' if method == "POST" else None
+        reply = live.client.request(method, path, headers=headers | {"content-type": "text/plain"}, content=content)
+        assert reply.status_code == 403 and set(reply.json()["error"]) == {"type", "message"}, path
+    assert live.scheduler.received == []
+    assert live.client.get("/health", headers=headers).status_code == 200
+
+
+def test_engine_15_w13_trainers_curl_and_the_own_pages_pass(live: Live) -> None:
+    port = httpx.URL(live.url).port
+    for headers in (
+        {},
+        {"host": "localhost"},
+        {"host": f"localhost:{port}", "origin": f"http://localhost:{port}", "sec-fetch-site": "same-origin"},
+        {"host": "[::1]:30000"},
+        {"host": "10.0.0.7:30000"},
+        {"sec-fetch-site": "none"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "text/plain"},
+    ):
+        assert live.client.post("/generate", json=ONE_TOKEN, headers=headers).status_code == 200, headers
+        assert live.client.get("/flush_cache", headers=headers).status_code == 200, headers
+
+
+def test_engine_15_w13_names_can_be_allowed_and_keys_need_no_names(folder: Path) -> None:
+    evil = {"host": "evil.example"}
+    with live_server(folder, allowed_hosts="engine.example, other") as live:
+        for headers in ({"host": "engine.example:80"}, {"origin": "https://engine.example"}, {"host": "OTHER"}):
+            assert live.client.get("/flush_cache", headers=headers).status_code == 200, headers
+        assert live.client.get("/flush_cache", headers=evil).status_code == 403
+    with live_server(folder, api_key="k") as live:
+        headers = {"authorization": "Bearer k", "origin": "http://evil.example"}
+        assert live.client.get("/flush_cache", headers=headers | evil).status_code == 200
+
+
+def test_engine_15_w13_beyond_this_machine_only_pages_are_held_to_names(folder: Path) -> None:
+    with live_server(folder, host="0.0.0.0", allow_unauthenticated=True) as live:
+        assert live.client.get("/flush_cache", headers={"host": "engine-0.svc.cluster.local"}).status_code == 200
+        for headers in FOREIGN[:3]:
+            assert live.client.post("/abort_request", headers=headers).status_code == 403
+
+
+# --- health and state --------------------------------------------------------------------------------------------
+
+
+def test_engine_11_ready_asks_the_scheduler_whether_it_is_paused(live: Live) -> None:
+    live.client.post("/pause_generation")
+    assert live.client.get("/ready").status_code == 503
+    live.scheduler.paused = False  # as when --pause-timeout ended it
+    assert live.client.get("/ready").status_code == 200
+    live.scheduler.paused = True  # as when the answer to a pause came too late
+    assert live.client.get("/ready").status_code == 503
+    live.client.post("/continue_generation")
+    assert live.client.get("/ready").status_code == 200
+    assert live.sent(ContinueGenerationReqInput)
+
+
+def test_engine_13_a_refusal_by_the_scheduler_is_a_sign_of_life(live: Live) -> None:
+    live.scheduler.refusal = FinishReason(type="abort", message="8192 requests wait already", status_code=503)
+    assert live.client.post("/generate", json=ONE_TOKEN).status_code == 503
+    assert live.client.get("/health_generate").status_code == 200
+
+
+def test_engine_13_poisoned_weights_are_not_healthy(live: Live) -> None:
+    def poisoned(verb: GetStateReqInput) -> ControlReqOutput:
+        data = live.scheduler._state() | {"poisoned": "half written"}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+
+    live.scheduler.answers[GetStateReqInput] = poisoned
+    for path in ("/health", "/health_generate", "/ready"):
+        assert live.client.get(path).status_code == 503, path
+
+
+def test_engine_17_get_weights_by_name_shows_a_bounded_count_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_control, "_MOST_NUMBERS_SHOWN", 1000, raising=False)
+    harness = Harness(tiny_checkpoint(tmp_path / "model"))
+    name = "model.embed_tokens.weight"
+    shown = harness.control(GetWeightsByNameReqInput, name=name, truncate_size=2)
+    assert shown.success and len(shown.data["parameter"]) == 2
+    refused = harness.control(GetWeightsByNameReqInput, name=name, truncate_size=2**31 - 1)
+    assert not refused.success and refused.status_code == 413 and "truncate_size" in refused.message
