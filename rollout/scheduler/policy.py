@@ -120,14 +120,14 @@ class Policy:
         if plan.retracted:
             return  # who just had to make room would come straight back
         passed: deque[Req] = deque()
-        in_prefill = {_prompt_key(item.req) for item in plan.extends}
+        in_prefill = {_prompt_key(item.req): item.req.cached_len for item in plan.extends}
         while queues.waiting and budget > 0 and queues.partial is None:
             if len(plan.decodes) + len(plan.extends) >= self._max_running or cache.pool.num_free == 0:
                 break
             req = queues.waiting[0]
             key = _prompt_key(req)
-            if key in in_prefill and cache.prefix_cache.keeps_prefixes:
-                passed.append(queues.waiting.popleft())  # its twin computes the shared prompt in this step
+            if in_prefill.get(key, req.prompt_len) < _shareable_len(req) and cache.prefix_cache.keeps_prefixes:
+                passed.append(queues.waiting.popleft())  # its twin computes in this step what both can use
                 continue
             kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
             if self._is_known_misfit(req, cache.num_available - kept):
@@ -141,7 +141,7 @@ class Policy:
                 cache.detach(req, weight_epoch)
                 break
             queues.waiting.popleft()
-            in_prefill.add(key)
+            in_prefill.setdefault(key, req.cached_len)
             budget -= count
             self._take(plan, req, count)
         queues.waiting.extendleft(reversed(passed))
@@ -161,6 +161,11 @@ class Policy:
         self._cache.extend(req, count)
         plan.extends.append(Extend(req, req.device_len, count, completes))
         self._queues.partial = None if completes else req
+
+
+def _shareable_len(req: Req) -> int:
+    """Prompt tokens that `req` can take over from a request with the same prompt: each computes the last one itself."""
+    return min(req.prompt_len - 1, req.matchable_len())
 
 
 def _prompt_key(req: Req) -> tuple[str | None, int]:

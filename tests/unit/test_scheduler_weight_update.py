@@ -37,7 +37,7 @@ from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-NEW_TOKENS = 40
+NEW_TOKENS = 120  # more steps than the verbs of a test take turns
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
 Tensors = dict[str, torch.Tensor]
 
