@@ -13,6 +13,8 @@ from __future__ import annotations
 import datetime
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +22,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.in_thread import in_thread
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
+_WORD_TAG = 1
+_JOIN_GRACE_S = 1.0
+"""Over a rendezvous' deadline, for torch's own errors, which say more."""
 
 
 def resolve_backend(backend: str | None, device: torch.device | str) -> str:
@@ -79,6 +85,16 @@ class GroupHandle:
             self.broken = True
             raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
 
+    def tell(self, member: int, word: int, deadline: float) -> None:
+        """Hand a number to a member, which `hear`s it.  gloo only.  Raises `TransportError`; then it is broken."""
+        self._exchange(lambda group, box: group.send([box], member, _WORD_TAG), torch.tensor([word]), deadline)
+
+    def hear(self, member: int, deadline: float) -> int:
+        """The next number that the member `tell`s this one.  Raises as `tell`."""
+        box = torch.zeros(1, dtype=torch.int64)
+        self._exchange(lambda group, box: group.recv([box], member, _WORD_TAG), box, deadline)
+        return int(box)
+
     def destroy(self) -> None:
         """Leave the group.  A peer that still waits in it is told at once; one that is gone is no error."""
         process_group, self.process_group = self.process_group, None
@@ -88,6 +104,17 @@ class GroupHandle:
             process_group.abort()  # a hung kernel would keep the shutdown waiting
         dist.destroy_process_group(process_group)
         # With the last reference gone gloo closes its connections, which is what the peer notices.
+
+    def _exchange(
+        self, start: Callable[[dist.ProcessGroup, torch.Tensor], dist.Work], box: torch.Tensor, deadline: float
+    ) -> None:
+        if self.broken or self.process_group is None:
+            raise TransportError(f"group {self.name!r} failed before or was left; join it again")
+        try:
+            start(self.process_group, box).wait(_remaining(deadline))
+        except RuntimeError as error:
+            self.broken = True
+            raise TransportError(f"a word in group {self.name!r} failed: {_first_line(error)}") from error
 
     def _poll(self, work: dist.Work, deadline: float) -> None:
         """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode."""
@@ -112,26 +139,53 @@ def init_process_group(
     `TransportError` when the others do not come within about `timeout_s` seconds.
     """
     _check_arguments(master_port, rank, world_size, group_name, backend)
-    deadline = time.monotonic() + timeout_s
-    where = f"group {group_name!r} at {master_address}:{master_port}"
+    where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
+    # torch's store client waits for ever for a peer that accepts the connection and says nothing.
+    joining = in_thread(_join, master_address, master_port, rank, world_size, group_name, backend, timeout_s)
+    wait([joining], timeout=timeout_s + _JOIN_GRACE_S)
+    if not joining.done():
+        joining.add_done_callback(leave_late)
+        raise TransportError(f"{where}: who listens there did not answer within {timeout_s:g} s")
     try:
-        if rank != 0:
-            _wait_for_listener(master_address, master_port, deadline)
-        store = dist.TCPStore(
-            master_address, master_port, world_size, rank == 0, timeout=_remaining(deadline), multi_tenant=True
-        )
-        # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
-        process_group, _ = distributed_c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            dist.Backend(backend),
-            dist.PrefixStore(group_name, store),
-            group_name=group_name,  # type: ignore[arg-type]
-            timeout=_remaining(deadline),
-        )
+        return joining.result()
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"cannot join {where} as rank {rank} of {world_size}: {_first_line(error)}") from error
+        raise TransportError(f"{where}: {_first_line(error)}") from error
+
+
+def leave_late(joining: Future[GroupHandle]) -> None:
+    """For `add_done_callback`: leaves a group for which nobody waits any more.
+
+    Until its peer answers or closes the connection, such a call keeps a thread and a socket, and nothing else.
+    """
+    if joining.exception() is None:
+        joining.result().destroy()
+
+
+def _join(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout_s: float,
+) -> GroupHandle:
+    deadline = time.monotonic() + timeout_s
+    if rank != 0:
+        _wait_for_listener(master_address, master_port, deadline)
+    store = dist.TCPStore(
+        master_address, master_port, world_size, rank == 0, timeout=_remaining(deadline), multi_tenant=True
+    )
+    # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
+    process_group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        dist.PrefixStore(group_name, store),
+        group_name=group_name,  # type: ignore[arg-type]
+        timeout=_remaining(deadline),
+    )
     # torch looks up a group's ranks here, also when it destroys the group.
     distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(world_size)}
     return GroupHandle(group_name, rank, world_size, backend, timeout_s, process_group)

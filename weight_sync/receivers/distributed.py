@@ -13,9 +13,12 @@ received into a larger area, and marks tell afterwards how long it was:
     |                            canary 16 B| 0xFF x 4096 |    (memory never touched)    |
          still there: the message was short   changed: the message was long
 
-The slack is address space, not memory, until a message runs into it.  With more than two members gloo passes whole
-receive areas on from member to member, so the slack is kept small, and a message that is longer still ends the
-process.
+The slack is address space, not memory, until a message runs into it.  It must be small where a member passes messages
+on, as gloo passes on whole receive areas.  Members of a group of 4 or more do, all but the last, so there messages are
+tried out: one member that gets its own from rank 0 and passes nothing on receives first, with all the slack, and tells
+the others, who have not begun, whether it was long.  If it was, all leave the group: nobody could pass it on.
+
+A message that is longer than the announced and the slack ends the process, and with it the engine.
 
 Knows groups and bytes.  Does not know models or transactions.
 """
@@ -48,8 +51,8 @@ NUM_AREAS = 3
 
 Named = list[tuple[str, torch.Tensor]]
 
-_SLACK_PAIR = 512 << 20  # as much as trainers put into a bucket, should one arrive where a single tensor was announced
-_SLACK_TREE = 64 << 10
+_SLACK = 512 << 20  # as much as trainers put into a bucket, should one arrive where a single tensor was announced
+_LARGEST_FLAT_WORLD = 3  # in larger ones gloo has members pass messages on
 _MARK_BYTES = 4096
 _CANARY_BYTES = 16
 _ALIGNMENT = 64
@@ -277,25 +280,35 @@ class _ReceiveArea:
     ) -> None:
         self._group = group
         self._marked = group.backend == "gloo"  # NCCL needs equal counts on both ends
-        self._message_slack: int | None = None if group.world_size == 2 else _SLACK_TREE
+        self._taster = _taster(group.world_size) if self._marked else None
+        self._has_slack = self._taster in (None, group.rank)
         slack = 0
         if self._marked:
-            slack = max(_SLACK_PAIR, total) if group.world_size == 2 else _SLACK_TREE
+            slack = max(_SLACK, total) if self._has_slack else _MARK_BYTES
         area = memory.take(number, total + slack, "cpu" if self._marked else device)
         self._bytes = area[: total + slack]
 
     def start(self, offset: int, message: _Announced, deadline: float) -> _Message:
-        """Take the message without waiting for it; its area must not be used until it is finished."""
+        """Take the message without waiting for it; its area must not be used until it is finished.
+
+        Raises `TransportError`, and `ContentError` for one that another member found too long.
+        """
         what = message.what
         end = offset + message.num_bytes
         content = self._bytes[offset:end]
-        timeout_s = max(deadline - time.monotonic(), 0.001)
         if not self._marked:
-            return _Message(self._group, self._group.start_broadcast(content, timeout_s), content, what, None, None)
+            work = self._group.start_broadcast(content, _left(deadline))
+            return _Message(self._group, work, content, what, None, None)
         canary, mark = self._set_marks(offset, end, _last_of(message.metas))
-        limit = None if self._message_slack is None else end + self._message_slack
-        work = self._group.start_broadcast(self._bytes[offset:limit], timeout_s)
-        return _Message(self._group, work, content, what, canary, mark)
+        limit = None
+        if not self._has_slack:
+            assert self._taster is not None
+            limit = end + _MARK_BYTES
+            if self._group.hear(self._taster, deadline):
+                self._group.broken = True
+                raise _too_long(what, content)
+        work = self._group.start_broadcast(self._bytes[offset:limit], _left(deadline))
+        return _Message(self._group, work, content, what, canary, mark, tells=self._taster == self._group.rank)
 
     def _set_marks(self, offset: int, end: int, last: TensorMeta | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         mark = self._bytes[end : end + _MARK_BYTES]
@@ -310,7 +323,7 @@ class _ReceiveArea:
 
 @dataclass(frozen=True)
 class _Message:
-    """On its way into `content`, with marks at its end."""
+    """On its way into `content`, with marks at its end.  `tells`: the other receivers hear whether it was too long."""
 
     group: GroupHandle
     work: dist.Work
@@ -318,16 +331,39 @@ class _Message:
     what: str
     canary: torch.Tensor | None
     mark: torch.Tensor | None
+    tells: bool = False
 
     def finish(self, deadline: float) -> torch.Tensor:
         """The message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
         self.group.finish(self.work, deadline)
-        announced = f"than the {self.content.numel()} bytes announced"
-        if self.mark is not None and bool((self.mark != 0xFF).any()):
-            raise ContentError(f"{self.what}: the message is longer {announced}")
+        is_long = self.mark is not None and bool((self.mark != 0xFF).any())
+        if self.tells:
+            for member in range(1, self.group.world_size):
+                if member != self.group.rank:
+                    self.group.tell(member, int(is_long), deadline)
+            self.group.broken = self.group.broken or is_long
+        if is_long:
+            raise _too_long(self.what, self.content)
         if self.canary is not None and torch.equal(self.content[-self.canary.numel() :], self.canary):
-            raise ContentError(f"{self.what}: the message is shorter {announced}")
+            raise ContentError(f"{self.what}: the message is shorter than the {self.content.numel()} bytes announced")
         return self.content
+
+
+def _taster(world_size: int) -> int | None:
+    """The member that receives first; None where nobody passes messages on.
+
+    gloo's member v passes on to v + 2**k, for every 2**k > v: the highest power of two passes on to nobody, and gets
+    its own from rank 0.
+    """
+    return None if world_size <= _LARGEST_FLAT_WORLD else 1 << ((world_size - 1).bit_length() - 1)
+
+
+def _too_long(what: str, content: torch.Tensor) -> ContentError:
+    return ContentError(f"{what}: the message is longer than the {content.numel()} bytes announced")
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _last_of(metas: Sequence[TensorMeta]) -> TensorMeta | None:

@@ -1,12 +1,11 @@
-"""`EngineControl`: the engine's control calls as a sender asks for them, and calls that cannot hold it up.
+"""`EngineControl`: the engine's control calls as a sender asks for them, and what their refusals say.
 
 An HTTP client satisfies the protocol.  Knows no tensors and no groups.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -47,20 +46,6 @@ class EngineControl(Protocol):
     def end_weight_update(self, *, phase: Phase | None = None) -> Mapping[str, Any]: ...
 
     def abort_weight_update(self) -> Mapping[str, Any]: ...
-
-
-def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run in a daemon thread: a call that hangs can neither hold up the next one nor the end of the process."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-sender", daemon=True).start()
-    return future
 
 
 def refusal(call: Future[Any]) -> BaseException | None:

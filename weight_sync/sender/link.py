@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
 from weight_sync.errors import TransactionStateError, TransportError
-from weight_sync.process_group import GroupHandle, free_port, init_process_group, resolve_backend
+from weight_sync.in_thread import in_thread
+from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
-from weight_sync.sender.control import EngineControl, in_thread, refusal
+from weight_sync.sender.control import EngineControl, refusal
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 GRACE_S = 2.0
@@ -90,7 +91,7 @@ class EngineLink:
         wait([call, joining], timeout=self.timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
         refused = refusal(call)
         if refused is not None or not joining.done():
-            joining.add_done_callback(_leave_late)  # it ends at its own deadline
+            joining.add_done_callback(leave_late)  # it ends at its own deadline
             raise refused or TransportError(f"the engine did not join within {self.timeout_s:g} s")
         group = joining.result()
         if not call.done():
@@ -222,8 +223,3 @@ class Sending:
             error.__cause__ = cause
         self._failure = error
         self.link.leave_failed()
-
-
-def _leave_late(joining: Future[GroupHandle]) -> None:
-    if joining.exception() is None:
-        joining.result().destroy()

@@ -1,0 +1,65 @@
+"""What a trainer's mistakes do to those who receive: every wait ends, and no mistake ends a process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from tests import weight_receivers
+from weight_sync.errors import TransportError
+from weight_sync.process_group import GroupHandle, free_port, init_process_group
+
+ELEMENTS = 100_000  # of bfloat16, so that twice the bytes are far beyond any small slack
+FORMS = (None, "flattened_bucket", "pieces")
+
+
+@pytest.mark.parametrize("receivers", [1, 2, 3, 4])
+def test_w09_float32_where_bfloat16_was_announced(receivers: int) -> None:
+    """Every receiver says so and lives.  Up to two of them the group serves on; of more, all leave it."""
+    groups = [(free_port(), load_format) for load_format in FORMS]
+    processes = weight_receivers.start(receivers, ELEMENTS, groups)
+    for port, load_format in groups:
+        name = weight_receivers.group_name(port)
+        trainer = init_process_group("127.0.0.1", port, 0, 1 + receivers, name, "gloo", weight_receivers.TIMEOUT_S)
+        assert _bucket(trainer, load_format, 1.0, torch.bfloat16)
+        _bucket(trainer, load_format, 2.0, torch.float32)
+        assert _bucket(trainer, load_format, 3.0, torch.bfloat16) == (receivers <= 2)
+        trainer.destroy()
+    for told in weight_receivers.answers(processes):
+        for first, second, third in zip(*[iter(told)] * weight_receivers.BUCKETS, strict=True):
+            assert first == dict.fromkeys(weight_receivers.TENSORS, 1.0)
+            assert second["error"] == "ContentError"
+            assert "longer than" in second["message"]
+            assert second["broken"] == (receivers > 2)
+            assert third.get("a") == (3.0 if receivers <= 2 else None)
+
+
+def test_w05_a_listener_that_accepts_and_says_nothing() -> None:
+    """The rendezvous ends at its deadline, and what it leaves behind ends with the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        before = threading.active_count()
+        start = time.monotonic()
+        with pytest.raises(TransportError, match="did not answer within 1 s"):
+            init_process_group("127.0.0.1", port, 1, 2, "silent", "gloo", 1.0)
+        assert time.monotonic() - start < 5.0
+        assert threading.active_count() > before  # it still hangs in there
+    deadline = time.monotonic() + 10.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() == before
+
+
+def _bucket(trainer: GroupHandle, load_format: str | None, value: float, dtype: torch.dtype) -> bool:
+    """Broadcast as a trainer would; whether it went through."""
+    tensors = [torch.full((ELEMENTS,), value, dtype=dtype) for _ in weight_receivers.TENSORS]
+    for message in tensors if load_format is None else [torch.cat(tensors).view(torch.uint8)]:
+        try:
+            trainer.finish(trainer.start_broadcast(message), time.monotonic() + weight_receivers.TIMEOUT_S)
+        except TransportError:
+            return False
+    return True
