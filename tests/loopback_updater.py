@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -33,12 +34,22 @@ class LoopbackSource:
 
 
 class LoopbackUpdater(WeightUpdater):
-    """`send` delivers one bucket; `failure` is raised there."""
+    """`send` delivers one bucket; `failure` is raised there.
+
+    Leases are looked after as the engine's scheduler does, between the calls.
+    """
 
     failure: Exception | None = None
 
+    def begin(self, *arguments: Any, **named: Any) -> None:
+        self.expire()
+        super().begin(*arguments, **named)
+
     def send(self, named: Named, weight_version: str | None = None) -> None:
-        self.receive(LoopbackSource(named, self.failure), weight_version)
+        try:
+            self.receive(LoopbackSource(named, self.failure), weight_version)
+        finally:
+            self.renew_lease()
 
 
 def new_updater(weights: LogicalWeights) -> LoopbackUpdater:

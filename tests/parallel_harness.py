@@ -1,16 +1,20 @@
-"""`Harness` for an engine of several ranks: a thread a rank over real gloo groups, all taking their turns together."""
+"""`Harness` for an engine of several ranks: a thread a rank over real gloo groups, all taking their turns together.
+
+Replicas are several engines, here of one rank each: each has an inbox of its own, and takes its turns when it can, for
+one may wait within its turn for what another does in a later one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rollout.core.io_struct import ControlReqOutput
+from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import join
@@ -38,6 +42,8 @@ class ParallelHarness(Harness):
         self.args = ServerArgs(model_path=str(model_path), **defaults | settings)
         self.args.validate()
         layout, store = layout_of(self.args), dist.HashStore()
+        self._replicas = layout.num_replicas
+        assert self._replicas in (1, layout.world_size), "replicas are of one rank here"
         self.channels = [LocalChannel() for _ in range(layout.world_size)]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank{r}") for r in range(layout.world_size)]
         self.num_dp_ranks = self.args.dp_size
@@ -87,12 +93,26 @@ class ParallelHarness(Harness):
             self.schedulers[rank].queues.running.check()
             return ran
 
-        ran = self._on_all(turn)
-        assert len(set(ran)) == 1, f"ranks disagree on whether there was a step: {ran}"
+        if self._replicas > 1:
+            self._deal()
+            ran = self._on_all_until_all_rest(turn)
+        else:
+            ran = self._on_all(turn)
+            assert len(set(ran)) == 1, f"ranks disagree on whether there was a step: {ran}"
         for rank, channel in enumerate(self.channels):
             while channel.outbox:
                 self._take(rank, channel.outbox.popleft())
-        return ran[0]
+        return any(ran)
+
+    def _deal(self) -> None:
+        """A request to its replica, anything else to all: as the main process sends them."""
+        inboxes = [channel.inbox for channel in self.channels]
+        messages = list(self.channel.inbox)
+        self.channel.inbox.clear()
+        for message in messages:
+            to = [inboxes[message.dp_rank]] if isinstance(message, TokenizedGenerateReqInput) else inboxes
+            for inbox in to:
+                inbox.append(message)
 
     def run(self, max_ticks: int = 100_000) -> None:
         for _ in range(max_ticks):
@@ -104,6 +124,12 @@ class ParallelHarness(Harness):
     def on_each(self, look: Callable[[Scheduler], T]) -> list[T]:
         """`look(scheduler)` on every rank's own thread, at once; the results by rank."""
         return self._on_all(lambda rank: look(self.schedulers[rank]))
+
+    def shorten_deadlines(self, seconds: float) -> None:
+        """Of collectives, from now on."""
+        for scheduler in self.schedulers:
+            for communicator in scheduler.parallel.communicators:
+                communicator.timeout_s = seconds
 
     def check_idle(self) -> None:
         for scheduler in self.schedulers:
@@ -122,6 +148,18 @@ class ParallelHarness(Harness):
         answers.append(message)
         if len(answers) == self.num_dp_ranks:
             self.answers[message.request_id] = merge_answers(self._partial.pop(message.request_id))
+
+    def _on_all_until_all_rest(self, turn: Callable[[int], bool]) -> list[bool]:
+        """A turn on every rank, and further ones on those that are done while another is not."""
+        ran = [False] * len(self._threads)
+        turns = {rank: thread.submit(turn, rank) for rank, thread in enumerate(self._threads)}
+        while True:
+            wait(turns.values(), 120, FIRST_COMPLETED)
+            for rank in [rank for rank, future in turns.items() if future.done()]:
+                ran[rank] |= turns[rank].result()
+            if all(future.done() for future in turns.values()):
+                return ran
+            turns |= {r: self._threads[r].submit(turn, r) for r, future in turns.items() if future.done()}
 
     def _on_all(self, work: Callable[[int], T]) -> list[T]:
         futures = [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]

@@ -55,14 +55,22 @@ class HeldMemory:
         self._closing: threading.Thread | None = None
 
     def let_go(self, close: Callable[[], None]) -> None:
-        """Call `close` on a thread of its own: a second copy of the weights takes a while to go back to the system."""
+        """Call `close` on a thread of its own: a second copy of the weights takes a while to go back to the system.
+
+        Where no thread can be started it is called at once.
+        """
 
         def run() -> None:
             close()
             self.end()
 
-        self._closing = threading.Thread(target=run, name="weight-close", daemon=True)
-        self._closing.start()
+        closing = threading.Thread(target=run, name="weight-close", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # there is no thread to be had: what was committed is in force all the same
+            run()
+        else:
+            self._closing = closing
 
     def end(self) -> None:
         """No update is open any more."""

@@ -3,13 +3,14 @@
                    receive*            verify             commit
     begin --> OPEN ---------> OPEN ----------> VERIFIED ----------> COMMITTED
                |                |                 |  \\
-               | a bucket fails | verify fails    |   `- write or vote fails: old weights restored
+               | a bucket fails | verify fails    |   `- write fails or vote lost: old weights restored
                v                v                 v                  v
              FAILED  --------------------------> ABORTED  <----------+        (abort, from any open state)
 
 Where the tensors are until then is the staging's business; whatever ends a transaction without a commit has its old
 content put back.  If that cannot be done, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be
-verified: one bad bucket spoils the version for good.
+verified: one bad bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: the others may have the
+new version in force or the old one, so neither may be served here.
 
 Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, engines or which version is in force.
 """
@@ -35,6 +36,7 @@ class TransactionState(enum.Enum):
     FAILED = "failed"
     VERIFIED = "verified"
     COMMITTED = "committed"
+    IN_DOUBT = "in doubt"
     ABORTED = "aborted"
 
 
@@ -112,6 +114,10 @@ class WeightTransaction:
         """Raises `TransactionStateError` unless OPEN."""
         self._require(TransactionState.OPEN, "receive")
 
+    def check_committable(self) -> None:
+        """Raises `TransactionStateError` unless VERIFIED."""
+        self._require(TransactionState.VERIFIED, "commit")
+
     def receive(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
@@ -157,22 +163,21 @@ class WeightTransaction:
         """VERIFIED -> COMMITTED: put every tensor into the model; returns the logical names.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
-        well everywhere.  If not, or if anything raises, the old content is put back bit for bit, the transaction
-        is ABORTED and `CommitError` is raised, whose `restored` says whether putting back worked.  What staging took is
-        held until `close`.
+        well everywhere.  If not, the old content is put back bit for bit, the transaction is ABORTED and `CommitError`
+        is raised, whose `restored` says whether putting back worked.  What staging took is held until `close`.
+
+        What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT with the new content in the model:
+        serving must end.
         """
-        self._require(TransactionState.VERIFIED, "commit")
+        self.check_committable()
         failure: Exception | None = None
         try:
             self._staging.commit()
             self._weights.recompute_derived()
         except Exception as error:
             failure = error
-        try:
-            agreed = vote(failure is None)
-        except Exception as error:
-            agreed, failure = False, failure or error
-        if agreed and failure is None:
+        self._state = TransactionState.IN_DOUBT
+        if vote(failure is None) and failure is None:
             self._state = TransactionState.COMMITTED
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
@@ -184,7 +189,7 @@ class WeightTransaction:
 
     def abort(self, reason: str = "the weight update was aborted") -> None:
         """Any open state -> ABORTED.  Raises `TransactionStateError` when already over."""
-        if self._state in (TransactionState.COMMITTED, TransactionState.ABORTED):
+        if self._state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
             raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
         if self._state is not TransactionState.FAILED:
             self._take_back(reason)

@@ -6,7 +6,8 @@
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
 any reason fails the open transaction for good.  Where the sender can be told nothing before it broadcasts, a refused
-bucket is still received and thrown away.  An open transaction has a lease, renewed by every bucket.
+bucket is still received and thrown away.  An open transaction has a lease; whoever orders the steps renews it, and asks
+whether it has run out, on the step side, where all ranks go by one time.
 
 Knows transactions, groups and receivers.  Does not know pauses, requests, or which version is in force.
 """
@@ -128,7 +129,7 @@ class WeightUpdater:
         manifest: Manifest | None = None,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
-        """Open a transaction.  One whose lease has run out makes room.
+        """Open a transaction.
 
         Raises `TransactionStateError` if one is open, `WeightRequestError`, and what `WeightTransaction` raises.
         """
@@ -150,7 +151,6 @@ class WeightUpdater:
         source and `WeightTransaction.receive` raise.  Every error fails the open transaction.
         """
         try:
-            self.renew_lease()
             refusal = self._refusal(source.announce(self._max_call_bytes), weight_version)
             deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal, self._pace)
         except Exception as error:
@@ -159,8 +159,6 @@ class WeightUpdater:
                 self._note_failure(self._transaction, self._transaction.failure)
             refuse(source, str(error))
             raise
-        finally:
-            self.renew_lease()
         if weight_version is not None:
             self.set_pending_version(weight_version)
 
@@ -254,9 +252,15 @@ class WeightUpdater:
         """Write the verified transaction into the serving weights, all or nothing.
 
         Raises `TransactionStateError` unless verified (nothing changes), `CommitError` (the transaction is dropped; its
-        `restored` says whether the old weights are back).
+        `restored` says whether the old weights are back); both on all ranks, as one that has nothing to commit votes
+        all the same.  Anything else that it raises leaves the commit in doubt: serving must end.
         """
-        transaction = self._require_transaction("commit")
+        try:
+            transaction = self._require_transaction("commit")
+            transaction.check_committable()
+        except TransactionStateError:
+            self._commit_vote(False)
+            raise
         start = time.perf_counter()
         try:
             names = transaction.commit(self._commit_vote)
@@ -342,7 +346,6 @@ class WeightUpdater:
     def _open(
         self, weight_version: str | None, coverage: Coverage, manifest: Manifest | None, implicit: bool, lease_s: float
     ) -> None:
-        self.expire()
         self._held.await_gone(self._timeout_s)
         if self._transaction is not None:
             raise TransactionStateError(f"a weight update is open already ({self._lease}); end or abort it first")

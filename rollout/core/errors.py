@@ -2,12 +2,14 @@
 
     LockstepError                 500  anything of ours that reached a caller
     +-- StartupError              500  the server cannot start; the message says what to do
+    +-- FatalError                500  the engine cannot go on; leaves the loop, and the server ends with it
     +-- BadRequest                400  the request is wrong; nothing was changed
     |   +-- UnsupportedFeature    400  well-formed, but this server or model cannot do it
     +-- NotFound                  404  an unknown name
     +-- Conflict                  409  right request, wrong state (end without begin, duplicate rid)
     +-- TooLarge                  413  over a documented cap
     +-- Unavailable               503  not serving: starting, stopping, poisoned
+    +-- DeadlinePassed            504  its turn came too late
 
 Leaf libraries (`weight_sync`, `capture`, `eplb`) have trees of their own whose classes carry the same
 `status_code` attribute; `status_of` reads it from either.
@@ -28,6 +30,10 @@ class LockstepError(Exception):
 
 class StartupError(LockstepError):
     """The server cannot start."""
+
+
+class FatalError(LockstepError):
+    """The engine cannot go on: what its ranks hold may differ.  Nobody answers it; the server ends with the reason."""
 
 
 class BadRequest(LockstepError):
@@ -62,6 +68,12 @@ class Unavailable(LockstepError):
     """The server does not serve at present."""
 
     status_code = 503
+
+
+class DeadlinePassed(LockstepError):
+    """Whoever asked has been told that there was no answer in time: what was asked is not done any more."""
+
+    status_code = 504
 
 
 def status_of(error: BaseException) -> int:

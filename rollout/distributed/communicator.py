@@ -1,8 +1,8 @@
 """`Communicator`: the collectives of one process group, each with a deadline, each counted.
 
 Sums run in rank order, in float32 or better, whatever the message size: all ranks get the same bits, and a token's sum
-does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over: what
-the ranks hold no longer agrees.
+does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over, as what
+the ranks hold no longer agrees: every later call raises at once, before anything is sent.
 
 Not thread-safe, and one order of calls for all ranks: every thread that communicates has a communicator of its own.
 
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rollout.core.errors import LockstepError
+from rollout.core.errors import FatalError
 
 _GATHERED_SUM_BYTES = 64 << 10  # up to here one round of everything is quicker than two of a share each
 
 
-class RankLostError(LockstepError):
-    """A collective failed or was late: another rank is gone."""
+class RankLostError(FatalError):
+    """A collective failed or was late: another rank is gone, and whether it had its part of it is not known."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Communicator:
         self.name, self.rank, self.size = name, rank, size
         self.timeout_s = timeout_s
         self.counts: dict[str, CollectiveCount] = {}
+        self.broken: RankLostError | None = None  # the first failure
         self._process_group = process_group
 
     # --- tensors ----------------------------------------------------------------------------------------------------
@@ -175,6 +176,8 @@ class Communicator:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _start(self, verb: str, num_bytes: int, call) -> dist.Work:  # type: ignore[no-untyped-def]
+        if self.broken is not None:
+            raise RankLostError(f"{verb} after a failure: {self.broken}") from self.broken
         count = self.counts.setdefault(verb, CollectiveCount())
         count.calls += 1
         count.num_bytes += num_bytes
@@ -191,7 +194,9 @@ class Communicator:
 
     def _lost(self, verb: str, error: RuntimeError) -> RankLostError:
         reason = str(error).strip().split("\n", 1)[0][:200]
-        return RankLostError(f"rank {self.rank} of group {self.name!r}: {verb} failed, a rank is lost: {reason}")
+        lost = RankLostError(f"rank {self.rank} of group {self.name!r}: {verb} failed, a rank is lost: {reason}")
+        self.broken = self.broken or lost
+        return self.broken
 
 
 def share_sizes(total: int, parts: int) -> list[int]:

@@ -43,6 +43,12 @@ class Parallel:
     def communicators(self) -> tuple[Communicator, ...]:
         return self.tp, self.attn_tp, self.attn_dp, self.world, self.weight_io
 
+    def require_whole(self) -> None:
+        """Raises the `RankLostError` of a group that has failed, whoever caught it then."""
+        for communicator in self.communicators:
+            if communicator.broken is not None:
+                raise communicator.broken
+
 
 def join(
     layout: ParallelLayout,

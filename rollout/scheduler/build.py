@@ -111,15 +111,17 @@ def build_scheduler(
     attention = create_attention_backend(backend, kv_pool)
     runner = ModelRunner(state, kv_pool, attention, recorder)
     sampler = select_sampler(dtype, device, kernels.available)
-    inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel)
+    inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
-    consensus = RankConsensus(parallel.weight_io)
+    consensus = RankConsensus(parallel.weight_io, parallel.world)
     layout = _expert_layout(config, placement, args.nnodes)
     loads = start_counting(args, runner, parallel)
     adoption = PlacementAdoption(
         model.weights,
         placement,
-        parallel,
+        parallel.layout,
+        parallel.position,
+        consensus.exchange,
         loads=lambda: None if loads is None else loads.counts(rebalance_policy(args)),
         fresh_plan=partial(_fresh_plan, layout, placement),
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
@@ -131,7 +133,7 @@ def build_scheduler(
         device=device,
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
-        commit_vote=parallel.world.all_agree,
+        commit_vote=consensus.commit_vote,
         target=adoption.target,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,

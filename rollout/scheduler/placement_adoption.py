@@ -23,7 +23,7 @@ from eplb.errors import EplbError
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import BadRequest, Conflict
-from rollout.distributed.parallel import Parallel
+from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.models.weight_loading import WeightIndex
 from weight_sync.ledger import Coverage
 from weight_sync.tensor_meta import LogicalWeights
@@ -38,18 +38,20 @@ class _SharedPlan(msgspec.Struct):
 
 
 class PlacementAdoption:
-    """`loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
+    """`exchange(mine)`: what every rank brings, by world rank.
 
+    `loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
     `fresh_plan(counts)`: a placement for them.  `is_possible`: experts are spread over ranks, staging is beside the
-    model.
-    `by_default`: for updates that do not say.
+    model.  `by_default`: for updates that do not say.
     """
 
     def __init__(
         self,
         weights: WeightIndex,
         placement: ExpertPlacement,
-        parallel: Parallel,
+        layout: ParallelLayout,
+        position: RankPosition,
+        exchange: Callable[[bytes], list[bytes]],
         loads: Callable[[], np.ndarray | None],
         fresh_plan: Callable[[np.ndarray], Plan],
         *,
@@ -58,7 +60,8 @@ class PlacementAdoption:
     ) -> None:
         self._weights = weights
         self._placement = placement
-        self._parallel = parallel
+        self._layout, self._position = layout, position
+        self._exchange = exchange
         self._loads = loads
         self._fresh_plan = fresh_plan
         self._is_possible = is_possible
@@ -113,10 +116,10 @@ class PlacementAdoption:
 
     def _shared_plan(self) -> _SharedPlan:
         """Planned on the first rank of each engine."""
-        position = self._parallel.position
+        position = self._position
         mine = self._plan() if position.is_inbox_owner else _SharedPlan("")
-        plans = self._parallel.weight_io.gather_bytes(msgspec.msgpack.encode(mine))
-        owner = position.replica * self._parallel.layout.tp_size
+        plans = self._exchange(msgspec.msgpack.encode(mine))
+        owner = position.replica * self._layout.tp_size
         return msgspec.msgpack.decode(plans[owner], type=_SharedPlan)
 
     def _plan(self) -> _SharedPlan:

@@ -1,11 +1,16 @@
-"""What the weight I/O threads of all ranks tell each other, so that a job has failed everywhere if it failed anywhere.
+"""What the ranks of all engines of the server tell each other about a weight verb: it goes well everywhere or nowhere.
 
-    job on every rank:   io ... its exchanges, if it has any (a vote on a whole update, shares of a sum) ... how it went
+    I/O thread of every rank     planned, io ... exchange* (a plan to share, the vote on a whole update) ... over
+    scheduler's thread           step part: one vote on what was written
 
-A rank whose part fails before an exchange still takes part, with nothing to bring: the calls of all ranks match
-whatever happens on one.
+Every exchange names the verb that it belongs to and what the rank serves.  A rank whose part is over, because it
+failed or because nothing is left to do, says so in place of the exchange that the others are at, and then it is over
+for all of them: whatever happens on one rank, the calls of all match.  Between two exchanges nobody communicates.
 
-Knows jobs' outcomes.  Does not know what a job does.
+An exchange that raises is in doubt: some ranks may have what others lack.  That ends the engine, as do ranks that are
+at different verbs or serve different versions.
+
+Knows how verbs end.  Does not know what a verb does.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout.core.errors import LockstepError, status_of
-from rollout.distributed.communicator import Communicator
+from rollout.core.errors import FatalError, LockstepError, status_of
+from rollout.distributed.communicator import Communicator, RankLostError
 
 T = TypeVar("T")
 
@@ -29,70 +34,118 @@ class PeerRankError(LockstepError):
         self.status_code = status_code  # type: ignore[misc]
 
 
-class _Outcome(msgspec.Struct):
-    failed: bool = False
-    message: str = ""
+class VerbMark(msgspec.Struct, frozen=True):
+    """Which verb a rank is at, and what it served when that verb's turn came."""
+
+    number: int  # of those whose turn came before
+    request_id: str
+    weight_version: str
+    weight_epoch: int
+
+
+class _Word(msgspec.Struct):
+    """`payload` None: this rank's part is over, with `error` (empty: well) and its status."""
+
+    mark: VerbMark
+    payload: bytes | None = None
+    error: str = ""
     status_code: int = 200
 
 
 class RankConsensus:
-    """Over the communicator that belongs to the weight I/O threads."""
+    """`weight_io` belongs to the weight I/O threads, `world` to the schedulers' own."""
 
-    def __init__(self, weight_io: Communicator) -> None:
+    def __init__(self, weight_io: Communicator, world: Communicator) -> None:
         self._weight_io = weight_io
-        self._num_exchanges = 0
+        self._world = world
+        self._mark: VerbMark | None = None
+        self._failure: PeerRankError | None = None  # how it ended for all of them, while one still wanted to exchange
+
+    @property
+    def is_alone(self) -> bool:
+        return self._weight_io.size == 1
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """What every rank brings, by rank.  Raises `PeerRankError` on all of them where one failed before it."""
-        return self._exchange(mine)
+        """What every rank brings, by rank; within `run`.  Raises `PeerRankError` where another one's part is over."""
+        if self.is_alone:
+            return [mine]
+        words = self._share(_Word(self._current, mine))
+        self._failure = _failure_of(words)
+        if self._failure is not None:
+            raise self._failure
+        return [word.payload or b"" for word in words]
 
     def vote(self, mine: bool) -> bool:
-        """Whether all ranks say yes: an exchange."""
+        """Whether all ranks say yes, and none is over; within `run`."""
         try:
-            self._exchange(b"" if mine else None)
+            return all(said == b"yes" for said in self.exchange(b"yes" if mine else b"no"))
         except PeerRankError:
             return False
-        return True
 
-    def run(self, work: Callable[[], T], *, votes: int, take_back: Callable[[str], None] | None) -> T:
-        """`work()` on every rank.  `votes`: its exchanges.  `take_back(reason)`: it went well only here.
+    def commit_vote(self, mine: bool) -> bool:
+        """Whether the new weights were written on all ranks.  On the scheduler's thread.
 
-        Raises this rank's error, else `PeerRankError` with that of the first rank that failed.
+        Raises `RankLostError`: whether the others put them in force is not known.
         """
-        if self._weight_io.size == 1:
+        try:
+            return self._world.all_agree(mine)
+        except RankLostError as error:
+            raise RankLostError(f"the commit of a weight update is in doubt: {error}") from error
+
+    def run(self, mark: VerbMark, work: Callable[[], T], take_back: Callable[[str], None] | None) -> T:
+        """`work()` on every rank.  `take_back(reason)`: it went well only here.
+
+        Raises this rank's error, else `PeerRankError` with that of the first rank that failed; `FatalError`.
+        """
+        if self.is_alone:
             return work()
-        self._num_exchanges = 0
+        self._mark, self._failure = mark, None
         error: Exception | None = None
         try:
             result = work()
+        except FatalError:
+            raise
         except Exception as raised:
             error = raised
-        assert votes or not self._num_exchanges, "a job that has exchanges says so"
-        while self._num_exchanges < votes:
-            self.vote(error is None)
-        outcomes = self._share(error)
-        if error is not None and not isinstance(error, PeerRankError):
-            raise error
-        for rank, outcome in enumerate(outcomes):
-            if outcome.failed:
-                reason = f"rank {rank}: {outcome.message}"
-                if take_back is not None and error is None:
-                    take_back(reason)
-                raise PeerRankError(reason, outcome.status_code)
+        if self._failure is not None:  # learnt in an exchange; what went wrong here is its consequence
+            raise self._failure from error
+        failure = _failure_of(self._share(_over(mark, error)))
         if error is not None:
             raise error
+        if failure is not None:
+            if take_back is not None:
+                take_back(str(failure))
+            raise failure
         return result
 
-    def _exchange(self, mine: bytes | None) -> list[bytes]:
-        self._num_exchanges += 1
-        shared = self._weight_io.gather_bytes(b"" if mine is None else b"+" + mine)
-        if not all(shared):
-            raise PeerRankError("another rank failed", 500)
-        return [data[1:] for data in shared]
+    @property
+    def _current(self) -> VerbMark:
+        assert self._mark is not None, "ranks exchange something within a verb only"
+        return self._mark
 
-    def _share(self, error: Exception | None) -> list[_Outcome]:
-        mine = _Outcome()
-        if error is not None and not isinstance(error, PeerRankError):  # that rank says itself why
-            mine = _Outcome(True, str(error) or type(error).__name__, status_of(error))
+    def _share(self, mine: _Word) -> list[_Word]:
+        """The words of all ranks.  Raises `RankLostError`, `FatalError`."""
         shared = self._weight_io.gather_bytes(msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(data, type=_Outcome) for data in shared]
+        words = [msgspec.msgpack.decode(data, type=_Word) for data in shared]
+        marks = {word.mark for word in words}
+        if len(marks) > 1:
+            raise FatalError(f"the ranks are not at the same weight verb: {sorted(map(str, marks))}")
+        return words
+
+
+def _over(mark: VerbMark, error: Exception | None) -> _Word:
+    if error is None:
+        return _Word(mark)
+    return _Word(mark, error=str(error) or type(error).__name__, status_code=status_of(error))
+
+
+def _failure_of(words: list[_Word]) -> PeerRankError | None:
+    """Why the verb has failed, the same for all ranks; None where all go on, or all are over and well."""
+    for rank, word in enumerate(words):
+        if word.error:
+            return PeerRankError(f"rank {rank}: {word.error}", word.status_code)
+    over = [word.payload is None for word in words]
+    if any(over) and not all(over):
+        states = f"rank {over.index(True)} had nothing left to agree on, rank {over.index(False)} had"
+        return PeerRankError(f"the ranks are in different states: {states}", 409)
+    return None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from rollout.core.errors import BadRequest, LockstepError, Unavailable, status_of
+from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import (
     AbortReqInput,
@@ -93,13 +93,19 @@ class Scheduler:
         self._arrivals = 0
         self._by_rid: dict[str, Req] = {}
         self._verbs: dict[type, Callable[[ControlReqInput], ControlReqOutput | None]] = {}
+        self._queued: set[type] = set()
         self._between_steps: list[Callable[[], bool]] = []
 
     # --- wiring ---------------------------------------------------------------------------------------------------
 
-    def add_verbs(self, verbs: dict[type, Callable]) -> None:
-        """Handlers by message type.  A handler answers at once, or returns None and calls `reply` later."""
+    def add_verbs(self, verbs: dict[type, Callable], *, queued: bool = False) -> None:
+        """Handlers by message type.  A handler answers at once, or returns None and calls `reply` later.
+
+        `queued`: their turn comes later, and only then it matters whether their deadline has passed.
+        """
         self._verbs.update(verbs)
+        if queued:
+            self._queued.update(verbs)
 
     def add_between_steps(self, advance: Callable[[], bool]) -> None:
         """Called at every step boundary; True while it waits for something that will `wake` the loop."""
@@ -142,6 +148,7 @@ class Scheduler:
             self._dispatch(message)
         for advance in self._between_steps:
             advance()
+        self.parallel.require_whole()
         if self.stopped or not (self.has_work or not self._dp.is_alone):
             self.stats.idle()
             return False
@@ -331,9 +338,13 @@ class Scheduler:
     # --- control verbs --------------------------------------------------------------------------------------------
 
     def _control(self, message: ControlReqInput) -> None:
-        """A verb can be refused; it can never end the loop."""
+        """A verb can be refused; it can never end the loop, unless ranks may differ after it."""
         try:
+            if type(message) not in self._queued:
+                message.require_in_time(self.now)
             answer = self._verbs[type(message)](message)
+        except FatalError:
+            raise
         except Exception as error:
             answer = failure(message.request_id, error)
         if answer is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.core.errors import Conflict, NotFound, TooLarge
+from rollout.core.errors import Conflict, FatalError, NotFound, TooLarge
 from rollout.core.io_struct import ContinueGenerationReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -36,7 +36,7 @@ from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
-from weight_sync.errors import BaseMismatchError, UnknownTensorError
+from weight_sync.errors import BaseMismatchError, UnknownTensorError, WeightSyncError
 from weight_sync.lease import DEFAULT_LEASE_S
 from weight_sync.receivers.base import refuse
 from weight_sync.updater import WeightUpdater
@@ -117,8 +117,10 @@ class WeightControl:
             "poisoned": self._scheduler.runner.state.poisoned,
         }
 
-    def _after_verb(self) -> None:
+    def _after_verb(self, job: Job) -> None:
         self._watch.on_verb()
+        if job.renews_lease:
+            self._updater.renew_lease()
         if self._found_digest is not None:
             self._scheduler.runner.state.note_digest(self._found_digest)
             self._found_digest = None
@@ -157,11 +159,7 @@ class WeightControl:
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s)
 
-        def step(_: Any) -> tuple[str, Answer]:
-            self._updater.renew_lease()
-            return "Weight update begun.", {}
-
-        return Job(verb, io, step, take_back=self._updater.drop)
+        return Job(verb, io, _says("Weight update begun."), take_back=self._updater.drop, renews_lease=True)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
@@ -219,17 +217,16 @@ class WeightControl:
         def step(_: Any) -> tuple[str, Answer]:
             if settles:
                 return self._commit()
-            self._updater.renew_lease()
             return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
         holds = self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, votes=settles, take_back=self._updater.fail)
+        return Job(verb, io, step, holds_steps=holds, take_back=self._updater.fail, renews_lease=True)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         if verb.phase == "verify":
-            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."), votes=True)
+            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."))
         io = _nothing if verb.phase == "commit" else self._updater.verify
-        return Job(verb, io, lambda _: self._commit(), votes=verb.phase is None)
+        return Job(verb, io, lambda _: self._commit())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         return Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))
@@ -250,7 +247,7 @@ class WeightControl:
             self._scheduler.paused = False
             return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
-        return Job(verb, io, step, votes=settles)
+        return Job(verb, io, step)
 
     def _relabel(self, verb: UpdateWeightVersionReqInput) -> Job:
         def step(_: Any) -> tuple[str, Answer]:
@@ -295,17 +292,25 @@ class WeightControl:
     # --- step part ------------------------------------------------------------------------------------------------
 
     def _commit(self) -> tuple[str, Answer]:
-        """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests."""
+        """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
+
+        Raises `TransactionStateError` and `CommitError`, with nothing in force on any rank; `FatalError`, in doubt.
+        """
         scheduler = self._scheduler
         state = scheduler.runner.state
-        with state.mutate("weight refresh"):
-            result = self._updater.commit()
-            if len(result.names) == len(state.model.weights.metas()):
-                state.heal()
-            version = result.weight_version or _successor(state.epoch.weight_version)
-            placement = self._adoption.adopt()
-            whole = state.poisoned is None and not state.content_lost
-            state.publish_weights(version, result.content_digest if whole else None)
+        try:
+            with state.mutate("weight refresh"):
+                result = self._updater.commit()
+                if len(result.names) == len(state.model.weights.metas()):
+                    state.heal()
+                version = result.weight_version or _successor(state.epoch.weight_version)
+                placement = self._adoption.adopt()
+                whole = state.poisoned is None and not state.content_lost
+                state.publish_weights(version, result.content_digest if whole else None)
+        except (FatalError, WeightSyncError):
+            raise
+        except Exception as error:
+            raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
         return f"Succeeded to update parameter online. Weight version updated to {version}.", {
             "weight_version": version,

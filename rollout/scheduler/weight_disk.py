@@ -104,7 +104,8 @@ class DiskRefresh:
             return message, data | {"num_paused_requests": num_paused, "model_path": verb.model_path}
 
         take_back = None if opens else self._updater.fail
-        return Job(verb, io, step, holds_steps=self._updater.holds_steps, votes=opens, take_back=take_back)
+        holds = self._updater.holds_steps
+        return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=not opens)
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class DiskRefresh:
             return "Success.", data
 
         holds = verb.update_memory and self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, votes=verb.update_memory)
+        return Job(verb, io, step, holds_steps=holds)
 
     def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> str:
         """Stage and verify what leads memory to the target: by "delta", by a "full" load, or "unchanged"."""

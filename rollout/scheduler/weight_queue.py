@@ -5,8 +5,9 @@ engine generates; the step part (commit, publish) runs between two steps on the 
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
-On several ranks every rank has one.  The I/O threads tell each other how it went, so that a job has failed on all ranks
-if it failed on one; the step parts run on all ranks of an engine in the same turn.
+On several ranks every rank has one.  A verb that one rank cannot plan, or whose I/O fails there, has failed on all; the
+step parts run on all ranks of an engine in the same turn.  A verb whose deadline has passed when its turn comes is not
+planned.
 
 Knows the order of things and whose turn it is.  Does not know what a verb does.
 """
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 
+from rollout.core.errors import FatalError
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.scheduler.rank_consensus import RankConsensus
+from rollout.scheduler.rank_consensus import RankConsensus, VerbMark
 from rollout.scheduler.scheduler import Scheduler, failure
 
 Answer = dict[str, Any]
@@ -70,21 +72,21 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
-    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `votes`: how often `io` asks all
-    ranks, as a verify does once.  `take_back(reason)`, on the I/O thread: `io` went well here, failed on another rank.
+    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `take_back(reason)`, on the I/O
+    thread: `io` went well here and failed on another rank.  `renews_lease`: it is a sign of life of an update's sender.
     """
 
     verb: ControlReqInput
     io: Callable[[], Any]
     step: Callable[[Any], tuple[str, Answer]]
     holds_steps: bool = False
-    votes: int = 0
     take_back: Callable[[str], None] | None = None
+    renews_lease: bool = False
 
 
 class WeightQueue:
-    """`finished()` follows every job, `settle()` is called while none is under way and before each: both on the
-    scheduler's thread.
+    """`finished(job)` follows every job, well or not, `settle()` is called while none is under way and before each:
+    both on the scheduler's thread.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class WeightQueue:
         wake: Callable[[], None],
         consensus: RankConsensus,
         *,
-        finished: Callable[[], None],
+        finished: Callable[[Job], None],
         settle: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
@@ -105,6 +107,7 @@ class WeightQueue:
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_stand_back)
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[ControlReqInput] = deque()
+        self._num_started = 0
         self._job: Job | None = None
         self._future: Future | None = None
         scheduler.add_between_steps(self.advance)
@@ -117,7 +120,7 @@ class WeightQueue:
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Verbs that take their turn here, by message type."""
         self._planners.update(planners)
-        self._scheduler.add_verbs(dict.fromkeys(planners, self._waiting.append))
+        self._scheduler.add_verbs(dict.fromkeys(planners, self._waiting.append), queued=True)
 
     def advance(self) -> bool:
         """Finish the job whose I/O is done, start the next.  True while one is under way."""
@@ -141,19 +144,29 @@ class WeightQueue:
         return everywhere
 
     def _start(self, verb: ControlReqInput) -> None:
+        self._num_started += 1
         try:
-            job = self._planners[type(verb)](verb)
+            job = self._plan(verb)
+        except FatalError:
+            raise
         except Exception as error:
-            self._scheduler.reply(failure(verb.request_id, error))
-            return
+            if self._consensus.is_alone:
+                self._scheduler.reply(failure(verb.request_id, error))
+                return
+            job = _refused(verb, error)  # another replica may have planned it
         self._scheduler.held = self._scheduler.held or job.holds_steps
         self._job = job
+        epoch = self._scheduler.runner.state.epoch
+        mark = VerbMark(self._num_started, verb.request_id, epoch.weight_version, epoch.weight_epoch)
         # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
-        run = functools.partial(self._consensus.run, io, votes=job.votes, take_back=job.take_back)
-        self._future = self._io.submit(run)
+        self._future = self._io.submit(self._consensus.run, mark, io, job.take_back)
         self._future.add_done_callback(lambda _: self._wake())
+
+    def _plan(self, verb: ControlReqInput) -> Job:
+        verb.require_in_time(self._scheduler.now)
+        return self._planners[type(verb)](verb)
 
     def _finish(self) -> None:
         job, future = self._job, self._future
@@ -162,8 +175,22 @@ class WeightQueue:
         try:
             message, data = job.step(future.result())
             answer = ControlReqOutput(request_id=job.verb.request_id, success=True, message=message, data=data)
+        except FatalError:
+            raise
         except Exception as error:
             answer = failure(job.verb.request_id, error)
-        self._finished()
+        self._finished(job)
         self._settle()
         self._scheduler.reply(answer)
+
+
+def _refused(verb: ControlReqInput, error: Exception) -> Job:
+    """A verb that this rank cannot plan: the others learn of it as of any failure."""
+
+    def io() -> None:
+        raise error
+
+    def step(_: Any) -> tuple[str, Answer]:
+        raise AssertionError("it has failed")
+
+    return Job(verb, io, step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -41,17 +42,22 @@ class Communicator:
     async def call(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
         """Send `verb(**fields)` and wait at most `timeout_s` seconds for its answers, whether it succeeded or not.
 
+        The verb carries this deadline with it.
+
         Raises `SchedulerTimeout`, or the error given to `fail_all`.
         """
         request_id = uuid.uuid4().hex
         future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
-            self._send(verb(request_id=request_id, **fields))
+            self._send(verb(request_id=request_id, deadline=time.monotonic() + timeout_s, **fields))
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             name = verb.__name__.removesuffix("ReqInput")
-            raise SchedulerTimeout(f"the scheduler did not answer {name} within {timeout_s:g} s") from None
+            raise SchedulerTimeout(
+                f"the scheduler did not answer {name} within {timeout_s:g} s; it is not done if its turn has not come "
+                "yet, and what was under way may still take effect"
+            ) from None
         finally:
             self._waiting.pop(request_id, None)
             self._answers.pop(request_id, None)

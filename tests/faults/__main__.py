@@ -52,7 +52,9 @@ def run(
                 ranked += [
                     ranks.play(cell) for cell in ranks.cells(staging, num_ranks) if chosen(f"receiver rank {cell.how}")
                 ]
-    order = {fault.title: number for number, fault in enumerate(FAULTS)}
+    order: dict[str, int] = {}
+    for number, fault in enumerate(FAULTS):
+        order.setdefault(fault.title, number)
     main.sort(key=lambda cell: order[cell.fault])
     return {"Faults": main, "Senders that are processes": processes, "Ranks that are processes": ranked}
 

@@ -6,6 +6,7 @@ A cell is a fault at a point of a refresh over a transport into an engine of a s
     TAKEN     the refresh is not to be disturbed: the new version serves
     EITHER    one of the two
     TORN      the old content cannot be put back: the engine must say so
+    ENDS      whether other ranks have the new version cannot be known: the engine must end with the reason
 
 Knows faults.  Does not know how a cell is played.
 """
@@ -40,7 +41,7 @@ from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER
 from weight_sync.staging import StagingMode
 
 STAGINGS: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
-Verdict = Literal["KEPT", "TAKEN", "EITHER", "TORN"]
+Verdict = Literal["KEPT", "TAKEN", "EITHER", "TORN", "ENDS"]
 LATE: tuple[Point, ...] = (*BUCKETS, "between")
 ENDS: tuple[Point, ...] = ("verify", "commit")
 
@@ -81,6 +82,8 @@ class Cell:
             verdict = self.fault.late
         if verdict == "TORN":
             return frozenset({"POISONED"})
+        if verdict == "ENDS":
+            return frozenset({"ENDED"})
         allowed: set[Outcome] = set()
         if verdict in ("TAKEN", "EITHER"):
             allowed.add("new")
@@ -231,10 +234,12 @@ def _faults_of_receivers() -> Iterator[Fault]:
         ("receiver raises", (*BUCKETS, *ENDS), injections.raising),
         ("derived tensors raise", ("commit",), injections.derived_raising),
         ("vote lost", ENDS, injections.vote_lost),
-        ("vote raises", ENDS, injections.vote_raising),
+        ("vote raises", ("verify",), injections.vote_raising),
     ):
         fault = Fault(title, points, "KEPT", Sabotage("first", inject=inject))  # type: ignore[arg-type]
         yield replace(fault, on_pull=fault)
+    doubt = Fault("vote raises", ("commit",), "ENDS", Sabotage("commit", inject=injections.vote_raising))
+    yield replace(doubt, on_pull=doubt)
     torn = Fault("restoring fails too", ("commit",), "TORN", Sabotage("commit", inject=injections.restore_raising))
     yield replace(torn, on_pull=torn)
     full = Fault("disk full", BUCKETS, "KEPT", Sabotage("first", inject=injections.disk_full))

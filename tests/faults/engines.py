@@ -30,7 +30,7 @@ from tests.scheduler_harness import Harness, Result
 from weight_sync.lease import DEFAULT_LEASE_S
 from weight_sync.staging import StagingMode
 
-Outcome = Literal["old", "new", "POISONED"]
+Outcome = Literal["old", "new", "POISONED", "ENDED"]
 
 DEADLINE_S = 20.0  # of any call, whatever its fault; far beyond the engine's own deadlines
 WEIGHT_UPDATE_TIMEOUT_S = 2.0

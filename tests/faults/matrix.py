@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.core.errors import FatalError
 from tests.faults.cells import Cell
 from tests.faults.contents import Version, Zoo
 from tests.faults.engines import Engine, Outcome, Wrong
@@ -52,11 +53,16 @@ def play_all(
             outcome = play(engine, trainer, cell)
         except Wrong as error:
             wrong = str(error)
+        except FatalError as error:
+            if "ENDED" in cell.allowed:
+                outcome = "ENDED"
+            else:
+                wrong = f"the engine ended: {error}"
         except Exception:
             wrong = f"the engine broke: {traceback.format_exc(limit=-4)}"
         if engine is not None:
             engine.clean_up()
-        if wrong is not None:
+        if wrong is not None or outcome == "ENDED":
             engine = None  # and it may hang, so nothing more is asked of it
         seconds = time.perf_counter() - start
         yield Played(cell.fault.title, cell.point, cell.transport, cell.staging, outcome, wrong, seconds)

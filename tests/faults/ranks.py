@@ -305,7 +305,10 @@ class _Rank:
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         options.timeout = datetime.timedelta(seconds=_ENGINE_TIMEOUT_S)
         assert self._votes.process_group is not None
-        self._votes.process_group.allreduce([ballot], options).wait()
+        try:
+            self._votes.process_group.allreduce([ballot], options).wait()
+        except RuntimeError:
+            os._exit(1)  # in doubt, as the engine is
         return bool(ballot.item())
 
     def _vote_group(self, port: int) -> GroupHandle:

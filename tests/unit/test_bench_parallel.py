@@ -162,7 +162,7 @@ def test_tables_say_what_was_measured(tmp_path: Path) -> None:
         | {"against_one": {"decode 8": 0.5, "prefill": 1.5}},
     ]
     counts = [
-        {"layout": "tp 2", "step": "decode 8", "calls": {"broadcast": 1}, "num_bytes": 4112, "differences": found}
+        {"layout": "tp 2", "step": "decode 8", "calls": {"broadcast": 1}, "num_bytes": 4120, "differences": found}
         for found in ([], ["rank 0: wrong"])
     ]
     routes = [
