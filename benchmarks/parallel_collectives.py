@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 
-INBOX_BYTES = 16 + 4096  # the time and a size, and room for the messages that most turns bring
+INBOX_BYTES = 24 + 4096  # the time, what is served, a size, and room for the messages that most turns bring
 ONE_ROUND_BYTES = 64 << 10  # a sum of up to this size goes in one round, a larger one in two
 COUNT_BYTES = 8
 PACKED_ID_BYTES = 4
@@ -85,7 +85,7 @@ def _needs(engine: Engine, rank: int, step: StepShape, routes: bool) -> Iterator
     tokens, shared = step.tokens[place.attn_dp_rank], layout.attn_tp_size
     sparse = len(config.moe_layer_ids)
     dense = config.num_hidden_layers - sparse
-    yield Need("inbox and clock", "tp", "broadcast", 1, 0 if rank else INBOX_BYTES * (layout.tp_size - 1))
+    yield Need("inbox, clock, epoch", "tp", "broadcast", 1, 0 if rank else INBOX_BYTES * (layout.tp_size - 1))
     if layout.attn_dp_size > 1:
         yield Need("token counts", "attn_dp", "all_gather", 1, COUNT_BYTES * (layout.attn_dp_size - 1))
     members = _Members("attn_tp", shared, place.attn_tp_rank)

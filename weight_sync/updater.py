@@ -6,8 +6,8 @@
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
 any reason fails the open transaction for good.  Where the sender can be told nothing before it broadcasts, a refused
-bucket is still received and thrown away.  An open transaction has a lease; whoever orders the steps renews it, and asks
-whether it has run out, on the step side, where all ranks go by one time.
+bucket is still received and thrown away.  An open transaction has a lease, renewed and ended on the step side, where
+all ranks go by one time.
 
 Knows transactions, groups and receivers.  Does not know pauses, requests, or which version is in force.
 """
@@ -129,10 +129,7 @@ class WeightUpdater:
         manifest: Manifest | None = None,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
-        """Open a transaction.
-
-        Raises `TransactionStateError` if one is open, `WeightRequestError`, and what `WeightTransaction` raises.
-        """
+        """Open a transaction.  Raises `TransactionStateError` if one is open, and what `WeightTransaction` raises."""
         self._open(weight_version, coverage, manifest, implicit=False, lease_s=lease_s)
 
     def open_implicit(self, coverage: Coverage = "partial") -> None:
