@@ -214,6 +214,7 @@ class StandInScheduler:
             weight_versions=[VersionSpan(self.version, 0, output_len)] if output_len else [],
             prefill_weight_versions=[VersionSpan(self.version, 0, prompt_len)],
             kv_weight_version_oldest=self.version,
+            kv_weight_epoch_oldest=0,
             routed_experts=self._routes(source, prompt_len + output_len - 1),
             prompt_logprobs=self._prompt_logprobs(source),
         )

@@ -131,7 +131,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         completion_tokens=meta.get("completion_tokens"),
         cached_tokens=meta.get("cached_tokens"),
         weight_version=meta.get("weight_version"),
-        weight_versions=[VersionSpan(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions") or []],
+        weight_versions=_spans(meta, "weight_versions"),
         logprobs=None if token_logprobs is None else [_number(entry.logprob) for entry in token_logprobs],
         token_logprobs=token_logprobs,
         top_logprobs=_logprob_lists(meta, "output_top_logprobs"),
@@ -139,10 +139,15 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         prompt_logprobs=_logprobs(meta, "input_token_logprobs"),
         prompt_top_logprobs=_logprob_lists(meta, "input_top_logprobs"),
         prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
+        prompt_logprob_versions=_spans(meta, "input_logprob_weight_versions"),
         routed_experts=_routed_experts(meta, layout),
         index=content.get("index"),
         meta_info=meta,
     )
+
+
+def _spans(meta: Mapping[str, Any], key: str) -> list[VersionSpan]:
+    return [VersionSpan(s["version"], s["start"], s["end"], s.get("weight_epoch")) for s in meta.get(key) or []]
 
 
 def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:

@@ -68,11 +68,16 @@ class TokenLogprob(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """Half-open span `[start, end)` of token positions that one weight version explains."""
+    """Half-open span `[start, end)` of token positions that one weight version explains.
+
+    `weight_epoch` counts the commits of the server: contents that had the same label differ in it.  None from a server
+    that does not say.
+    """
 
     version: str
     start: int
     end: int
+    weight_epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class GenerationOutput:
 
     `logprobs` runs parallel to `output_ids`; a value that JSON cannot hold is NaN.  Fields that were not asked for, or
     that the server does not send, are None; `meta_info` is everything as it came.
-    `weight_versions` are spans over output tokens.
+    `weight_versions` are spans over output tokens, `prompt_logprob_versions` over the entries of `prompt_logprobs`.
     """
 
     rid: str
@@ -114,6 +119,7 @@ class GenerationOutput:
     prompt_logprobs: list[TokenLogprob] | None = None
     prompt_top_logprobs: TopLogprobs | None = None
     prompt_chosen_logprobs: TopLogprobs | None = None
+    prompt_logprob_versions: list[VersionSpan] = field(default_factory=list)
     routed_experts: RoutedExperts | None = None
     index: int | None = None  # position in the batch, in a stream of several
     meta_info: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -118,11 +118,15 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Half-open span `[start, end)` of token positions that one weight version explains."""
+    """Half-open span `[start, end)` of token positions that one weight version explains.
+
+    `weight_epoch` tells contents apart that had the same label: it counts the commits of this server.
+    """
 
     version: str
     start: int
     end: int
+    weight_epoch: int = 0
 
 
 class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
@@ -147,10 +151,14 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None."""
+    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None.
+
+    `versions` are spans over the entries that have a value: which weights computed them.
+    """
 
     start: int
     values: list[float | None]
+    versions: list[VersionSpan] = []
     top: list[tuple[list[float], list[int]] | None] | None = None
     chosen: list[list[float] | None] | None = None
 
@@ -165,6 +173,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_versions: list[VersionSpan] = []  # over output tokens
     prefill_weight_versions: list[VersionSpan] = []  # over prompt tokens: which version wrote their KV
     kv_weight_version_oldest: str | None = None
+    kv_weight_epoch_oldest: int | None = None
     routed_experts: RoutedExpertsPayload | None = None
     prompt_logprobs: PromptLogprobs | None = None
 

@@ -49,7 +49,7 @@ def metadata(native: Native) -> dict[str, Any]:
     meta = native["meta_info"]
     names = (
         "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-        "kv_weight_version_oldest",
+        "kv_weight_version_oldest", "kv_weight_epoch_oldest",
     )  # fmt: skip
     return {name: meta[name] for name in names}
 

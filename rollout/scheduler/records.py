@@ -68,6 +68,7 @@ class RecordReader:
         """Tokens since the last call, and the finished record once `req.finished` is set."""
         record, first = req.output, req.num_sent
         req.num_sent = len(record.token_ids)
+        version = record.versions.last_version
         logprobs = None
         if req.source.return_logprob:
             logprobs = LogprobDelta(
@@ -79,7 +80,7 @@ class RecordReader:
             rid=req.rid,
             token_ids=record.token_ids[first:],
             num_output_tokens=len(record.token_ids),
-            weight_version=record.version_marks[-1][0] if record.version_marks else self._state.epoch.weight_version,
+            weight_version=self._state.epoch.weight_version if version is None else version,
             logprobs=logprobs,
             finished=self._finished(req, req.finished) if req.finished else None,
         )
@@ -93,9 +94,10 @@ class RecordReader:
             since_first_token_s=0.0 if req.first_token_at is None else time.monotonic() - req.first_token_at,
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
-            weight_versions=_version_spans(req),
+            weight_versions=req.output.versions.spans(len(req.output.token_ids)),
             prefill_weight_versions=self._epoch_spans(_prompt_epochs(req, epochs)),
             kv_weight_version_oldest=None if oldest is None else self._state.version_of(oldest),
+            kv_weight_epoch_oldest=oldest,
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
         )
@@ -142,7 +144,11 @@ class RecordReader:
             return []
         ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
         starts = [0, *ends[:-1]]
-        return [VersionSpan(self._state.version_of(int(epochs[start])), start, end) for start, end in zip(starts, ends)]
+        version_of = self._state.version_of
+        return [
+            VersionSpan(version_of(epoch), start, end, epoch)
+            for epoch, start, end in zip(epochs[starts].tolist(), starts, ends)
+        ]
 
 
 def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
@@ -153,11 +159,11 @@ def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
     return np.concatenate([held, req.given_up_epochs[len(held) :]])
 
 
-def _version_spans(req: Req) -> list[VersionSpan]:
-    marks = req.output.version_marks
-    ends = [start for _, start in marks[1:]] + [len(req.output.token_ids)]
-    return [VersionSpan(version, start, end) for (version, start), end in zip(marks, ends)]
-
-
 def _prompt_logprobs(record: PromptRecord) -> PromptLogprobs:
-    return PromptLogprobs(start=record.start, values=record.values, top=record.top, chosen=record.chosen)
+    return PromptLogprobs(
+        start=record.start,
+        values=record.values,
+        versions=record.versions.spans(len(record.values)),
+        top=record.top,
+        chosen=record.chosen,
+    )

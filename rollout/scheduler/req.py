@@ -21,26 +21,48 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.mem_cache.radix_cache import Namespace, RadixNode
+from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
+
+
+class VersionMarks:
+    """Append-only: which weights made the entries of a growing list.
+
+    Contents are told apart by their weight epoch; an epoch that gets another label has a mark of its own.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, int, int]] = []  # label, weight epoch, index of the first entry
+
+    def note(self, epoch: ServingEpoch, length: int) -> None:
+        """The entries from index `length` on come from `epoch`."""
+        if not self._marks or self._marks[-1][:2] != (epoch.weight_version, epoch.weight_epoch):
+            self._marks.append((epoch.weight_version, epoch.weight_epoch, length))
+
+    @property
+    def last_version(self) -> str | None:
+        return self._marks[-1][0] if self._marks else None
+
+    def spans(self, length: int) -> list[VersionSpan]:
+        """Of a list that has `length` entries by now."""
+        ends = [start for _, _, start in self._marks[1:]] + [length]
+        return [VersionSpan(version, start, end, epoch) for (version, epoch, start), end in zip(self._marks, ends)]
 
 
 @dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Append-only: one entry a sampled token.  `version_marks` holds (version, index of its first token)."""
+    """Append-only: one entry a sampled token."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[list[float], list[int]]] = field(default_factory=list)
     chosen: list[list[float]] = field(default_factory=list)
-    version_marks: list[tuple[str, int]] = field(default_factory=list)
-
-    def mark_version(self, weight_version: str) -> None:
-        """The tokens appended from now on come from `weight_version`."""
-        if not self.version_marks or self.version_marks[-1][0] != weight_version:
-            self.version_marks.append((weight_version, len(self.token_ids)))
+    versions: VersionMarks = field(default_factory=VersionMarks)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +73,7 @@ class PromptRecord:
     values: list[float | None] = field(default_factory=lambda: [None])
     top: list[tuple[list[float], list[int]] | None] = field(default_factory=lambda: [None])
     chosen: list[list[float] | None] = field(default_factory=lambda: [None])
+    versions: VersionMarks = field(default_factory=VersionMarks)
 
     @property
     def next_position(self) -> int:

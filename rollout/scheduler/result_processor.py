@@ -53,12 +53,8 @@ class ResultProcessor:
             rows = self._rows_of(plan.decodes)
             tokens = self._sampler.sample(logits_NV, rows.info, plan.decodes.output_counts)
             plan.decodes.advance(tokens.token_ids)
-            outgoing += rows.enter(tokens, self._weight_version)
+            outgoing += rows.enter(tokens, self._runner.state.epoch)
         return outgoing
-
-    @property
-    def _weight_version(self) -> str:
-        return self._runner.state.epoch.weight_version
 
     def _process_extends(
         self, extends: Sequence[Extend], hidden_TD: torch.Tensor, logits_NV: torch.Tensor
@@ -76,7 +72,7 @@ class ResultProcessor:
             rows = SampledRows(sampling, self._stop, self._vocab_size, self._device)
             output_counts = torch.tensor([len(req.output.token_ids) for req in sampling])
             tokens = self._sampler.sample(logits_NV[: len(sampling)], rows.info, output_counts)
-            outgoing += rows.enter(tokens, self._weight_version)
+            outgoing += rows.enter(tokens, self._runner.state.epoch)
         return outgoing, len(sampling)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
@@ -106,6 +102,7 @@ class ResultProcessor:
         """Entries for the prompt tokens `position ..`, one a row."""
         record, source = req.prompt_record, req.source
         assert record is not None
+        record.versions.note(self._runner.state.epoch, len(record.values))
         temperature = req.sampling_params.effective_temperature
         chosen_ids, top_n = source.token_ids_logprob or [], source.top_logprobs_num
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):

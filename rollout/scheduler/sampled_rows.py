@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 
+from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.scheduler.req import Req
@@ -28,7 +29,7 @@ class SampledRows:
         self.info = SamplingBatchInfo([req.sampling_row for req in reqs], vocab_size, device)
         self._reqs = reqs
         self._stop = stop
-        self._marked_version: str | None = None
+        self._marked_epoch: ServingEpoch | None = None
         self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
         self._steps_left = min([req.source.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs])
         self._append_token = [req.output.token_ids.append for req in reqs]
@@ -50,14 +51,14 @@ class SampledRows:
             if req.source.stream:
                 self._streams = True
 
-    def enter(self, tokens: SampledTokens, weight_version: str) -> list[Req]:
-        """Append a step to the records.  Returns the requests that finished or stream: those with news to send."""
+    def enter(self, tokens: SampledTokens, epoch: ServingEpoch) -> list[Req]:
+        """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming."""
         if self._append_logprob:
             self._append_logprobs(tokens)
-        if weight_version != self._marked_version:
+        if epoch is not self._marked_epoch:
             for req in self._reqs:
-                req.output.mark_version(weight_version)
-            self._marked_version = weight_version
+                req.output.versions.note(epoch, len(req.output.token_ids))
+            self._marked_epoch = epoch
         token_ids_N = tokens.token_ids.tolist()
         for append, token_id in zip(self._append_token, token_ids_N):
             append(token_id)

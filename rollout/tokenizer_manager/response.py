@@ -117,6 +117,7 @@ def _add_finished(meta: dict[str, Any], record: SampleRecord, finished: Finished
     meta["weight_version_end"] = meta["weight_version"]
     meta["prefill_weight_versions"] = _span_dicts(finished.prefill_weight_versions)
     meta["kv_weight_version_oldest"] = finished.kv_weight_version_oldest
+    meta["kv_weight_epoch_oldest"] = finished.kv_weight_epoch_oldest
     meta["cached_tokens"] = finished.cached_tokens
     meta["num_retractions"] = finished.num_retractions
     assert record.finished_at is not None
@@ -124,7 +125,7 @@ def _add_finished(meta: dict[str, Any], record: SampleRecord, finished: Finished
 
 
 def _span_dicts(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+    return [msgspec.structs.asdict(span) for span in spans]
 
 
 def _add_output_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:
@@ -142,6 +143,7 @@ def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: Tok
     options = record.options
     if prompt is None:
         meta["input_token_logprobs"] = []
+        meta["input_logprob_weight_versions"] = []
         if options.top_logprobs_num:
             meta["input_top_logprobs"] = []
         if options.token_ids_logprob:
@@ -149,6 +151,7 @@ def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: Tok
         return
     ids = record.prompt_ids[prompt.start : prompt.start + len(prompt.values)]  # an abort may have come before the rest
     meta["input_token_logprobs"] = _entries(prompt.values, ids, text_of)
+    meta["input_logprob_weight_versions"] = _span_dicts(prompt.versions)
     if options.top_logprobs_num:
         meta["input_top_logprobs"] = [None if top is None else _top_entries(top, text_of) for top in prompt.top or []]
     if options.token_ids_logprob:

@@ -44,7 +44,10 @@ def sample(reason=None, **meta):
             "completion_tokens": 3,
             "cached_tokens": 2,
             "weight_version": "v2",
-            "weight_versions": [{"version": "v1", "start": 0, "end": 1}, {"version": "v2", "start": 1, "end": 3}],
+            "weight_versions": [
+                {"version": "v1", "start": 0, "end": 1},
+                {"version": "v2", "start": 1, "end": 3, "weight_epoch": 7},
+            ],
             **meta,
         },
     }
@@ -137,7 +140,7 @@ def test_every_field_of_a_sample():
     assert output.finish_reason == FinishReason("stop", matched=13)
     assert (output.prompt_tokens, output.completion_tokens, output.cached_tokens) == (4, 3, 2)
     assert output.weight_version == "v2"
-    assert output.weight_versions == [VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3)]
+    assert output.weight_versions == [VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3, 7)]
     assert output.logprobs[0] == -0.5
     assert math.isnan(output.logprobs[1])
     assert output.token_logprobs[2] == TokenLogprob(-1.5, 13, "three")

@@ -24,7 +24,7 @@ from tests.tiny_tokenizer import write_model_folder
 META_ALWAYS = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions", "weight_version",
     "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-    "kv_weight_version_oldest", "e2e_latency", "dp_rank",
+    "kv_weight_version_oldest", "kv_weight_epoch_oldest", "e2e_latency", "dp_rank",
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_ids_in_ids_and_text_out(live: Live) -> None:
     assert meta["id"] == "r1"
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 1)
-    assert meta["weight_versions"] == [{"version": "v0", "start": 0, "end": 4}]
+    assert meta["weight_versions"] == [{"version": "v0", "start": 0, "end": 4, "weight_epoch": 0}]
     assert meta["e2e_latency"] >= 0
 
 

@@ -24,7 +24,7 @@ from tests.tiny_tokenizer import write_model_folder
 VERBS = {"release": ReleaseMemoryOccupationReqInput, "resume": ResumeMemoryOccupationReqInput}
 VERSION_FIELDS = {
     "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-    "kv_weight_version_oldest",
+    "kv_weight_version_oldest", "kv_weight_epoch_oldest",
 }  # fmt: skip
 
 
@@ -135,10 +135,10 @@ def test_every_route_tells_all_that_is_known_of_versions(live: Live, stream: boo
     native = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "stream": stream}
     completion = {"prompt": [1, 2], "max_tokens": 2, "stream": stream}
     chat = {"input_ids": [1, 2], "max_tokens": 2, "stream": stream, "messages": []}
-    spans = [{"version": "v0", "start": 0, "end": 2}]
+    spans = [{"version": "v0", "start": 0, "end": 2, "weight_epoch": 0}]
     want = {
         "weight_version": "v0", "weight_versions": spans, "weight_version_start": "v0", "weight_version_end": "v0",
-        "prefill_weight_versions": spans, "kv_weight_version_oldest": "v0",
+        "prefill_weight_versions": spans, "kv_weight_version_oldest": "v0", "kv_weight_epoch_oldest": 0,
     }  # fmt: skip
     for path, body, key in (
         ("/generate", native, "meta_info"),

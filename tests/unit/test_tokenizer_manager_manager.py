@@ -198,7 +198,7 @@ def test_version_spans_and_the_version_of_the_last_token(folder: Path) -> None:
     async def scenario() -> None:
         manager, _ = serving(folder)
         handle = await manager.submit(GenerateReqInput(input_ids=[1], rid="r"))
-        spans = [VersionSpan("v0", 0, 1), VersionSpan("v1", 1, 2)]
+        spans = [VersionSpan("v0", 0, 1, 3), VersionSpan("v1", 1, 2, 4)]
         reason = FinishReason(type="stop", matched=264)
         manager.handle_message(
             output("r", [65, 264], 2, reason, weight_versions=spans, kv_weight_version_oldest="v0", num_retractions=3)
@@ -206,8 +206,9 @@ def test_version_spans_and_the_version_of_the_last_token(folder: Path) -> None:
         [response] = await handle.results()
         meta = response["meta_info"]
         assert meta["weight_versions"] == [
-            {"version": "v0", "start": 0, "end": 1}, {"version": "v1", "start": 1, "end": 2},
-        ]  # fmt: skip
+            {"version": "v0", "start": 0, "end": 1, "weight_epoch": 3},
+            {"version": "v1", "start": 1, "end": 2, "weight_epoch": 4},
+        ]
         assert (meta["weight_version_start"], meta["weight_version_end"], meta["weight_version"]) == ("v0", "v1", "v1")
         assert (meta["kv_weight_version_oldest"], meta["num_retractions"]) == ("v0", 3)
 

@@ -116,12 +116,12 @@ def version_problem(output: GenerationOutput, version: str) -> str | None:
     routes = _routes_of(output)
     found = {
         "weight_version": (output.weight_version, version),
-        "weight_versions": ([tuple(span) for span in output.weight_versions], [(version, 0, num_tokens)]),
+        "weight_versions": ([tuple(span[:3]) for span in output.weight_versions], [(version, 0, num_tokens)]),
         "weight_version_start": (meta.get("weight_version_start"), version),
         "weight_version_end": (meta.get("weight_version_end"), version),
         "prefill_weight_versions": (
-            meta.get("prefill_weight_versions"),
-            [{"version": version, "start": 0, "end": output.prompt_tokens}],
+            [(span["version"], span["start"], span["end"]) for span in meta.get("prefill_weight_versions", [])],
+            [(version, 0, output.prompt_tokens)],
         ),
         "kv_weight_version_oldest": (meta.get("kv_weight_version_oldest"), version),
         "versions of the routes": (list(routes.weight_versions), [(version, 0, len(routes))]),
