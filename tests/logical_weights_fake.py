@@ -5,7 +5,7 @@ Shapes: V vocabulary, D hidden, E logical experts, P physical experts, I expert 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -87,9 +87,6 @@ class FakeWeights:
 
     def put_back(self, name: str, content: torch.Tensor) -> None:
         self.write(name, content)
-
-    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
-        return contents[0]
 
     def recompute_derived(self) -> None:
         self.derived_fault()

@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -53,9 +53,6 @@ class Matrices:
 
     def put_back(self, name: str, content: torch.Tensor) -> None:
         self._places[name].put_back(content)
-
-    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
-        return contents[0]
 
     def recompute_derived(self) -> None:
         pass

@@ -2,68 +2,93 @@
 
     snapshot -> reset_tensors -> a refresh with the same weights -> compare
 
-finds every tensor that the refresh did not rewrite, or rewrote with something else.
+finds every place on every rank that the refresh did not rewrite, or rewrote with something else.  Each rank reads its
+own places and all of them tell each other in one exchange.
 Knows `LogicalWeights`.  Does not know requests, or when the weights may be read or filled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weight_sync.errors import UnknownTensorError, WeightRequestError
-from weight_sync.fingerprint import fingerprint
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError
+from weight_sync.ledger import listed
+from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
+from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements compared at a time: float64 temporaries of 8 MiB
 
+_Measure = Callable[[str, Part, int], Sequence[object]]
+"""More values of a place, by the tensor's name and the place's share."""
+
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """The content at one moment: F by canonical name, and the tensors themselves, in host memory, where kept."""
+    """The content at one moment: F by canonical name and the shares of its regions, the same on all ranks; and what
+    the first place of each tensor on this rank held, in host memory, where kept."""
 
     fingerprints: Mapping[str, int]
-    content: Mapping[str, torch.Tensor] | None
+    shares: Mapping[str, Mapping[Region | None, int]]
+    content: Mapping[str, Part] | None
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the content kept."""
-        return sum(tensor.nbytes for tensor in (self.content or {}).values())
+        """Host memory of the content kept on this rank."""
+        return sum(part.content.nbytes for part in (self.content or {}).values())
 
 
 @dataclass(frozen=True)
 class Difference:
     """One tensor whose content is not the snapshot's.
 
-    The numbers are None where the snapshot kept no content; `max_abs_difference` also where an element that differs
-    is not finite.
+    The numbers are None where the snapshot kept no content of a place that differs; `max_abs_difference` also where an
+    element that differs is not finite.  `places`: those that differ, where others of the tensor do not.
     """
 
     name: str
     num_elements: int | None = None
     max_abs_difference: float | None = None
+    places: tuple[str, ...] = ()
 
 
-def live_fingerprints(weights: LogicalWeights) -> dict[str, int]:
-    """F of every logical tensor, from the memory that serves."""
-    return {name: fingerprint(weights.read(name)) for name in weights.metas()}
+def live_fingerprints(weights: LogicalWeights, exchange: Exchange = alone) -> dict[str, int]:
+    """F of every logical tensor, from the memory that serves: every place on every rank is read.
+
+    Raises `CopiesDifferError` that names the tensors and places, where places of the same content differ.
+    """
+    return _whole(weights, _held(weights, list(weights.metas()), exchange))
 
 
-def take_snapshot(weights: LogicalWeights, keep_content: bool) -> WeightSnapshot:
-    """`keep_content`: copy all tensors to host memory too, as much as the weights themselves take."""
-    if not keep_content:
-        return WeightSnapshot(live_fingerprints(weights), None)
-    content = {name: weights.read(name).detach().to("cpu", copy=True) for name in weights.metas()}
-    return WeightSnapshot({name: fingerprint(tensor) for name, tensor in content.items()}, content)
+def take_snapshot(weights: LogicalWeights, keep_content: bool, exchange: Exchange = alone) -> WeightSnapshot:
+    """`keep_content`: copy what this rank holds to host memory too.  Raises `CopiesDifferError`."""
+    held = _held(weights, list(weights.metas()), exchange)
+    fingerprints = _whole(weights, held)
+    shares = {name: {place.region: place.values[0] for place in places} for name, places in held.items()}
+    content = None
+    if keep_content:
+        content = {name: _copied(part) for name in weights.metas() for part in parts_of(weights, name)[:1]}
+    return WeightSnapshot(fingerprints, shares, content)
 
 
-def compare(weights: LogicalWeights, snapshot: WeightSnapshot, skip: Collection[str] = ()) -> list[Difference]:
+def compare(
+    weights: LogicalWeights, snapshot: WeightSnapshot, skip: Collection[str] = (), exchange: Exchange = alone
+) -> list[Difference]:
     """The tensors that differ from the snapshot now, in the model's order.  Raises `UnknownTensorError` for `skip`."""
-    return list(_differences(weights, snapshot, _without(weights, skip)))
+
+    def measure(name: str, part: Part, share: int) -> Sequence[object]:
+        kept = (snapshot.content or {}).get(name)
+        if share == snapshot.shares[name].get(part.region) or kept is None or kept.region != part.region:
+            return (None, None)
+        return _measured(kept.content, part.content)
+
+    held = _held(weights, _without(weights, skip), exchange, measure)
+    found = (_difference(name, places, snapshot.shares[name]) for name, places in held.items())
+    return [difference for difference in found if difference is not None]
 
 
 def resettable(weights: LogicalWeights, skip: Collection[str] = ()) -> list[str]:
@@ -86,6 +111,49 @@ def reset_tensors(weights: LogicalWeights, names: Iterable[str]) -> None:
     weights.recompute_derived()
 
 
+def _held(
+    weights: LogicalWeights, names: Sequence[str], exchange: Exchange, measure: _Measure = lambda *_: ()
+) -> dict[str, list[Held]]:
+    """What all ranks hold of the tensors, by name: shares of fingerprints, and what `measure` says of each place."""
+
+    def look(name: str) -> Iterable[tuple[Region | None, Sequence[object]]]:
+        for part in parts_of(weights, name):
+            share = share_of(weights.metas()[name], part)
+            yield part.region, (share, *measure(name, part, share))
+
+    return dict(zip(names, tell_all((list(look(name)) for name in names), exchange), strict=True))
+
+
+def _whole(weights: LogicalWeights, held: Mapping[str, Sequence[Held]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    differing: list[str] = []
+    for name, places in held.items():
+        try:
+            found[name] = whole_fingerprint(weights.metas()[name], places)
+        except CopiesDifferError as error:
+            differing.append(str(error))
+    if differing:
+        raise CopiesDifferError(listed(differing))
+    return found
+
+
+def _difference(name: str, held: Sequence[Held], shares: Mapping[Region | None, int]) -> Difference | None:
+    wrong = [place for place in held if place.values[0] != shares.get(place.region)]
+    if not wrong:
+        return None
+    counts: dict[Region | None, int] = {}  # of each region the place that differs most
+    for place in wrong:
+        counts[place.region] = max(counts.get(place.region, 0), place.values[1] or 0)
+    values = [place.values[2] for place in wrong]
+    is_measured = all(place.values[1] is not None for place in wrong)
+    return Difference(
+        name,
+        sum(counts.values()) if is_measured else None,
+        max(values) if None not in values else None,
+        tuple(map(str, wrong)) if len(wrong) < len(held) else (),
+    )
+
+
 def _without(weights: LogicalWeights, skip: Collection[str]) -> list[str]:
     skipped = set(skip)
     unknown = sorted(skipped - weights.metas().keys())
@@ -94,18 +162,12 @@ def _without(weights: LogicalWeights, skip: Collection[str]) -> list[str]:
     return [name for name in weights.metas() if name not in skipped]
 
 
-def _differences(weights: LogicalWeights, snapshot: WeightSnapshot, names: list[str]) -> Iterator[Difference]:
-    for name in names:
-        live = weights.read(name)
-        if fingerprint(live) == snapshot.fingerprints[name]:
-            continue
-        if snapshot.content is None:
-            yield Difference(name)
-        else:
-            yield _measured(name, snapshot.content[name], live)
+def _copied(part: Part) -> Part:
+    return Part(part.region, part.content.detach().to("cpu", copy=True))
 
 
-def _measured(name: str, old: torch.Tensor, new: torch.Tensor) -> Difference:
+def _measured(old: torch.Tensor, new: torch.Tensor) -> tuple[int, float | None]:
+    """How many elements differ, and by how much at most; None where that is not finite."""
     count, largest = 0, torch.zeros((), dtype=torch.float64)
     old_parts, new_parts = old.reshape(-1).split(_CHUNK), new.reshape(-1).split(_CHUNK)
     for old_part, new_part in zip(old_parts, new_parts, strict=True):
@@ -115,7 +177,7 @@ def _measured(name: str, old: torch.Tensor, new: torch.Tensor) -> Difference:
             count += len(differs)
             largest = torch.maximum(largest, (before - after).abs().max())  # NaN stays
     value = float(largest)
-    return Difference(name, count, value if math.isfinite(value) else None)
+    return count, value if math.isfinite(value) else None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

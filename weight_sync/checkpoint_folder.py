@@ -6,8 +6,8 @@ Knows safetensors with and without an index.  Does not know models.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ class CheckpointFolder:
     @property
     def metas(self) -> list[TensorMeta]:
         return [meta for file in self.files for meta in file.metas]
+
+    def only(self, names: Collection[str]) -> CheckpointFolder:
+        """The same folder with these of its tensors."""
+        files = (
+            replace(file, tensors=tuple(tensor for tensor in file.tensors if tensor.meta.name in names))
+            for file in self.files
+        )
+        return CheckpointFolder(self.path, tuple(files))
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, in host memory, one at a time.  Raises `ContentError`, `TransportError`."""

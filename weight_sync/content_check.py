@@ -32,6 +32,11 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
             not_finite += [name for name, tensor in run if not is_finite(tensor)]
     if not_finite:
         raise ContentError(f"values that are not finite in {listed(not_finite)}")
+    return matching(found, stated)
+
+
+def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]:
+    """The fingerprints found.  Raises `ContentError` for the first that is not the one stated, where one is."""
     for name, actual in found.items():
         expected = stated.get(name, actual)
         if actual != expected:

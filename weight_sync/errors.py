@@ -10,6 +10,7 @@ WeightSyncError               500
 |   +-- UnknownGroupError     404
 +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
 |   +-- BaseMismatchError     409  the weights in force are not those that the sender starts from
+|   +-- CopiesDifferError     409  places that must hold the same content do not
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
 +-- LocalCheckpointError      500  a local checkpoint folder could not be written
 +-- StagingError              500  old content cannot be kept, or put back
@@ -65,6 +66,10 @@ class TransactionStateError(WeightSyncError):
 
 class BaseMismatchError(TransactionStateError):
     """The weights in force are not those that the sender starts from."""
+
+
+class CopiesDifferError(TransactionStateError):
+    """Replicas on one rank, or copies on several, that must hold the same content do not."""
 
 
 class TransportError(WeightSyncError):

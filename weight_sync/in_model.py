@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 
 from weight_sync.errors import StagingError
-from weight_sync.tensor_meta import LogicalWeights
+from weight_sync.staging import Content, write_content
+from weight_sync.tensor_meta import LogicalWeights, Part, parts_of
 
 
 class InPlaceStaging:
@@ -37,12 +39,12 @@ class InPlaceStaging:
     def dirty(self) -> bool:
         return self._num_written > 0
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, content: Content) -> None:
         self._num_written += 1
-        self._weights.write(name, tensor)
+        write_content(self._weights, name, content)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._weights.read(name)
+    def read(self, name: str) -> Sequence[Part]:
+        return parts_of(self._weights, name)
 
     def prepare(self) -> None:
         """Nothing can be done ahead."""
@@ -81,15 +83,15 @@ class JournalStaging:
     def num_bytes(self) -> int:
         return 0 if self._journal is None else self._journal.num_bytes
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, content: Content) -> None:
         if self._journal is None:
             self._journal = Journal(self._directory)
         for place in self._weights.places(name)[:1]:  # the others hold the same
             self._journal.append(name, place.read())
-        self._weights.write(name, tensor)
+        write_content(self._weights, name, content)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._weights.read(name)
+    def read(self, name: str) -> Sequence[Part]:
+        return parts_of(self._weights, name)
 
     def prepare(self) -> None:
         """Nothing can be done ahead."""

@@ -19,7 +19,7 @@ Knows places and bytes.  Does not know names' meaning, coverage or versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +27,8 @@ import torch
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import ShadowMemory
 from weight_sync.pages import PageTrader, tradable_spans
-from weight_sync.tensor_meta import LogicalWeights, Place
+from weight_sync.staging import Content
+from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 
@@ -63,14 +64,17 @@ class ShadowStaging:
     def num_bytes(self) -> int:
         return sum(shadow.live.numel() for shadow in self._shadows.values())
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, content: Content) -> None:
         for key, place in self._homes_of(name):
-            self._aside(key, place).write(tensor)
+            aside = self._aside(key, place)
+            if isinstance(content, Part):
+                aside.put_back(content.content)
+            else:
+                aside.write(content)
         self._written.add(name)
 
-    def read(self, name: str) -> torch.Tensor:
-        # Other ranks may hold the rest of the tensor, or all of it.
-        return self._weights.assemble(name, [self._staged(key, place) for key, place in self._homes_of(name)[:1]])
+    def read(self, name: str) -> Sequence[Part]:
+        return [Part(place.region, self._staged(key, place)) for key, place in self._homes_of(name)]
 
     def prepare(self) -> None:
         self._fill({key for key, shadow in self._shadows.items() if not shadow.is_copy})

@@ -11,10 +11,12 @@ Knows `LogicalWeights`, the ledger and sinks.  Does not know transports or versi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
+from weight_sync.content_check import is_finite
 from weight_sync.errors import (
     ContentError,
     CoverageError,
@@ -24,20 +26,34 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.ledger import WeightLedger, listed
-from weight_sync.tensor_meta import LogicalWeights, Piece, TensorMeta, dtype_name
+from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
 LogicalTensors = list[tuple[str, torch.Tensor]]
+Content = torch.Tensor | Part
+"""A whole logical tensor, or what this rank holds of it."""
+
+
+@dataclass(frozen=True)
+class ProvenPart:
+    """What this rank will hold of logical tensor `name`; None: nothing.
+
+    It was proved together with the other ranks' that the whole will have fingerprint `fingerprint`.
+    """
+
+    name: str
+    part: Part | None
+    fingerprint: int
 
 
 class WeightSink(Protocol):
     """Where logical tensors land."""
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the content of logical tensor `name`; `tensor` is the caller's and may change afterwards."""
+    def write(self, name: str, content: Content) -> None:
+        """Take the content of logical tensor `name`, which is the caller's and may change afterwards."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """What was written under `name`, never to be written to."""
+    def read(self, name: str) -> Sequence[Part]:
+        """What was written under `name` as this rank's places hold it, or will; never to be written to."""
 
 
 class Staging(WeightSink, Protocol):
@@ -88,11 +104,19 @@ class DirectSink:
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        self._weights.write(name, tensor)
+    def write(self, name: str, content: Content) -> None:
+        write_content(self._weights, name, content)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._weights.read(name)
+    def read(self, name: str) -> Sequence[Part]:
+        return parts_of(self._weights, name)
+
+
+def write_content(weights: LogicalWeights, name: str, content: Content) -> None:
+    """Straight to every place of this rank."""
+    if isinstance(content, Part):
+        weights.put_back(name, content.content)
+    else:
+        weights.write(name, content)
 
 
 def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool) -> list[list[Piece]]:
@@ -157,13 +181,30 @@ def load_weights(
     for wire_name, name, source in logical:
         if ledger.record(wire_name, name):
             sink.write(name, source)
-        elif not _same_bits(sink.read(name), source):
+        elif not all(_same_bits(part, source) for part in sink.read(name)):  # other ranks look at their parts
             raise ContentError(f"{name} came again as {wire_name} with other content")
 
 
-def _same_bits(stored: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether storing `source` would store the same bits."""
-    cast = source.to(device=stored.device, dtype=stored.dtype)
+def load_part(proven: ProvenPart, sink: WeightSink, ledger: WeightLedger) -> None:
+    """Note a part of a logical tensor in the ledger and write it into the sink.
+
+    Raises `CoverageError` for a tensor that came before or was not announced, `ContentError` for one that is not
+    finite.
+    """
+    name, part = proven.name, proven.part
+    if part is not None and not is_finite(part.content):
+        raise ContentError(f"values that are not finite in {name}")
+    if not ledger.record(name, name):
+        raise CoverageError(f"{name} came before under another name")
+    if part is not None:
+        sink.write(name, part)
+
+
+def _same_bits(part: Part, source: torch.Tensor) -> bool:
+    """Whether storing `source`, a whole tensor, would store the same bits."""
+    stored = part.content
+    mine = source if part.region is None else part.region.of(source)
+    cast = mine.to(device=stored.device, dtype=stored.dtype)
     return torch.equal(
         stored.contiguous().view(-1).view(torch.uint8),
         cast.contiguous().view(-1).view(torch.uint8),

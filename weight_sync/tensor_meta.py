@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -93,6 +93,18 @@ class Region:
         """A view of this part of a tensor of the whole's shape."""
         return tensor.narrow(self.dim, self.start, self.length)
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """`whole[index]` is this part."""
+        return (*[slice(None)] * self.dim, slice(self.start, self.start + self.length))
+
+
+class Part(NamedTuple):
+    """What a place holds, or will hold, of a logical tensor: `content` is its `region`, or all of it."""
+
+    region: Region | None
+    content: torch.Tensor
+
 
 class Place(Protocol):
     """Where one logical tensor lives, or a part of it, whatever the layout of the storage around it.
@@ -143,12 +155,6 @@ class LogicalWeights(Protocol):
         Storage addresses do not change.  `source` has the meta's shape; its dtype is cast to the parameter's.
         """
 
-    def read(self, name: str) -> torch.Tensor:
-        """The logical tensor as it lives in memory now: a view or a copy, never to be written to.
-
-        With several ranks a call that all of them make, in one order.
-        """
-
     def places(self, name: str) -> Sequence[Place]:
         """Every place of logical tensor `name` on this rank under the placement in force.
 
@@ -158,12 +164,10 @@ class LogicalWeights(Protocol):
     def put_back(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what `read` of one of them gave."""
 
-    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole logical tensor from what one place of each rank holds, or would hold.
-
-        `contents`: of the first place of this rank, or nothing where it has none.  With one rank that is the tensor;
-        with several, a call that all of them make, in one order.
-        """
-
     def recompute_derived(self) -> None:
         """Bring tensors that are computed from weights (none in most models) up to date."""
+
+
+def parts_of(weights: LogicalWeights, name: str) -> list[Part]:
+    """What every place of logical tensor `name` on this rank holds now; never to be written to."""
+    return [Part(place.region, place.read()) for place in weights.places(name)]

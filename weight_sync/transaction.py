@@ -18,16 +18,16 @@ Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, eng
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from weight_sync.content_check import check_content
+from weight_sync.content_check import check_content, matching
 from weight_sync.errors import CommitError, CoverageError, TransactionStateError, WeightRequestError
 from weight_sync.ledger import Coverage, WeightLedger, listed
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import Staging, load_weights, split_wire
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.staging import ProvenPart, Staging, load_part, load_weights, split_wire
+from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 from weight_sync.wire import Manifest
 
 
@@ -95,6 +95,11 @@ class WeightTransaction:
         return self._ledger.missing
 
     @property
+    def target(self) -> LogicalWeights:
+        """Where the tensors go."""
+        return self._weights
+
+    @property
     def num_bytes(self) -> int:
         """Of the tensors that came."""
         metas = self._weights.metas()
@@ -118,7 +123,7 @@ class WeightTransaction:
         """Raises `TransactionStateError` unless VERIFIED."""
         self._require(TransactionState.VERIFIED, "commit")
 
-    def receive(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart) -> None:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
         Raises `TransactionStateError` unless OPEN, whatever `load_weights` raises, `ContentError`, `StagingError`.  Any
@@ -126,14 +131,18 @@ class WeightTransaction:
         """
         self._require(TransactionState.OPEN, "receive")
         try:
-            load_weights(
-                self._weights,
-                named_tensors,
-                self._staging,
-                self._ledger,
-                cast=False,
-                check=lambda named: self._found.update(check_content(named, self._fingerprints)),
-            )
+            if isinstance(bucket, ProvenPart):
+                self._found |= matching({bucket.name: bucket.fingerprint}, self._fingerprints)
+                load_part(bucket, self._staging, self._ledger)
+            else:
+                load_weights(
+                    self._weights,
+                    bucket,
+                    self._staging,
+                    self._ledger,
+                    cast=False,
+                    check=lambda named: self._found.update(check_content(named, self._fingerprints)),
+                )
         except Exception as error:
             self.fail(str(error))
             raise
@@ -200,8 +209,9 @@ class WeightTransaction:
         assert self._state is TransactionState.COMMITTED
         self._staging.close()
 
-    def read_staged(self, name: str) -> torch.Tensor | None:
-        """The logical tensor as it was sent, never to be written to; None if it has not come, or was let go."""
+    def read_staged(self, name: str) -> Sequence[Part] | None:
+        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was let
+        go."""
         open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
         return self._staging.read(name) if self._state in open_states and name in self._ledger else None
 

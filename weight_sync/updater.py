@@ -20,22 +20,21 @@ from typing import Any
 
 import torch
 
-from weight_sync.checker import live_fingerprints
 from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.fingerprint import digest
 from weight_sync.groups import WeightUpdateGroups
 from weight_sync.held_memory import HeldMemory
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
 from weight_sync.lost_updates import LostUpdates
+from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, deliver, refuse
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.staging import StagingMode, split_wire
 from weight_sync.staging_modes import new_staging
 from weight_sync.status import CommitResult, UpdateFailure, update_status
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.wire import Manifest
 
@@ -46,11 +45,11 @@ class WeightUpdater:
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
-    deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  `max_call_bytes`:
-    what one call may bring, by default twice the model's bytes.  `staging`: where tensors are until the commit;
-    `journal_dir`: see `new_staging`; `memory`: what they take, by default given back after each update.  `pace`: see
-    `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a transaction opens: where it is
-    staged, if that is not where `weights` lie now.
+    deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  `exchange`: what
+    each of them brings, on the I/O side.  `max_call_bytes`: of one call, by default twice the model's.  `staging`:
+    where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
+    back after each update.  `pace`: see `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a
+    transaction opens: where it is staged, if that is not where `weights` lie now.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class WeightUpdater:
         timeout_s: float,
         vote: Callable[[bool], bool],
         commit_vote: Callable[[bool], bool] | None = None,
+        exchange: Exchange = alone,
         target: Callable[[Coverage], LogicalWeights] | None = None,
         staging: StagingMode = "host",
         journal_dir: str | None = None,
@@ -78,6 +78,7 @@ class WeightUpdater:
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._vote, self._commit_vote = vote, commit_vote or vote
+        self.exchange = exchange
         self._target = target or (lambda _: weights)
         self._groups = WeightUpdateGroups(self._device, timeout_s)
         self._held = memory or HeldMemory()
@@ -282,6 +283,11 @@ class WeightUpdater:
         return self._weights
 
     @property
+    def target(self) -> LogicalWeights:
+        """Where the open transaction is staged; `weights` unless it adopts a placement."""
+        return self._weights if self._transaction is None else self._transaction.target
+
+    @property
     def is_open(self) -> bool:
         return self._transaction is not None
 
@@ -318,8 +324,8 @@ class WeightUpdater:
         """Name the open transaction's version.  Raises `TransactionStateError` if none is open."""
         self._require_transaction("name").weight_version = weight_version
 
-    def staged(self, name: str) -> torch.Tensor | None:
-        """The staged logical tensor by its canonical name, on the host; None if nothing is open or it has not come."""
+    def staged(self, name: str) -> Sequence[Part] | None:
+        """What this rank has staged of a tensor, by its canonical name; None if nothing is open or it has not come."""
         return self._transaction.read_staged(name) if self._transaction is not None else None
 
     def status(self) -> dict[str, Any]:
@@ -331,12 +337,6 @@ class WeightUpdater:
             staging=self._staging,
             last_failure=self._last_failure,
         )
-
-    def content_digest(self) -> str:
-        """`fingerprint.digest` over all logical tensors as they are served now; not while a commit runs."""
-        found, metas = live_fingerprints(self._weights), self._weights.metas()
-        self.content.note(found)
-        return digest((metas[name], value) for name, value in found.items())
 
     # --- helpers -----------------------------------------------------------------------------------------------
 

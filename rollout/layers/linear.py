@@ -83,4 +83,4 @@ def sharded_entry(
     if shard.is_whole:
         return WeightEntry(name, shape, weight.dtype, lambda: [place])
     part = ShardPlace(place, dim, shard.start, shard.length)
-    return WeightEntry(name, shape, weight.dtype, lambda: [part], is_everywhere=False)
+    return WeightEntry(name, shape, weight.dtype, lambda: [part])

@@ -19,17 +19,16 @@ from weight_sync.tensor_meta import Piece
 class WeightEntry:
     """One logical tensor held by a layer.
 
-    `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now.
+    `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now;
+    none where all of it lives on other ranks.
     It is called for each write and never cached, because the places of an expert follow the placement in force.
     `coming()`: the same under a placement that is proposed; None for a tensor that no placement concerns.
-    `is_everywhere`: every rank of the engine holds all of it; if not, there may be no place here.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     places: Callable[[], Sequence[Place]]
-    is_everywhere: bool = True
     coming: Callable[[], Sequence[Place]] | None = None
 
 

@@ -184,7 +184,7 @@ class DecoderForCausalLM(Layer):
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
         self.lm_head = OutputHead(config.vocab_size, config.hidden_size, dtype, device, ops, parallel.attn_tp, tied_to)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
-        self.weights = WeightIndex(self, aliases, parallel.weight_io)
+        self.weights = WeightIndex(self, aliases)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Final-normed hidden states [T, D] of the step's tokens."""

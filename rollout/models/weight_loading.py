@@ -13,10 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from rollout.distributed.communicator import Communicator
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
-from rollout.models.weight_assembly import assemble_tensor
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
@@ -24,12 +22,10 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).  `ranks` join
-    all ranks of the server, for the one thread that reads weights at a time.
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).
     """
 
-    def __init__(self, model: Layer, aliases: Mapping[str, str], ranks: Communicator | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, model: Layer, aliases: Mapping[str, str]) -> None:
         self._is_coming = False
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
@@ -67,13 +63,6 @@ class WeightIndex:
         for place in self._places(entry):
             place.write(source)
 
-    def read(self, name: str) -> torch.Tensor:
-        """The logical tensor, from this rank's first place of it where all ranks have all of it; not to be written to.
-
-        With several ranks a call that all of them make, in one order.  Raises `UnknownTensorError`.
-        """
-        return self.assemble(name, [place.read() for place in self.places(name)[:1]])
-
     def places(self, name: str) -> Sequence[Place]:
         """Every place of the logical tensor on this rank under the placement in force.  Raises `UnknownTensorError`."""
         return self._places(self._entry(name))
@@ -88,17 +77,6 @@ class WeightIndex:
         """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
         for place in self.places(name):
             place.put_back(content)
-
-    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from what the first place of each rank holds, or would hold (`contents`, at most one).
-
-        Raises `UnknownTensorError`, and `WeightSyncError` where a part of it is nowhere.
-        """
-        entry = self._entry(name)
-        if self._ranks is None or self._ranks.size == 1 or entry.is_everywhere:
-            return contents[0]
-        region = self._places(entry)[0].region if contents else None
-        return assemble_tensor(self._metas[name], region, contents[0] if contents else None, self._ranks)
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""

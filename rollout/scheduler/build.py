@@ -134,6 +134,7 @@ def build_scheduler(
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
         commit_vote=consensus.commit_vote,
+        exchange=consensus.exchange,
         target=adoption.target,
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,

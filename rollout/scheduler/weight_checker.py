@@ -7,6 +7,7 @@ Knows when the weights may be read or filled.  How is `weight_sync.checker`'s bu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from rollout.core.errors import BadRequest, Conflict, Unavailable
@@ -22,6 +23,7 @@ from weight_sync.checker import (
     take_snapshot,
 )
 from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.ledger import listed
 from weight_sync.updater import WeightUpdater
 
 RESET_REASON = "/weights_checker reset_tensors filled them with NaN"
@@ -58,7 +60,7 @@ class WeightChecker:
         def io() -> dict[str, int]:
             _refuse_skip(verb)
             self._require_content()
-            return live_fingerprints(self._weights)
+            return live_fingerprints(self._weights, self._updater.exchange)
 
         def step(fingerprints: dict[str, int]) -> tuple[str, Answer]:
             live = self._digest(fingerprints)
@@ -80,7 +82,7 @@ class WeightChecker:
             _refuse_skip(verb)
             self._require_content()
             self._snapshot = None  # its memory is free before the next one is taken
-            return take_snapshot(self._weights, verb.keep_content)
+            return take_snapshot(self._weights, verb.keep_content, self._updater.exchange)
 
         def step(snapshot: WeightSnapshot) -> tuple[str, Answer]:
             self._snapshot = snapshot
@@ -99,25 +101,21 @@ class WeightChecker:
             self._require_content()
             if self._snapshot is None:
                 raise Conflict("there is no snapshot to compare with; take one with action snapshot")
-            differences = compare(self._weights, self._snapshot, verb.skip_tensor_list or ())
+            skipped = verb.skip_tensor_list or ()
+            differences = compare(self._weights, self._snapshot, skipped, self._updater.exchange)
             return {
                 "equal": not differences,
-                "num_compared": len(self._weights.metas()) - len(set(verb.skip_tensor_list or ())),
-                "differing": [
-                    {
-                        "name": difference.name,
-                        "num_elements": difference.num_elements,
-                        "max_abs_difference": difference.max_abs_difference,
-                    }
-                    for difference in differences
-                ],
+                "num_compared": len(self._weights.metas()) - len(set(skipped)),
+                "differing": [dataclasses.asdict(difference) for difference in differences],
                 "snapshot_weight_version": self._snapshot_version,
             }
 
         def step(data: Answer) -> tuple[str, Answer]:
             if data["equal"]:
                 return "All tensors are equal to the snapshot.", data
-            return f"{len(data['differing'])} of {data['num_compared']} tensors differ from the snapshot.", data
+            names = [", ".join([entry["name"], *entry["places"]]) for entry in data["differing"]]
+            count = f"{len(names)} of {data['num_compared']}"
+            return f"{count} tensors differ from the snapshot: {listed(names, 3)}.", data
 
         return Job(verb, io, step)
 

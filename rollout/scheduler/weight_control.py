@@ -12,6 +12,7 @@ another pause opens a new one: what the pause before it left is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,12 @@ from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
+from weight_sync.checker import live_fingerprints
 from weight_sync.errors import BaseMismatchError, UnknownTensorError, WeightSyncError
 from weight_sync.lease import DEFAULT_LEASE_S
+from weight_sync.rank_parts import first_rows
 from weight_sync.receivers.base import refuse
+from weight_sync.tensor_meta import parts_of
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -151,7 +155,10 @@ class WeightControl:
         )
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
-        self._adoption.opening(verb.adopt_placement, verb.placement_epoch)
+        adopts = verb.adopt_placement
+        if adopts is None and verb.base_digest is not None:
+            adopts = False  # deltas will come, which go where their base lies
+        self._adoption.opening(adopts, verb.placement_epoch)
 
         def io() -> None:
             self._require_base(verb)
@@ -179,7 +186,8 @@ class WeightControl:
             return
         actual = epoch.content_digest
         if actual is None:
-            actual = self._found_digest = self._updater.content_digest()
+            self._updater.content.note(live_fingerprints(self._updater.weights, self._updater.exchange))
+            actual = self._found_digest = self._updater.content.digest
         if actual != verb.base_digest.lower():
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
@@ -275,12 +283,16 @@ class WeightControl:
             staged = self._updater.staged(name) if shows_staged else None
             if staged is None and self._scheduler.runner.state.content_lost:
                 raise Conflict("the weights' memory is released; there is nothing to read")
-            rows = (weights.read(name) if staged is None else staged)[: max(0, verb.truncate_size)]
-            if rows.numel() > _MOST_NUMBERS_SHOWN:
+            meta = weights.metas()[name]
+            count = min(max(0, verb.truncate_size), meta.shape[0])
+            num_shown = count * math.prod(meta.shape[1:])
+            if num_shown > _MOST_NUMBERS_SHOWN:
                 raise TooLarge(
-                    f"{len(rows)} rows of {name} have {rows.numel()} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
+                    f"{count} rows of {name} have {num_shown} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
                     "give a smaller truncate_size"
                 )
+            parts = parts_of(weights, name) if staged is None else staged
+            rows = first_rows(meta, parts, count, self._updater.exchange)
             return rows.double().tolist(), staged is not None
 
         def step(result: Any) -> tuple[str, Answer]:

@@ -1,8 +1,8 @@
 """Weights from disk: `update_weights_from_disk`, and `pull_weights` into a local checkpoint and, if asked, memory.
 
     update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
-    pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own,
-                               by the same deltas where memory is at a version of this source, else from the folder
+    pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
+                               from there, of what changed where memory is at a version of this source, else of all
 
 Knows verbs, folders and the order of things.  What a transaction is belongs to `weight_sync`.
 """
@@ -10,6 +10,7 @@ Knows verbs, folders and the order of things.  What a transaction is belongs to 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFrom
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_queue import Answer, Job
-from weight_sync.checkpoint_folder import open_checkpoint_folder, require_folder
+from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, collect_patches, pull
 from weight_sync.delta.local_state import LocalVersion
-from weight_sync.delta.version_dir import TensorPatch, chain_of
+from weight_sync.delta.version_dir import chain_of
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.receivers.base import BucketSource
-from weight_sync.receivers.delta import PatchSource, whole_tensors
 from weight_sync.receivers.disk import DiskSource, check_against_model
 from weight_sync.safetensors_file import read_small
 from weight_sync.updater import WeightUpdater
@@ -147,19 +147,22 @@ class DiskRefresh:
         start = self._origin_in(source)
         if start == verb.target_version and start > 0:
             return "unchanged"
+        changed: Collection[str] | None = None
         if start is not None and start < verb.target_version:
-            patches = _patches_since(start, source, verb.target_version)
-            headers = [meta for meta in open_checkpoint_folder(local).metas if meta.name in patches]
-            names = whole_tensors(weights, headers)
-            if patches and names is not None:
-                self._refresh(PatchSource(patches, names, weights), "partial", version)
-                return "delta"
-        folder = DiskSource(local, weights, complete=True, timeout_s=self._timeout_s)
+            changed = _changed_since(start, source, verb.target_version) or None
+        folder = DiskSource(
+            local,
+            weights,
+            complete=changed is None,
+            timeout_s=self._timeout_s,
+            names=changed,
+            version=verb.target_version,
+        )
         try:
-            self._refresh(folder, "full", version)
+            self._refresh(folder, "full" if changed is None else "partial", version)
         finally:
             folder.close()
-        return "full"
+        return "full" if changed is None else "delta"
 
     def _origin_in(self, source: Path) -> int | None:
         """The version of `source` that memory holds, if it is known to hold one, whole."""
@@ -185,13 +188,13 @@ class DiskRefresh:
             self._origin = MemoryOrigin(self._scheduler.runner.state.epoch.weight_epoch, version, source)
 
 
-def _patches_since(start: int, source: Path, target: int) -> dict[str, list[TensorPatch]]:
-    """What leads memory from `start` to `target`; nothing where that is no longer published, or was never."""
+def _changed_since(start: int, source: Path, target: int) -> Collection[str]:
+    """The tensors that change from `start` to `target`; none where that is no longer published, or was never."""
     try:
         deltas, _, found = chain_of(source, target, lambda number: number == start)
-        return collect_patches(deltas) if found == start else {}
+        return collect_patches(deltas).keys() if found == start else ()
     except (WeightRequestError, TransportError):
-        return {}  # the local checkpoint, which is at the target, is read instead
+        return ()  # all of the local checkpoint, which is at the target, is read instead
 
 
 def require_same_model(path: Path, running: ModelConfig) -> None:

@@ -28,7 +28,7 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
     if verb.load_format == DELTA:
         inner = updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name)
-        return DeltaSource(inner, updater.weights)
+        return DeltaSource(inner, updater.weights, updater.target, updater.exchange)
     return updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name, verb.load_format)
 
 

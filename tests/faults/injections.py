@@ -17,7 +17,6 @@ from tests.faults.engines import Engine
 from tests.faults.transports import remove_files
 from weight_sync.errors import StagingError
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.receivers.delta import PatchSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.updater import WeightUpdater
@@ -104,18 +103,8 @@ def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
 
 
 def files_vanish(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """While they are read: a folder of tensors, or the version that is being applied to memory."""
-    source = engine.scratch / "source"
-
-    @contextmanager
-    def injected() -> Iterator[None]:
-        with (
-            mock.patch.object(DiskSource, "receive", _vanishing(DiskSource.receive, lambda disk: disk._path)),
-            mock.patch.object(PatchSource, "receive", _vanishing(PatchSource.receive, lambda _: max(source.iterdir()))),
-        ):
-            yield
-
-    return injected()
+    """The folder of tensors that is being read."""
+    return mock.patch.object(DiskSource, "receive", _vanishing(DiskSource.receive, lambda disk: disk._path))
 
 
 def _vanishing(receive: Callable[..., Any], folder_of: Callable[[Any], Path]) -> Callable[..., Any]:

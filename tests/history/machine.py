@@ -61,7 +61,7 @@ from tests.history.expected import (
 )
 from tests.history.transports import TRANSPORTS, Call, Named, Transport
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import dtype_name
+from weight_sync.tensor_meta import dtype_name, parts_of
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 16, "layers": 2, "dense_first": 0, "heads": 2, "kv_heads": 1, "head_dim": 8,
@@ -159,7 +159,7 @@ class Machine:
         driver.check_idle()
         expected = driver.expected.versions[driver.expected.current]
         weights = driver.scheduler.runner.state.model.weights
-        wrong = [name for name in expected or () if not torch.equal(weights.read(name), expected[name])]  # type: ignore[index]
+        wrong = [name for name in expected or () if not torch.equal(parts_of(weights, name)[0].content, expected[name])]  # type: ignore[index]
         if expected is None or wrong:
             raise Violation(f"tensors in memory that are not of {driver.expected.label}: {wrong}")
 

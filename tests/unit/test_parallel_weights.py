@@ -19,15 +19,15 @@ from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.place import ShardPlace, ViewPlace
 from rollout.layers.ops.torch_ops import TorchOps
 from rollout.layers.shard import Shard, kv_heads, query_heads
-from rollout.models.weight_assembly import assemble_tensor
 from tests.kernels import native_ops
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank
 from tests.ranks import run_ranks
 from weight_sync.errors import CommitError, WeightSyncError
+from weight_sync.rank_parts import first_rows
 from weight_sync.staging import StagingMode
 from weight_sync.staging_modes import new_staging
-from weight_sync.tensor_meta import Region, TensorMeta
+from weight_sync.tensor_meta import Part, Region, TensorMeta
 from weight_sync.transaction import WeightTransaction
 
 Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
@@ -65,14 +65,23 @@ def engine(folder: Path, parallel: Parallel, ops: LayerOps | None = None) -> Ran
 
 
 def holds(rank: RankEngine, content: dict[str, torch.Tensor]) -> bool:
-    """Whether every place has its part of `content`, and every tensor is read as it is there."""
+    """Whether every place has its part of `content`."""
     weights, right = rank.model.weights, True
     for name, tensor in content.items():
         tensor = tensor.to(rank.model.dtype)
-        right &= torch.equal(weights.read(name), tensor)
         for place in weights.places(name):
             right &= torch.equal(place.read(), tensor if place.region is None else place.region.of(tensor))
             right &= place.numel == place.read().numel()
+    return right
+
+
+def shows(transaction: WeightTransaction, sent: dict[str, torch.Tensor], parallel: Parallel) -> bool:
+    """Whether what is staged is what was sent; all ranks ask together."""
+    metas, exchange, right = transaction.target.metas(), parallel.weight_io.gather_bytes, True
+    for name, tensor in sent.items():
+        staged = transaction.read_staged(name)
+        assert staged is not None
+        right &= torch.equal(first_rows(metas[name], staged, tensor.shape[0], exchange), tensor)
     return right
 
 
@@ -103,9 +112,9 @@ def test_a_refresh_is_one_on_all_ranks(folders: tuple[Path, Path], sizes: Sizes,
         transaction = WeightTransaction(weights, "v1", staging=new_staging(weights, mode))
         for name in reversed(sent):
             transaction.receive([(name, sent[name])])
-        staged = all(torch.equal(transaction.read_staged(name), tensor) for name, tensor in sent.items())
+        staged = shows(transaction, sent, parallel)
         transaction.verify()
-        staged &= all(torch.equal(transaction.read_staged(name), tensor) for name, tensor in sent.items())
+        staged &= shows(transaction, sent, parallel)
         transaction.commit(parallel.world.all_agree)
         assert storages == [tensor.data_ptr() for tensor in rank.model.tensors()]
         return staged and holds(rank, new), rank.run(MIXED)
@@ -152,8 +161,8 @@ def test_a_refresh_after_a_move_goes_where_experts_are_now(folders: tuple[Path, 
 # --- parts and wholes -------------------------------------------------------------------------------------------------
 
 
-def assembled(parts: list[tuple[Region | None, float] | None]) -> list[torch.Tensor]:
-    """By rank, the whole [4, 6] of which rank r holds `parts[r]`: a region full of one number, or nothing."""
+def assembled(parts: list[tuple[Region | None, float] | None], rows: int = 4) -> list[torch.Tensor]:
+    """By rank, rows of the whole [4, 6] of which rank r holds `parts[r]`: a region full of one number, or nothing."""
 
     def work(parallel: Parallel) -> torch.Tensor:
         ranks: Communicator = parallel.weight_io
@@ -163,7 +172,7 @@ def assembled(parts: list[tuple[Region | None, float] | None]) -> list[torch.Ten
             whole = torch.full((4, 6), value, dtype=torch.bfloat16)
             content = whole if region is None else region.of(whole)
         meta = TensorMeta("w", torch.bfloat16, (4, 6))
-        return assemble_tensor(meta, None if part is None else part[0], content, ranks)
+        return first_rows(meta, [] if part is None else [Part(part[0], content)], rows, ranks.gather_bytes)
 
     return run_ranks(ParallelLayout(len(parts)), work)
 
@@ -174,6 +183,10 @@ def test_a_whole_from_parts_the_first_holder_of_each_counting() -> None:
         assert found.tolist() == [[1, 1, 1, 1, 2, 2]] * 4
     for found in assembled([(left, 1.0), (None, 3.0), None]):
         assert found.tolist() == [[3] * 6] * 4
+    upper, lower = Region(0, 0, 3), Region(0, 3, 1)
+    for rows in (0, 2, 3, 4, 9):
+        for found in assembled([(lower, 2.0), (upper, 1.0)], rows):
+            assert found.tolist() == ([[1] * 6] * 3 + [[2] * 6])[:rows]
 
 
 @pytest.mark.parametrize(

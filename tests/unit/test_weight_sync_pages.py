@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,9 +207,6 @@ class Matrices:
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
-    def assemble(self, name: str, contents: Sequence[torch.Tensor]) -> torch.Tensor:
-        return contents[0]
-
     def recompute_derived(self) -> None:
         self.derived_fault()
 
@@ -241,7 +238,7 @@ def test_refreshes_trade_pages_and_leave_addresses() -> None:
     assert traded > 0.9 * 2 * ROWS * COLUMNS
     assert weights.bytes == Matrices(1).bytes
     for name, tensor in content(2).items():
-        assert torch.equal(transaction.read_staged(name), tensor)  # type: ignore[arg-type]
+        assert torch.equal(transaction.read_staged(name)[0].content, tensor)  # type: ignore[index]
     transaction.commit(lambda mine: mine)
     assert weights.bytes == expected.bytes
     assert addresses == [tensor.data_ptr() for tensor in weights.tensors.values()]

@@ -11,6 +11,8 @@ N changed elements.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
 from weight_sync.fingerprint import fingerprint_update
-from weight_sync.tensor_meta import dtype_name
+from weight_sync.tensor_meta import Region, dtype_name
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,6 +36,18 @@ class Changes:
     def inverse(self) -> Changes:
         """The way back.  The lowest step is its own inverse: it wraps around."""
         return Changes(self.positions_N, -self.steps_N)
+
+    def within(self, shape: Sequence[int], region: Region | None) -> tuple[Changes, np.ndarray]:
+        """Those of a part of a tensor of `shape`, in the part's own flat indices; and their indices in the whole."""
+        if region is None:
+            return self, self.positions_N
+        inner = math.prod(shape[region.dim + 1 :])
+        rows_N, columns_N = np.divmod(self.positions_N, inner)
+        outer_N, at_N = np.divmod(rows_N, shape[region.dim])
+        at_N -= region.start
+        mine = (at_N >= 0) & (at_N < region.length)
+        local_N = (outer_N * region.length + at_N) * inner + columns_N
+        return Changes(local_N[mine], self.steps_N[mine]), self.positions_N[mine]
 
 
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
@@ -54,18 +68,35 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
 def apply_changes(base: torch.Tensor, changes: Changes, base_fingerprint: int) -> tuple[torch.Tensor, int]:
     """A new tensor on the device of `base`, and its fingerprint, updated from that of `base`.
 
-    Raises `ContentError` for a position outside of the tensor or a step beyond its dtype's width.
+    Raises `ContentError` for a position outside of the tensor.
     """
+    return changed(base, changes), share_after(base, changes, changes.positions_N, base_fingerprint)
+
+
+def changed(base: torch.Tensor, changes: Changes) -> torch.Tensor:
+    """A new tensor, or part of one, on the device of `base`.  Raises `ContentError` for a position outside of it."""
     words = _words(base).clone()
+    positions, _, after = _look(words, changes)
+    words[positions] = after
+    return words.view(base.dtype).view(base.shape)
+
+
+def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, share: int) -> int:
+    """What `changed` will contribute to its tensor's fingerprint, where `base` contributes `share`.
+
+    `indices_N`: the flat indices of the changes in the whole tensor.  Raises as `changed`.
+    """
+    positions, before, after = _look(_words(base), changes)
+    return fingerprint_update(share, torch.from_numpy(indices_N).to(positions.device), before, after)
+
+
+def _look(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions that change, and the words there before and after."""
     if changes.positions_N.size and int(changes.positions_N[-1]) >= words.numel():
         raise ContentError(f"position {int(changes.positions_N[-1])} of a tensor of {words.numel()} elements")
     positions = torch.from_numpy(changes.positions_N).to(words.device)
-    steps = torch.from_numpy(changes.steps_N).to(words.device)
     before = words[positions]
-    after = before + steps.to(words.dtype)
-    words[positions] = after
-    value = fingerprint_update(base_fingerprint, positions, before, after)
-    return words.view(base.dtype).view(base.shape), value
+    return positions, before, before + torch.from_numpy(changes.steps_N).to(words.device, words.dtype)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

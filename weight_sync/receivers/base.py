@@ -12,9 +12,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from weight_sync.staging import ProvenPart
 from weight_sync.tensor_meta import TensorMeta
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Bucket = Named | ProvenPart
 
 
 class BucketSource(Protocol):
@@ -31,8 +33,8 @@ class BucketSource(Protocol):
         also for more than `max_bytes` of content.
         """
 
-    def receive(self) -> Iterable[Named]:
-        """The content as (name, tensor), in one or more buckets.
+    def receive(self) -> Iterable[Bucket]:
+        """The content as (name, tensor), in one or more buckets, or as this rank's parts of tensors.
 
         A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
         kinds, `TransportError`.  Every wait has a deadline.
@@ -58,7 +60,7 @@ def refuse(source: BucketSource, reason: str) -> None:
 
 def deliver(
     source: BucketSource,
-    take: Callable[[Named], None],
+    take: Callable[[Bucket], None],
     refusal: Exception | None = None,
     pace: Callable[[float], None] | None = None,
 ) -> None:

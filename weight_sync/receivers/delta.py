@@ -1,8 +1,9 @@
-"""Deltas over what the model holds: of a broadcast, and of published folders.
+"""Broadcast deltas, over what the model holds.
 
-    bytes -> index checked against the model -> for each tensor: base fingerprint -> changes applied aside -> result
-             fingerprint -> a full tensor, which goes the way of every other
+    bytes -> index checked against the model -> on every rank, for its part of each tensor: share of the fingerprint
+             before and after -> one exchange: they add up to what the delta says -> changes applied aside, part by part
 
+A rank needs no more of a tensor than its part, and nothing is given before all of a frame is proved on all ranks.
 Knows deltas and how to read a model's tensors.  Does not know transactions.
 """
 
@@ -12,23 +13,41 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from weight_sync.delta.frame import DeltaFrame, read_frame
-from weight_sync.delta.version_dir import TensorPatch
-from weight_sync.errors import BaseMismatchError, WeightRequestError
-from weight_sync.fingerprint import digest
+from weight_sync.delta.changes import changed, share_after
+from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
+from weight_sync.errors import (
+    BaseMismatchError,
+    ContentError,
+    CopiesDifferError,
+    TransactionStateError,
+    WeightRequestError,
+)
+from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.receivers.base import BucketSource, refuse
-from weight_sync.staging import split_wire
-from weight_sync.tensor_meta import LogicalWeights, Piece, TensorMeta, dtype_name
+from weight_sync.staging import ProvenPart, split_wire
+from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
 
 
 class DeltaSource:
-    """A delta frame that comes as the one tensor of `inner`, uint8 [bytes]."""
+    """A delta frame that comes as the one tensor of `inner`, uint8 [bytes], over the content of `weights`.
 
-    def __init__(self, inner: BucketSource, weights: LogicalWeights) -> None:
+    `target`: where it is staged, which must be where its base lies.  `exchange`: with the other ranks, once a frame.
+    """
+
+    def __init__(
+        self,
+        inner: BucketSource,
+        weights: LogicalWeights,
+        target: LogicalWeights | None = None,
+        exchange: Exchange = alone,
+    ) -> None:
         self._inner = inner
         self._weights = weights
+        self._target = weights if target is None else target
+        self._exchange = exchange
         self._max_bytes = 0
 
     @property
@@ -44,70 +63,59 @@ class DeltaSource:
             raise WeightRequestError(f"load_format {DELTA!r} takes one uint8 tensor of one dimension, got {described}")
         return ()
 
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A bucket for each tensor, nothing of which is given before the whole frame fits the model.
+    def receive(self) -> Iterator[ProvenPart]:
+        """A bucket for each tensor, nothing of which is given before the whole frame fits what all ranks hold.
 
-        Raises as the inner source, `ContentError`, `BaseMismatchError`, and for tensors that the model does not have
-        what `split_wire` raises.
+        Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
+        staged for another placement, and for tensors that the model does not have what `split_wire` raises.
         """
         for bucket in self._inner.receive():
+            assert not isinstance(bucket, ProvenPart)
             for _, content in bucket:
                 frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
                 check_frame(frame, self._weights)
-                for name, tensor in frame.decode(self._weights.read):
-                    yield [(name, tensor)]
+                yield from self._proven(frame.open())
+
+    def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
+        if self._target is not self._weights:
+            raise TransactionStateError(
+                "a delta goes where its base lies, and this update adopts a placement: begin with base_digest"
+            )
+        held = tell_all((self._shares(delta) for delta in deltas.values()), self._exchange)
+        for delta, places in zip(deltas.values(), held, strict=True):
+            _check(delta.entry, places)
+        for name, delta in deltas.items():
+            part = None
+            for region, base in parts_of(self._weights, name)[:1]:
+                part = Part(region, changed(base, delta.changes().within(delta.entry.meta.shape, region)[0]))
+            yield ProvenPart(name, part, delta.entry.result_fingerprint)
+
+    def _shares(self, delta: TensorDelta) -> list[tuple[Region | None, list[int]]]:
+        """Of this rank's places of a tensor, before and after."""
+        meta, changes, found = delta.entry.meta, delta.changes(), []
+        for part in parts_of(self._weights, meta.name):
+            mine, indices_N = changes.within(meta.shape, part.region)
+            share = share_of(meta, part)
+            found.append((part.region, [share, share_after(part.content, mine, indices_N, share)]))
+        return found
 
     def refuse(self, reason: str) -> None:
         """As the inner source."""
         refuse(self._inner, reason)
 
 
-class PatchSource:
-    """Patches of published versions, applied one after the other to what the model holds.
-
-    `patches`: of each tensor, by its name in the checkpoint, in the order in which they are to be applied.
-    `logical_names`: see `whole_tensors`.
-    """
-
-    must_drain = False
-
-    def __init__(
-        self,
-        patches: Mapping[str, Sequence[TensorPatch]],
-        logical_names: Mapping[str, str],
-        weights: LogicalWeights,
-    ) -> None:
-        self._patches = patches
-        self._logical_names = logical_names
-        self._weights = weights
-
-    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """The tensors that change.  They are as many bytes as the model has of them, whatever `max_bytes` is."""
-        metas = [self._weights.metas()[self._logical_names[name]] for name in self._patches]
-        return [TensorMeta(name, meta.dtype, meta.shape) for name, meta in zip(self._patches, metas, strict=True)]
-
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A bucket for each tensor.  Raises `ContentError`, `BaseMismatchError`, `TransportError`."""
-        for name, patches in self._patches.items():
-            content = self._weights.read(self._logical_names[name])
-            for patch in patches:
-                content = patch.apply(content)
-            yield [(name, content)]
-
-
-def whole_tensors(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> dict[str, str] | None:
-    """The model's own tensor behind each tensor of a checkpoint, by name; None unless each is one, bit for bit.
-
-    It is not where the model splits a tensor, or holds it in another dtype.  Raises `UnknownTensorError`,
-    `ShapeMismatchError`.
-    """
-    names = {}
-    for meta in metas:
-        pieces = weights.split(meta)
-        if len(pieces) != 1 or pieces[0].index != () or weights.metas()[pieces[0].name].dtype != meta.dtype:
-            return None
-        names[meta.name] = pieces[0].name
-    return names
+def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
+    name = entry.meta.name
+    try:
+        base, result = (whole_fingerprint(entry.meta, held, at) for at in (0, 1))
+    except CopiesDifferError as error:
+        raise BaseMismatchError(str(error)) from None
+    if base != entry.base_fingerprint:
+        stated, here = fingerprint_hex(entry.base_fingerprint), fingerprint_hex(base)
+        raise BaseMismatchError(f"{name}: the delta starts from fingerprint {stated}, here it is {here}")
+    if result != entry.result_fingerprint:
+        stated, there = fingerprint_hex(entry.result_fingerprint), fingerprint_hex(result)
+        raise ContentError(f"{name}: the delta leads to fingerprint {there}, it says {stated}")
 
 
 def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:

@@ -8,7 +8,7 @@ Knows folders.  Does not know transactions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,23 +17,33 @@ import torch
 from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_folder
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
-from weight_sync.errors import DtypeMismatchError, TransportError, WeightRequestError
+from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.ledger import WeightLedger
 from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class DiskSource:
-    """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.
+    """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.  `names`: take only these.
 
     Floating-point tensors are cast to the model's dtype, as at start.  `timeout_s`: how long to wait for a pull into
-    the folder.
+    the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
     """
 
     must_drain = False
 
-    def __init__(self, path: Path, weights: LogicalWeights, *, complete: bool, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        weights: LogicalWeights,
+        *,
+        complete: bool,
+        timeout_s: float,
+        names: Collection[str] | None = None,
+        version: int | None = None,
+    ) -> None:
         self._path = path
+        self._names, self._version = names, version
         self._weights = weights
         self._complete = complete
         self._timeout_s = timeout_s
@@ -50,6 +60,8 @@ class DiskSource:
         try:
             self._hold()
             self._folder = open_checkpoint_folder(self._path)
+            if self._names is not None:
+                self._folder = self._folder.only(self._names)
             metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
             total = sum(meta.nbytes for meta in metas)
             if total > max_bytes:
@@ -80,6 +92,9 @@ class DiskSource:
         except OSError as error:
             raise TransportError(f"{lock} cannot be locked: {error.strerror}") from None
         self.local_version = require_settled(self._path)
+        found = None if self.local_version is None else self.local_version.version
+        if self._version not in (None, found):
+            raise TransactionStateError(f"{self._path} is at version {found}, not {self._version}: another pull came")
 
 
 def check_against_model(

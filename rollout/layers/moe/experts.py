@@ -80,7 +80,6 @@ class Experts(WeightLayer):
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         hidden, inner = self.hidden_size, self.inner.total
-        is_everywhere = self.placement.ep_size == 1 and self.inner.is_whole
         parts: dict[ExpertPart, tuple[int, int]] = {
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
@@ -91,7 +90,7 @@ class Experts(WeightLayer):
                 name = f"{prefix}.{logical_expert}.{part}.weight"
                 places = partial(self._places, self.placement.local_slots, part, logical_expert)
                 coming = partial(self._places, self.placement.coming_slots, part, logical_expert)
-                yield WeightEntry(name, shape, self.w13.dtype, places, is_everywhere, coming)
+                yield WeightEntry(name, shape, self.w13.dtype, places, coming)
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """The form of transformers 5: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""

@@ -1,0 +1,381 @@
+"""What every place on every rank holds is compared and added up, and no rank waits for one that failed.
+
+Ranks are threads over real gloo groups; what once ended the process runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
+from rollout.layers.ops.place import ShardPlace, ViewPlace
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.parallel_harness import ParallelHarness
+from tests.scheduler_harness import Harness
+from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
+from weight_sync.delta.publisher import publish_encoded
+from weight_sync.errors import StagingError
+from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.in_model import JournalStaging
+from weight_sync.tensor_meta import Place, TensorMeta
+from weight_sync.updater import WeightUpdater
+
+Tensors = dict[str, torch.Tensor]
+
+EP2: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep": EP2,
+    "split experts": {"tp_size": 2},
+}
+EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
+ROUTER = "model.layers.1.mlp.gate.weight"
+SHARDED = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("prints") / "model", seed=1)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[ParallelHarness]:
+    with ParallelHarness(folder, **EP2) as engine:
+        yield engine
+
+
+def content_of(folder: Path) -> Tensors:
+    return {name: tensor.double() for name, tensor in logical_tensors(folder).items()}
+
+
+def digest_of(tensors: Tensors) -> str:
+    return digest((TensorMeta(name, t.dtype, tuple(t.shape)), fingerprint(t)) for name, t in tensors.items())
+
+
+def check(engine: Harness, action: str, **fields: Any) -> ControlReqOutput:
+    return engine.control(WeightsCheckerReqInput, action=action, **fields)
+
+
+def places(engine: ParallelHarness, rank: int, name: str) -> Sequence[Place]:
+    return engine.schedulers[rank].runner.state.model.weights.places(name)
+
+
+def scribble(place: Place, value: float = 1000.0) -> None:
+    place.put_back(torch.full_like(place.read(), value))
+
+
+def replicated(engine: ParallelHarness) -> str:
+    """An expert's matrix that both ranks hold."""
+    names = (f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(8))
+    return next(name for name in names if places(engine, 0, name) and places(engine, 1, name))
+
+
+def send(engine: Harness, tensors: Tensors) -> ControlReqOutput:
+    payload = bytearray(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+    return engine.control(UpdateWeightsFromTensorReqInput, payload=payload, format="safetensors")
+
+
+# --- W6: a wrong copy shows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["replica of an expert", "router", "shard"])
+@pytest.mark.parametrize("keep_content", [False, True])
+def test_w06_a_wrong_copy_on_another_rank_shows(
+    engine: ParallelHarness, folder: Path, what: str, keep_content: bool
+) -> None:
+    name = {"replica of an expert": replicated(engine), "router": ROUTER, "shard": SHARDED}[what]
+    old = content_of(folder)
+    assert check(engine, "checksum").data["digest"] == digest_of(old)
+    assert check(engine, "snapshot", keep_content=keep_content).success
+    (place,) = places(engine, 1, name)
+    scribble(place)
+    compared = check(engine, "compare")
+    (difference,) = compared.data["differing"]
+    assert difference["name"] == name and name in compared.message and "rank 1" in compared.message
+    assert difference["places"] == (("copy 0 on rank 1",))
+    if keep_content:
+        part = old[name] if place.region is None else place.region.of(old[name])
+        assert difference["num_elements"] == part.numel()
+        assert difference["max_abs_difference"] == (1000.0 - part).abs().max().item()
+    else:
+        assert difference["num_elements"] is difference["max_abs_difference"] is None
+    found = check(engine, "checksum")
+    if what == "shard":  # nobody holds the same
+        assert found.success and found.data["digest"] != digest_of(old) == found.data["expected_digest"]
+    else:
+        assert not found.success and found.status_code == 409
+        assert name in found.message and "rank 1" in found.message
+    assert check(engine, "compare", skip_tensor_list=[name]).data["equal"]
+    assert check(engine, "snapshot").success is (what == "shard")
+
+
+def test_w06_a_wrong_copy_on_the_same_rank_shows(folder: Path) -> None:
+    engine = Harness(folder, dtype="float64", ep_num_redundant_experts=4)
+    weights = engine.scheduler.runner.state.model.weights
+    name = next(name for name in weights.metas() if len(weights.places(name)) == 2)
+    assert check(engine, "snapshot").success
+    scribble(weights.places(name)[1])
+    (difference,) = check(engine, "compare").data["differing"]
+    assert (difference["name"], difference["places"]) == (name, ("copy 1 on rank 0",))
+    found = check(engine, "checksum")
+    assert not found.success and name in found.message and "copy 1 on rank 0" in found.message
+
+
+def test_w06_a_base_digest_is_of_every_copy(engine: ParallelHarness, folder: Path) -> None:
+    stated = digest_of(content_of(folder))
+    scribble(places(engine, 1, ROUTER)[0])
+    refused = engine.control(BeginWeightUpdateReqInput, base_digest=stated)
+    assert not refused.success and refused.status_code == 409
+    assert ROUTER in refused.message and "rank 1" in refused.message
+    places(engine, 1, ROUTER)[0].put_back(places(engine, 0, ROUTER)[0].read())
+    assert engine.control(BeginWeightUpdateReqInput, base_digest=stated).success
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str) -> None:
+    """reset_tensors, a refresh whose write leaves out one place of the second rank, compare."""
+    with ParallelHarness(folder, weight_staging="in_place", **LAYOUTS[layout]) as engine:
+        content = content_of(folder)
+        assert check(engine, "snapshot").success
+        name = replicated(engine) if layout == "ep" else EXPERT
+        missed = places(engine, 1, name)[0]
+        missed_at = missed.read().data_ptr()
+        write = ViewPlace.write
+
+        def forgets(place: ViewPlace, source: torch.Tensor) -> None:
+            if place.read().data_ptr() != missed_at:
+                write(place, source)
+
+        for is_wrong in (True, False):
+            assert check(engine, "reset_tensors").success
+            assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
+            with mock.patch.object(ViewPlace, "write", forgets if is_wrong else write):
+                assert send(engine, content).success
+                assert engine.control(EndWeightUpdateReqInput).success
+            found = check(engine, "compare").data
+            assert found["equal"] is not is_wrong
+            assert [entry["name"] for entry in found["differing"]] == [name] * is_wrong
+
+
+def test_w06_a_checksum_is_one_exchange_of_numbers(engine: ParallelHarness, folder: Path) -> None:
+    """However many tensors there are; the largest of them would not fit into what is sent."""
+    io = [scheduler.parallel.weight_io for scheduler in engine.schedulers]
+    assert check(engine, "checksum").success
+    for communicator in io:
+        communicator.reset_counts()
+    assert check(engine, "checksum").success
+    for communicator in io:
+        gathers = communicator.counts.pop("all_gather")
+        assert gathers.calls <= 4 and not communicator.counts  # shares and the outcome, each with its sizes
+        assert gathers.num_bytes < 100 * 2 * len(content_of(folder))
+
+
+# --- W4: no rank waits for one that failed ----------------------------------------------------------------------------
+
+
+def apart(work: Callable[..., None], *arguments: Any) -> None:
+    """`work` in a process of its own, which a wrong engine takes down."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+    process.start()
+    process.join(120)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0, f"the engine's process ended with {process.exitcode}"
+
+
+def fails_on(rank_weights: Any, kind: type, verb: str, at_call: int) -> Any:
+    """A patch: the `at_call`th call of a staging's verb raises on the rank whose weights these are."""
+    inner, calls = getattr(kind, verb), []
+
+    def faulty(staging: Any, *arguments: Any) -> Any:
+        if staging._weights is rank_weights:
+            calls.append(verb)
+            if len(calls) == at_call:
+                raise StagingError("the journal cannot take it: no space left on device")
+        return inner(staging, *arguments)
+
+    return mock.patch.object(kind, verb, faulty)
+
+
+class Delivered:
+    """A transport that brings these bytes."""
+
+    must_drain = True
+
+    def __init__(self, payload: bytes) -> None:
+        self._tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        return [TensorMeta(DELTA, torch.uint8, tuple(self._tensor.shape))]
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        yield [(DELTA, self._tensor)]
+
+
+DELTA = "delta"
+
+
+def send_delta(engine: ParallelHarness, delta: EncodedDelta) -> list[ControlReqOutput]:
+    answers = []
+    for payload in delta.payloads():
+        with mock.patch.object(WeightUpdater, "distributed_source", lambda *_, data=payload: Delivered(data)):
+            verb = {"names": [DELTA], "dtypes": ["uint8"], "shapes": [[len(payload)]], "group_name": "g"}
+            answers.append(engine.control(UpdateWeightsFromDistributedReqInput, load_format=DELTA, **verb))
+    return answers
+
+
+def refresh_by_delta(engine: ParallelHarness, delta: EncodedDelta, **begin: Any) -> list[ControlReqOutput]:
+    assert engine.control(BeginWeightUpdateReqInput, weight_version="v1", **begin).success
+    return [*send_delta(engine, delta), engine.control(EndWeightUpdateReqInput)]
+
+
+def require_content(engine: ParallelHarness, content: Tensors) -> None:
+    for rank in range(len(engine.schedulers)):
+        for name, whole in content.items():
+            for place in places(engine, rank, name):
+                part = whole if place.region is None else place.region.of(whole)
+                assert torch.equal(place.read(), part), f"{name} on rank {rank}"
+
+
+def drifted(content: Tensors) -> Tensors:
+    """A third of the elements moves."""
+    new = {name: tensor.clone() for name, tensor in content.items()}
+    for tensor in new.values():
+        tensor.view(-1)[::3] *= 1.25
+    return new
+
+
+def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> None:
+    """A delta under journal staging; the disk of rank 1 is full at its fifth write."""
+    old = content_of(folder) if not is_published else logical_tensors(folder)
+    new = drifted(old)
+    delta = DeltaEncoder(old.items()).encode(new.items())
+    if is_published:
+        publish_encoded(scratch / "source", 1, delta)
+
+    def refresh() -> list[ControlReqOutput]:
+        if not is_published:
+            return refresh_by_delta(engine, delta)
+        places = {"local_checkpoint_dir": str(scratch / "local"), "source_dir": str(scratch / "source")}
+        return [engine.control(PullWeightsReqInput, target_version=1, update_memory=True, **places)]
+
+    with ParallelHarness(folder, weight_staging="journal", dtype=str(old[ROUTER].dtype)[6:], **EP2) as engine:
+        victim = engine.schedulers[1].runner.state.model.weights
+        with fails_on(victim, JournalStaging, "write", 5):
+            answers = refresh()
+        assert not answers[0].success and "no space left" in answers[0].message, answers
+        assert not answers[-1].success
+        require_content(engine, old)
+        assert all(answer.success for answer in refresh())
+        require_content(engine, new)
+        assert check(engine, "checksum").data["digest"] == delta.digest
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_w04_a_delta_that_one_rank_cannot_stage_changes_nothing(
+    folder: Path, tmp_path: Path, is_published: bool
+) -> None:
+    apart(journal_full_on_rank_1, folder, tmp_path, is_published)
+
+
+def alias_after_a_failed_write(folder: Path) -> None:
+    """Tensors come under two names; rank 1 cannot stage the third, and never gets to compare the two."""
+    content = content_of(folder)
+    layer = "model.layers.1.mlp.experts."
+    experts = [name for name in content if name.startswith(layer) and "down" not in name]
+    stack = [torch.cat([content[f"{layer}{e}.{part}_proj.weight"] for part in ("gate", "up")]) for e in range(8)]
+    fused = {f"{layer}gate_up_proj": torch.stack(stack)}
+    with ParallelHarness(folder, weight_staging="journal", **EP2) as engine:
+        victim = engine.schedulers[1].runner.state.model.weights
+        assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
+        with fails_on(victim, JournalStaging, "write", 3):
+            failed = send(engine, fused | {name: content[name] for name in experts})
+        assert not failed.success and "no space left" in failed.message
+        assert not engine.control(EndWeightUpdateReqInput).success
+        require_content(engine, content)
+        assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
+        assert send(engine, fused).success
+        other = {name: content[name] + (name == experts[0]) for name in experts}
+        refused = send(engine, other)
+        assert not refused.success and "with other content" in refused.message and experts[0] in refused.message
+        assert not engine.control(EndWeightUpdateReqInput).success
+        require_content(engine, content)
+
+
+def test_w04_one_rank_that_fails_does_not_leave_the_others_comparing_aliases(folder: Path) -> None:
+    apart(alias_after_a_failed_write, folder)
+
+
+def one_rank_cannot_read(folder: Path) -> None:
+    content = content_of(folder)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    with ParallelHarness(folder, **EP2) as engine:
+        storage = places(engine, 1, name)[0].storage.data_ptr()
+        read = ShardPlace.read
+
+        def faulty(place: ShardPlace) -> torch.Tensor:
+            if place.storage.data_ptr() == storage:
+                raise OSError("a fault of one rank")
+            return read(place)
+
+        calls: list[tuple[type, dict[str, Any]]] = [
+            (GetWeightsByNameReqInput, {"name": name, "truncate_size": 100}),
+            (WeightsCheckerReqInput, {"action": "checksum"}),
+            (WeightsCheckerReqInput, {"action": "snapshot", "keep_content": True}),
+            (BeginWeightUpdateReqInput, {"base_digest": digest_of(content)}),
+        ]
+        for verb, fields in calls:
+            with mock.patch.object(ShardPlace, "read", faulty):
+                answer = engine.control(verb, **fields)
+            assert not answer.success and "a fault of one rank" in answer.message, (verb, answer)
+        for rows in (0, 3, 20, 1000):
+            answer = engine.control(GetWeightsByNameReqInput, name=name, truncate_size=rows)
+            assert answer.data["parameter"] == content[name][:rows].tolist()
+        assert check(engine, "checksum").data["digest"] == digest_of(content)
+
+
+def test_w04_one_rank_that_cannot_read_is_told_and_nobody_waits(folder: Path) -> None:
+    apart(one_rank_cannot_read, folder)
+
+
+@pytest.mark.parametrize("staging", ["host", "in_place"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging: str) -> None:
+    """And one on another base is refused before anything is written, whichever rank differs."""
+    old = content_of(folder)
+    new = drifted(old)
+    delta = DeltaEncoder(old.items()).encode(new.items())
+    with ParallelHarness(folder, weight_staging=staging, **LAYOUTS[layout]) as engine:
+        for rank, name in ((1, SHARDED), (1, ROUTER), (0, EXPERT), (1, EXPERT)):
+            for place in places(engine, rank, name):
+                kept = place.read().clone()
+                scribble(place)
+                answers = refresh_by_delta(engine, delta)
+                refused = [answer for answer in answers if name in answer.message]
+                assert refused and refused[0].status_code == 409, answers
+                assert not answers[-1].success
+                assert torch.equal(place.read(), torch.full_like(kept, 1000.0))
+                place.put_back(kept)
+                if staging == "in_place" and engine.scheduler.runner.state.poisoned:
+                    raise AssertionError("a refused delta was written")
+        require_content(engine, old)
+        answers = refresh_by_delta(engine, delta, base_digest=delta.base_digest)
+        assert all(answer.success for answer in answers), answers
+        require_content(engine, new)
+        assert check(engine, "checksum").data["digest"] == delta.digest

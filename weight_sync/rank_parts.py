@@ -1,0 +1,140 @@
+"""What the ranks of an engine hold of logical tensors, put together: sums of fingerprints, and tensors.
+
+    rank 0   rows 0..31    share of F               rank 1   rows 32..63   share of F      their sum is F
+             the same again, a replica: the same share, or one of the two is wrong
+
+Every rank reads its own places, and what it found goes around in one exchange: no tensor moves but those that are asked
+for, and no rank reads what another holds.
+
+Knows places and an exchange of bytes between ranks.  Does not know what tensors are for.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weight_sync.errors import CopiesDifferError, WeightSyncError
+from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
+from weight_sync.tensor_meta import Part, Region, TensorMeta
+
+Exchange = Callable[[bytes], list[bytes]]
+"""What every rank brings, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
+
+_PART = struct.Struct("<?3q")
+_WHOLE = (-1, 0, 0)
+
+
+def alone(mine: bytes) -> list[bytes]:
+    """The exchange of an engine of one rank."""
+    return [mine]
+
+
+class Held(NamedTuple):
+    """What was found at one place: `copy` counts the places that a rank has of the tensor."""
+
+    rank: int
+    copy: int
+    region: Region | None
+    values: list[Any]
+
+    def __str__(self) -> str:
+        return f"copy {self.copy} on rank {self.rank}"
+
+
+def share_of(meta: TensorMeta, part: Part) -> int:
+    """What a part contributes to the fingerprint of its tensor."""
+    if part.region is None:
+        return fingerprint(part.content)
+    return fingerprint_slice(part.content, meta.shape, part.region.index)
+
+
+def tell_all(mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange) -> list[list[Held]]:
+    """What all ranks found at their places of each of some tensors, in the order of the tensors.
+
+    `mine`: of each tensor, for every place of this rank its region and JSON values.  One exchange.
+    """
+    rows = [[(_numbers(region), list(values)) for region, values in places] for places in mine]
+    held: list[list[Held]] = [[] for _ in rows]
+    for rank, data in enumerate(exchange(json.dumps(rows).encode())):
+        for found, places in zip(held, json.loads(data), strict=True):
+            found += [Held(rank, copy, _region(numbers), values) for copy, (numbers, values) in enumerate(places)]
+    return held
+
+
+def whole_fingerprint(meta: TensorMeta, held: Sequence[Held], at: int = 0) -> int:
+    """F of a tensor from the shares that its places hold: `values[at]` of each.
+
+    Raises `CopiesDifferError` where two places of the same region differ, `WeightSyncError` where a part is nowhere.
+    """
+    shares: dict[Region | None, list[Held]] = {}
+    for place in held:
+        shares.setdefault(place.region, []).append(place)
+    for places in shares.values():
+        (usual, _), *others = Counter(place.values[at] for place in places).most_common()
+        if others:
+            odd = ", ".join(str(place) for place in places if place.values[at] != usual)
+            like = next(place for place in places if place.values[at] == usual)
+            raise CopiesDifferError(f"{meta.name}: {odd} differs from {like}")
+    return combine(*(shares[region][0].values[at] for region in _cover(meta, shares)))
+
+
+def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Exchange) -> torch.Tensor:
+    """The first `count` rows of a tensor, on the host, from what this rank (`parts`) and the others hold of it.
+
+    One exchange.  Where several ranks hold the same, the first one's counts.  Raises `WeightSyncError` where a part is
+    nowhere.
+    """
+    rows = TensorMeta(meta.name, meta.dtype, (min(count, meta.shape[0]), *meta.shape[1:]))
+    mine = b""
+    for region, content in parts[:1]:
+        if region is not None and region.dim == 0:
+            region = Region(0, region.start, max(0, min(region.length, rows.shape[0] - region.start)))
+            content = content[: region.length]
+        content = content[: rows.shape[0]].detach().cpu().contiguous()
+        mine = _PART.pack(True, *_numbers(region)) + content.view(-1).view(torch.uint8).numpy().tobytes()
+    found: dict[Region | None, bytes] = {}
+    for data in exchange(mine):
+        if data:
+            _, *numbers = _PART.unpack(data[: _PART.size])
+            found.setdefault(_region(numbers), data[_PART.size :])
+    whole = torch.empty(rows.shape, dtype=meta.dtype)
+    for part in _cover(rows, found):
+        target = whole if part is None else part.of(whole)
+        if target.numel():
+            target.copy_(torch.frombuffer(bytearray(found[part]), dtype=meta.dtype).view(target.shape))
+    return whole
+
+
+def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Region | None]:
+    """Regions that make up the tensor, in order, each element once."""
+    if None in regions:
+        return [None]
+    parts: list[Region | None] = []
+    ends: dict[int, int] = {}
+    for region in sorted(filter(None, regions), key=lambda region: (region.dim, region.start)):
+        if not region.length:
+            continue
+        if region.start != ends.setdefault(region.dim, 0):
+            at = ends[region.dim]
+            raise WeightSyncError(
+                f"{meta.name}: parts of dimension {region.dim} do not join at {at}: one is at {region.start}"
+            )
+        ends[region.dim] += region.length
+        parts.append(region)
+    if meta.numel and (len(ends) != 1 or any(meta.shape[dim] != end for dim, end in ends.items())):
+        raise WeightSyncError(f"{meta.name}: no rank holds all of it, and parts that they hold end at {ends or 0}")
+    return parts
+
+
+def _numbers(region: Region | None) -> tuple[int, int, int]:
+    return _WHOLE if region is None else (region.dim, region.start, region.length)
+
+
+def _region(numbers: Sequence[int]) -> Region | None:
+    return None if tuple(numbers) == _WHOLE else Region(*numbers)
