@@ -16,10 +16,12 @@ Linux only: segments are the files of /dev/shm.  Knows files and bytes.  Does no
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ _FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.\-]{0,199})")
 _TORCH_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+")
 _TORCH_HEADER_BYTES = 64
+_LOCK_TRIES = 1000
 _COUNT = struct.Struct("<i")
 
 
@@ -79,21 +82,31 @@ def torch_shared_file(handle: str, nbytes: int) -> SharedSegment:
 def release_torch_shared_file(segment: SharedSegment) -> None:
     """Count one reader out, and remove the name with the last holder, as torch's own reader does.
 
-    A segment that is gone, is not ours or has no plausible count is left as it is.  The count is read and written, not
-    changed in one step; should its owner change it in between, it is off by one: the segment then lives as long as the
-    owner's process, or loses its name early, which its holders do not notice.
+    A segment that is gone, is not ours or has no plausible count is left as it is.  The count is read and written
+    under a lock against other ranks that count themselves out; should its owner change it in between, it is off by
+    one: the segment then lives as long as the owner's process, or loses its name early, which no holder notices.
     """
     with contextlib.suppress(WeightRequestError, OSError):
         with _opened(segment.name, os.O_RDWR) as descriptor:
             status = os.fstat(descriptor)
             if status.st_uid != os.geteuid() or status.st_size != segment.offset + segment.nbytes:
                 return
+            _lock(descriptor)
             (count,) = _COUNT.unpack(os.pread(descriptor, _COUNT.size, 0))
             if count < 1:
                 return
             os.pwrite(descriptor, _COUNT.pack(count - 1), 0)
         if count == 1:
             segment.unlink()
+
+
+def _lock(descriptor: int) -> None:
+    """Against others who count; whoever else holds the lock is not waited for.  Raises `OSError`."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.001)
+    raise BlockingIOError
 
 
 def _path(name: str) -> Path:

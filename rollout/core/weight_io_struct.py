@@ -89,11 +89,12 @@ class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput, kw_only=True):
 class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput, kw_only=True):
     """The tensors are in `payload`, for all ranks, in `payloads`, one for each rank of an engine, or in shared memory.
 
-    `format` None: pickled as SGLang's clients do.
+    `format` None: pickled as SGLang's clients do.  `serialized_once`: fewer times than there are ranks to read it.
     """
 
     payload: bytearray | None = None
     payloads: list[bytearray] | None = None
+    serialized_once: bool = False
     load_format: str | None = None
     format: Literal["safetensors"] | None = None
     shm_name: str | None = None

@@ -17,17 +17,20 @@ from rollout.entrypoints.http_io import parse_body, parsed, read_limited
 _BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
 
 
-async def read_tensor_body(request: Request, max_payload_bytes: int, ranks: int = 1) -> dict[str, Any]:
+async def read_tensor_body(
+    request: Request, max_payload_bytes: int, ranks: int = 1, replicas: int = 1
+) -> dict[str, Any]:
     """Fields of `UpdateWeightsFromTensorReqInput`, the payload without its base64.
 
-    Raises `BadRequest`, and `TooLarge` for a payload over `max_payload_bytes` or a body over what they need.
+    `ranks`: of an engine; `replicas`: engines that each take the call.  Raises `BadRequest`, and `TooLarge` for a
+    payload over `max_payload_bytes` or a body over what they need.
     """
     limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
     data = await read_limited(request, limit)
-    return await parsed(request, data, lambda data: _fields(data, max_payload_bytes, ranks))
+    return await parsed(request, data, lambda data: _fields(data, max_payload_bytes, ranks, replicas))
 
 
-def _fields(data: bytes, max_payload_bytes: int, ranks: int) -> dict[str, Any]:
+def _fields(data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
     body = parse_body(protocol.UpdateWeightsFromTensorRequest, data)
     if body.format == "safetensors" and body.load_format is not None:
         raise BadRequest("load_format goes with payloads of SGLang's clients, not with format 'safetensors'")
@@ -43,6 +46,7 @@ def _fields(data: bytes, max_payload_bytes: int, ranks: int) -> dict[str, Any]:
         raise BadRequest("serialized_named_tensors is missing, and so is shm_name")
     if len(texts) not in (1, ranks):
         raise BadRequest(f"serialized_named_tensors has {len(texts)} payloads; this engine has {ranks} ranks")
+    fields["serialized_once"] = len(texts) < ranks * replicas
     if len(set(texts)) == 1:
         return fields | {"payload": _payload(texts, 0, max_payload_bytes)}
     return fields | {"payloads": [_payload(texts, rank, max_payload_bytes) for rank in range(ranks)]}

@@ -153,7 +153,8 @@ class WeightRoutes:
     async def from_tensor(self, request: Request) -> Response:
         """Receive tensors that are in the body, or in shared memory of this machine."""
         args = self._manager.server_args
-        fields = await read_tensor_body(request, args.max_payload_bytes, args.tp_size)
+        replicas = 1 if args.enable_dp_attention else args.dp_size
+        fields = await read_tensor_body(request, args.max_payload_bytes, args.tp_size, replicas)
         started = time.monotonic()
         answer = await self._manager.control(UpdateWeightsFromTensorReqInput, self._weight_timeout_s, **fields)
         self._metrics.on_weight_load("tensor", time.monotonic() - started)

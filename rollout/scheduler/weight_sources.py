@@ -46,8 +46,9 @@ def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> Bu
         payload = bytearray()
     if verb.format == "safetensors":
         return SafetensorsSource(payload)
-    is_shared = updater.ranks > 1 and verb.payloads is None
-    return TensorSource(payload, verb.load_format, rank=updater.rank, ranks=updater.ranks, is_shared=is_shared)
+    return TensorSource(
+        payload, verb.load_format, rank=updater.rank, ranks=updater.ranks, is_shared=verb.serialized_once
+    )
 
 
 SOURCES: dict[type[UpdateWeightsReqInput], SourceFactory] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def shared(folder: Path) -> Iterator[SharedMemory]:
     """All tensors as a safetensors file."""
     content = save(logical_tensors(folder))
-    shared = SharedMemory(create=True, size=len(content))
+    shared = SharedMemory(f"lockstep_{os.getpid()}", create=True, size=len(content))
     shared.buf[: len(content)] = content
     yield shared
     shared.close()

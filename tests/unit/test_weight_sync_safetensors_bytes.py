@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -182,7 +183,7 @@ def test_damaged_files_agree_with_the_package(changes: list[tuple[str, float, by
 
 @pytest.fixture
 def shared() -> Iterator[SharedMemory]:
-    memory = SharedMemory(create=True, size=len(FILE))
+    memory = SharedMemory(f"lockstep_{os.getpid()}", create=True, size=len(FILE))
     memory.buf[:] = FILE
     yield memory
     memory.close()

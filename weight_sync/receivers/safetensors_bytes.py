@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,13 +35,16 @@ from weight_sync.stored_tensors import (
 from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta
 
 MAX_HEADER_BYTES = 16 << 20
+UNLINK_PREFIX = "lockstep_"
+"""Of names that a call may have removed: other shared memory of this machine is none of its business."""
 _LENGTH = struct.Struct("<Q")
 
 
 class SafetensorsSource:
     """One call's tensors: `content` is the file, or the segment that holds it.
 
-    A segment is read and left alone; with `unlink` its name is removed once it is read or refused.
+    A segment is read and left alone; with `unlink` its name, which must begin with `UNLINK_PREFIX`, is removed once it
+    is read, or refused after it was found to be a safetensors file.
     """
 
     must_drain = False
@@ -48,17 +52,13 @@ class SafetensorsSource:
     def __init__(self, content: bytearray | SharedSegment, *, unlink: bool = False) -> None:
         self._content = content
         self._tensors: Sequence[StoredTensor] = ()
-        self._release = weakref.finalize(self, _unlink, content) if unlink else _nothing
+        self._unlink = unlink
+        self._release: Callable[[], object] = _nothing
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Every tensor of the file.  Raises `WeightRequestError`."""
+        tensors = self._parse()
         try:
-            if isinstance(self._content, SharedSegment):
-                self._content.check()
-                storage: Storage = SegmentStorage(self._content)
-            else:
-                storage = InlineStorage(memoryview(self._content))
-            tensors = parse_safetensors(storage)
             check_total(tensors, max_bytes)
         except WeightRequestError:
             self._release()
@@ -80,7 +80,25 @@ class SafetensorsSource:
     def refuse(self, reason: str) -> None:
         """The call failed: remove the segment's name now if that was asked for."""
         self._tensors = ()
+        if self._unlink and self._release is _nothing:
+            with suppress(WeightRequestError):
+                self._parse()
         self._release()
+
+    def _parse(self) -> Sequence[StoredTensor]:
+        tensors = parse_safetensors(self._storage())
+        if self._unlink and isinstance(self._content, SharedSegment):
+            self._release = weakref.finalize(self, self._content.unlink)
+        return tensors
+
+    def _storage(self) -> Storage:
+        if not isinstance(self._content, SharedSegment):
+            return InlineStorage(memoryview(self._content))
+        name = self._content.name
+        if self._unlink and not name.removeprefix("/").startswith(UNLINK_PREFIX):
+            raise WeightRequestError(f"shm_unlink is for names that begin with {UNLINK_PREFIX!r}, not {name[:200]!r}")
+        self._content.check()
+        return SegmentStorage(self._content)
 
 
 def parse_safetensors(storage: Storage) -> list[StoredTensor]:
@@ -144,11 +162,6 @@ def _tensor(storage: Storage, begin: int, name: str, entry: dict[str, Any]) -> S
     if tensor.meta.nbytes != stop - start:
         raise WeightRequestError(f"safetensors: {name!r} has {tensor.meta.nbytes} bytes, its place {stop - start}")
     return tensor
-
-
-def _unlink(content: bytearray | SharedSegment) -> None:
-    if isinstance(content, SharedSegment):
-        content.unlink()
 
 
 def _nothing() -> None:
