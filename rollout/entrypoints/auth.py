@@ -66,14 +66,15 @@ class KeyMiddleware:
 class SiteCheck:
     """Whether a request may come from a page of another site.
 
-    Names by which this server is known: addresses, `localhost`, `--host`, `--allowed-hosts`.  One that listens beyond
-    this machine may have others; there, without `--allowed-hosts`, only requests with an `Origin` are held to them.
+    Names by which this server is known: addresses, names without a dot (nobody's but the local network's), `--host`,
+    `--allowed-hosts`.  One that listens beyond this machine may have others; there, without `--allowed-hosts`, only
+    requests with an `Origin` are held to them.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         given = [name.strip().lower() for name in (args.allowed_hosts or "").split(",") if name.strip()]
         self._allowed = frozenset(given)
-        self._names = self._allowed | {args.host.lower(), "localhost"}
+        self._names = self._allowed | {args.host.lower()}
         self._any = "*" in given
         self._is_strict = bool(given) or args.is_local
 
@@ -94,7 +95,7 @@ class SiteCheck:
 
     def _knows(self, authority: str) -> bool:
         name = _name(authority)
-        return self._any or name in self._names or _is_address(name)
+        return self._any or name in self._names or "." not in name or _is_address(name)
 
 
 def _name(authority: str) -> str:
