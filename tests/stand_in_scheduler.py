@@ -101,7 +101,9 @@ class StandInScheduler:
         )
         while not self.stopped.is_set():
             if self._pull.poll(1 if self._running else 20):
-                self._handle(decode_input(self._pull.recv()))
+                message = decode_input(self._pull.recv())
+                for part in getattr(message, "samples", lambda: [message])():  # noqa: B023
+                    self._handle(part)
             elif not self.paused:
                 self._step()
         context.destroy(linger=200)

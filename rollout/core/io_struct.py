@@ -24,7 +24,7 @@ from rollout.core.weight_io_struct import WeightVerb
 
 
 class TokenizedGenerateReqInput(Message):
-    """One sample to produce.  `n > 1` has already been expanded; `rid` is unique among requests in flight."""
+    """Samples to produce of one prompt, which travels once; each `rid` is unique among requests in flight."""
 
     rid: str
     input_ids: list[int]
@@ -39,6 +39,21 @@ class TokenizedGenerateReqInput(Message):
     extra_key: str | None = None  # partitions the prefix cache
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     dp_rank: int = 0  # the data-parallel rank that runs it
+    siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
+
+    def samples(self) -> list[TokenizedGenerateReqInput]:
+        """One for each sample, without siblings; all hold the same list of ids."""
+        if not self.siblings:
+            return [self]
+        first, params = msgspec.structs.replace(self, siblings=[]), self.sampling_params
+        return [first] + [
+            msgspec.structs.replace(
+                first,
+                rid=rid,
+                sampling_params=params if seed is None else msgspec.structs.replace(params, sampling_seed=seed),
+            )
+            for rid, seed in self.siblings
+        ]
 
 
 class AbortReqInput(Message):

@@ -1,6 +1,15 @@
 """How messages reach the scheduler and leave it: over ZMQ from another process, or within one process.
 
-Knows bytes, sockets and waiting.  Does not know what a message means.
+Knows bytes, sockets, waiting, and which messages are not to wait.  Does not know what a message means.
+
+Thousands of requests may come at once, and taking in each costs a fraction of a step.  So that control verbs do not
+wait for as many steps:
+
+* All messages but `GetState` take effect in the order in which they were sent.  An abort finds every request that was
+  sent before it; a pause stops, or aborts, what was sent before it, and nothing that was sent after it.
+* Requests and aborts are taken in a bounded number a turn; a verb is taken in the turn in which it comes, with all
+  that was sent before it.
+* `GetState` only looks, so that its place does not matter: it goes first.
 """
 
 from __future__ import annotations
@@ -14,9 +23,32 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from rollout.core.io_struct import SchedulerInput, SchedulerOutput, decode_input, encode
+from rollout.core.io_struct import (
+    AbortReqInput,
+    GetStateReqInput,
+    SchedulerInput,
+    SchedulerOutput,
+    TokenizedGenerateReqInput,
+    decode_input,
+    encode,
+)
+from rollout.core.message import Message
+from rollout.core.sampling_params import SamplingParams
 
 _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
+
+
+def _beginning(message: Message) -> bytes:
+    """With which bytes messages of this kind begin: the number of fields and the name are the same for all."""
+    data, name = encode(message), type(message).__name__.encode()
+    return data[: data.index(name) + len(name)]
+
+
+_LOOKS = _beginning(GetStateReqInput(request_id=""))
+_MAY_WAIT = (
+    _beginning(TokenizedGenerateReqInput(rid="", input_ids=[], sampling_params=SamplingParams())),
+    _beginning(AbortReqInput()),
+)
 
 
 class Channel(Protocol):
@@ -59,6 +91,7 @@ class ZmqChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
+        self._backlog: deque[bytes] = deque()
 
     @property
     def now(self) -> float:
@@ -68,12 +101,20 @@ class ZmqChannel:
         return [decode(data) for data in self.receive_raw(timeout_ms)]
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
-        if timeout_ms > 0 and self._wake_read in dict(self._poller.poll(timeout_ms)):
+        if timeout_ms > 0 and not self._backlog and self._wake_read in dict(self._poller.poll(timeout_ms)):
             os.read(self._wake_read, 4096)
         messages: list[bytes] = []
+        count = _MOST_AT_ONCE
         # Asking first costs a fifth of a receive that fails, which is what most steps would see.
-        while len(messages) < _MOST_AT_ONCE and int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(self._input.recv(zmq.NOBLOCK))
+        while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            data = self._input.recv(zmq.NOBLOCK)
+            if data.startswith(_LOOKS):
+                messages.append(data)
+                continue
+            self._backlog.append(data)
+            if not data.startswith(_MAY_WAIT):
+                count = max(count, len(self._backlog))
+        messages += [self._backlog.popleft() for _ in range(min(count, len(self._backlog)))]
         return messages
 
     def send(self, message: SchedulerOutput) -> None:

@@ -229,7 +229,8 @@ class Scheduler:
     def _dispatch(self, message: SchedulerInput) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
             if self._dp.is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
-                self._accept(message)
+                for sample in message.samples():
+                    self._accept(sample)
         elif isinstance(message, AbortReqInput):
             self._abort(message)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -194,19 +195,19 @@ class TokenizerManager:
         self._rids.reserve(expanded)
         try:
             prompt_ids = await self._tokenise(expanded)
-            records = self._make_records(expanded, prompt_ids, limits)
+            groups = self._make_records(expanded, prompt_ids, limits)
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rids)
             raise
         handle = GenerateHandle(
-            records,
+            [record for group in groups for record in group],
             replies_with_list=expanded.replies_with_list,
             tokenizer=self._tokenizer,
             route_shape=self._route_shape,
             abort=self.abort,
         )
-        self._dispatch(handle, request)
+        self._dispatch(handle, groups, request)
         return handle
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -296,46 +297,39 @@ class TokenizerManager:
 
     def _make_records(
         self, expanded: ExpandedRequest, prompt_ids: list[list[int]], limits: ServingLimits
-    ) -> list[SampleRecord]:
+    ) -> list[list[SampleRecord]]:
+        """The samples of each prompt."""
         now = time.monotonic()
-        records = []
+        groups = []
         for prompt, input_ids in zip(expanded.prompts, prompt_ids, strict=True):
             params = check_prompt(prompt, input_ids, limits)
             prompt = dataclasses.replace(prompt, sampling_params=params)
             options = dataclasses.replace(prompt.options, return_routed_experts=limits.wants_routes(prompt.options))
-            records += [
-                SampleRecord(rid, input_ids, prompt.sample_params(index), options, now, self.weight_version)
-                for index, rid in enumerate(prompt.sample_rids())
-            ]
-        return records
-
-    def _dispatch(self, handle: GenerateHandle, request: GenerateReqInput) -> None:
-        """Send every sample, but answer here those that were aborted before they could be sent."""
-        for index, record in enumerate(handle.records):
-            self._in_flight[record.rid] = _InFlight(record, handle, index)
-            if self._rids.is_aborted(record.rid):
-                self._on_output(_aborted_before_prefill(record), time.monotonic())
-                continue
-            options = record.options
-            num_tokens = len(record.prompt_ids) + record.params.max_new_tokens
-            record.dp_rank = self._dp.assign(record.rid, num_tokens, request.routed_dp_rank)
-            self._link.send(
-                TokenizedGenerateReqInput(
-                    rid=record.rid,
-                    input_ids=record.prompt_ids,
-                    sampling_params=record.params,
-                    stream=request.stream,
-                    return_logprob=options.return_logprob,
-                    logprob_start_len=options.logprob_start_len,
-                    top_logprobs_num=options.top_logprobs_num,
-                    token_ids_logprob=options.token_ids_logprob,
-                    return_routed_experts=bool(options.return_routed_experts),
-                    routed_experts_start_len=options.routed_experts_start_len,
-                    extra_key=request.extra_key,
-                    max_kv_version_lag=request.max_kv_version_lag,
-                    dp_rank=record.dp_rank,
-                )
+            groups.append(
+                [
+                    SampleRecord(rid, input_ids, prompt.sample_params(index), options, now, self.weight_version)
+                    for index, rid in enumerate(prompt.sample_rids())
+                ]
             )
+        return groups
+
+    def _dispatch(
+        self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], request: GenerateReqInput
+    ) -> None:
+        """Send every sample, but answer here those that were aborted before they could be sent."""
+        index = itertools.count()
+        for group in groups:
+            by_rank: dict[int, list[SampleRecord]] = {}
+            for record in group:
+                self._in_flight[record.rid] = _InFlight(record, handle, next(index))
+                if self._rids.is_aborted(record.rid):
+                    self._on_output(_aborted_before_prefill(record), time.monotonic())
+                    continue
+                num_tokens = len(record.prompt_ids) + record.params.max_new_tokens
+                record.dp_rank = self._dp.assign(record.rid, num_tokens, request.routed_dp_rank)
+                by_rank.setdefault(record.dp_rank, []).append(record)
+            for records in by_rank.values():
+                self._link.send(_message(records, request))
 
     def _forget(self, rid: str) -> None:
         del self._in_flight[rid]
@@ -352,6 +346,28 @@ class TokenizerManager:
             if key not in self._warned_sampling_keys and len(self._warned_sampling_keys) < 256:
                 self._warned_sampling_keys.add(key)
                 logger.warning("sampling_params key %r is not known and has no effect", key[:80])
+
+
+def _message(records: Sequence[SampleRecord], request: GenerateReqInput) -> TokenizedGenerateReqInput:
+    """Samples of one prompt for one data-parallel rank."""
+    first, siblings = records[0], records[1:]
+    options = first.options
+    return TokenizedGenerateReqInput(
+        rid=first.rid,
+        input_ids=first.prompt_ids,
+        sampling_params=first.params,
+        stream=request.stream,
+        return_logprob=options.return_logprob,
+        logprob_start_len=options.logprob_start_len,
+        top_logprobs_num=options.top_logprobs_num,
+        token_ids_logprob=options.token_ids_logprob,
+        return_routed_experts=bool(options.return_routed_experts),
+        routed_experts_start_len=options.routed_experts_start_len,
+        extra_key=request.extra_key,
+        max_kv_version_lag=request.max_kv_version_lag,
+        dp_rank=first.dp_rank,
+        siblings=[(record.rid, record.params.sampling_seed) for record in siblings],
+    )
 
 
 def _aborted_before_prefill(record: SampleRecord) -> ReqOutput:

@@ -5,11 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
-from rollout.core.io_struct import AbortReqInput, ControlReqOutput, decode_output, encode
+from rollout.core.io_struct import (
+    AbortReqInput,
+    ControlReqOutput,
+    GetStateReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+    decode_input,
+    decode_output,
+    encode,
+)
+from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.channel import ZmqChannel
 
 DEADLINE_S = 10.0
@@ -79,3 +90,62 @@ def test_sending_does_not_wait_for_a_reader(main: Main, channel: ZmqChannel) -> 
     for i in range(3000):
         assert main.pull.poll(1000 * DEADLINE_S)
         assert decode_output(main.pull.recv()).request_id == str(i)
+
+
+def request(rid: str, siblings: int = 0) -> TokenizedGenerateReqInput:
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_ids=[1, 2],
+        sampling_params=SamplingParams(sampling_seed=7),
+        siblings=[(f"{rid}_{i}", 8 + i) for i in range(siblings)],
+    )
+
+
+def everything(channel: ZmqChannel, count: int) -> list[list[Any]]:
+    """What `count` messages look like turn by turn."""
+    turns, deadline = [], time.monotonic() + DEADLINE_S
+    while sum(map(len, turns)) < count and time.monotonic() < deadline:
+        turns.append(channel.receive(50))
+    return turns
+
+
+def test_engine_13_a_verb_does_not_wait_behind_requests_and_keeps_its_place(main: Main, channel: ZmqChannel) -> None:
+    sent: list[Any] = [request(f"a{i}") for i in range(500)]
+    sent += [AbortReqInput(rids=["a3"]), PauseGenerationReqInput(request_id="p")]
+    sent += [request(f"b{i}") for i in range(500)]
+    for message in sent:
+        main.push.send(encode(message))
+    time.sleep(0.2)  # all is there
+    turns = everything(channel, len(sent))
+    assert [message for turn in turns for message in turn] == sent, "in the order in which they were sent"
+    assert PauseGenerationReqInput(request_id="p") in turns[0]
+    assert len(turns[1]) <= 64, "requests behind it are taken in parts"
+
+
+def test_engine_13_a_look_goes_first(main: Main, channel: ZmqChannel) -> None:
+    for i in range(1000):
+        main.push.send(encode(request(f"r{i}")))
+    main.push.send(encode(GetStateReqInput(request_id="look")))
+    time.sleep(0.2)
+    turns = everything(channel, 1001)
+    assert turns[0][0] == GetStateReqInput(request_id="look") and len(turns[0]) <= 65
+    assert [m.rid for turn in turns for m in turn if isinstance(m, TokenizedGenerateReqInput)] == [
+        f"r{i}" for i in range(1000)
+    ]
+
+
+def test_engine_13_requests_that_are_left_do_not_wait_for_news(main: Main, channel: ZmqChannel) -> None:
+    for i in range(200):
+        main.push.send(encode(request(f"r{i}")))
+    time.sleep(0.2)
+    started = time.monotonic()
+    assert sum(len(channel.receive(5000)) for _ in range(4)) == 200
+    assert time.monotonic() - started < 4.0
+
+
+def test_engine_13_samples_of_one_prompt_share_its_ids() -> None:
+    message = decode_input(encode(request("r", siblings=3)))
+    assert isinstance(message, TokenizedGenerateReqInput)
+    samples = message.samples()
+    assert [(s.rid, s.sampling_params.sampling_seed) for s in samples] == [("r", 7), ("r_0", 8), ("r_1", 9), ("r_2", 10)]
+    assert all(sample.input_ids is samples[0].input_ids and not sample.siblings for sample in samples)

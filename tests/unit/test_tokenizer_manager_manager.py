@@ -312,3 +312,17 @@ def test_a_folder_without_a_usable_tokenizer_is_one_line(tmp_path: Path, content
     with pytest.raises(StartupError) as caught:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(caught.value) and "--skip-tokenizer-init" in str(caught.value)
+
+
+def test_engine_13_a_prompt_is_sent_once_whatever_n_is(folder: Path) -> None:
+    async def scenario() -> None:
+        manager, link = serving(folder)
+        ids = [[1] * 50, [2] * 50]
+        params = {"max_new_tokens": 2, "n": 64, "sampling_seed": 5}
+        handle = await manager.submit(GenerateReqInput(input_ids=ids, sampling_params=params, rid="g"))
+        assert [message.input_ids for message in link.sent] == ids
+        samples = [sample for message in link.sent for sample in message.samples()]
+        assert [sample.rid for sample in samples] == [record.rid for record in handle.records]
+        assert [sample.sampling_params for sample in samples] == [record.params for record in handle.records]
+
+    run(scenario())
