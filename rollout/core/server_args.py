@@ -32,6 +32,9 @@ class ServerArgs:
     skip_tokenizer_init: bool = _arg(False, "serve token ids only; no text in or out")
     host: str = _arg("127.0.0.1", "address to listen on")
     port: int = _arg(30000, "port to listen on")
+    receive_timeout: float = _arg(
+        60.0, "seconds in which a client must have sent a request; it gets more while 128 KiB a second come"
+    )
     api_key: str | None = _arg(None, "key that every request must carry as `Authorization: Bearer KEY`", secret=True)
     admin_api_key: str | None = _arg(None, "key that control endpoints demand instead", secret=True)
     allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
@@ -153,6 +156,7 @@ class ServerArgs:
             _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
             _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
+        _require(self.receive_timeout > 0, "--receive-timeout must be positive")
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,

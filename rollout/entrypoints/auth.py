@@ -25,8 +25,8 @@ OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/ping", "/metr
 
 
 class KeyMiddleware:
-    """Refuses with 401 what does not carry the right `Authorization: Bearer KEY`, and with 403 what a page of another
-    site sends where no key is asked for.
+    """Refuses with 401 what does not carry the right `Authorization: Bearer KEY`, with 403 what a page of another site
+    sends where no key is asked for, and with 503 what comes over one connection too many, unless it is control.
 
     With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
     anything.
@@ -45,12 +45,18 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         status, kind, message = refusal
-        await json_response({"error": {"type": kind, "message": message}}, status)(scope, receive, send)
+        response = json_response({"error": {"type": kind, "message": message}}, status)
+        if status == 503:
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
         path = scope["path"]
         if path in OPEN_PATHS:
             return None
+        is_over_limit = scope.get("state", {}).get("is_over_limit")
+        if is_over_limit is not None and is_over_limit() and path not in self._control_paths:
+            return 503, "Unavailable", "too many connections are open"
         headers = dict(scope["headers"])
         wanted = self._api_key
         if self._admin_api_key is not None and path in self._control_paths:

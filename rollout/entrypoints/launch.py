@@ -22,13 +22,18 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import uvicorn
-
 from rollout.core.errors import LockstepError, StartupError
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
+from rollout.entrypoints.connections import (
+    LISTEN_BACKLOG,
+    BoundedServer,
+    connections_within,
+    quiet_about_files,
+    raise_file_limit,
+)
 from rollout.entrypoints.follower import run_follower
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
@@ -43,7 +48,6 @@ RESPONSES_S = 5
 """Seconds that answers get to be written once the scheduler has stopped."""
 LAST_WORDS_S = 1.0
 """Seconds that a message of a scheduler process which has ended may be under way."""
-BACKLOG = 2048
 KEEP_ALIVE_S = 75
 
 
@@ -94,6 +98,7 @@ class _Server:
         self._listener = listener
         self._folder = folder
         self._worker_command = worker_command
+        self._most_connections = connections_within(raise_file_limit())
         self._stop = asyncio.Event()
         self._scheduler: SchedulerProcesses | None = None
 
@@ -103,7 +108,8 @@ class _Server:
         channel = SchedulerChannel(self._folder, self._layout.num_replicas, _remote_host(self._args))
         metrics = Metrics(self._args.name)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
-        http = _HttpServer(_uvicorn_config(build_app(manager, metrics), self._args))
+        http = _http_server(build_app(manager, metrics), self._args, self._most_connections)
+        quiet_about_files(asyncio.get_running_loop())
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         reader = asyncio.create_task(manager.run())
         try:
@@ -208,23 +214,14 @@ class _Server:
         os._exit(128 + number)
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: this module decides when to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn_config(app: object, args: ServerArgs) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+def _http_server(app: object, args: ServerArgs, most_connections: int) -> BoundedServer:
+    return BoundedServer(
+        app,
+        most=most_connections,
+        receive_timeout_s=args.receive_timeout,
         log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",
-        lifespan="off",
-        ws="none",
-        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=RESPONSES_S,
     )
@@ -242,7 +239,7 @@ def _bind(args: ServerArgs) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)

@@ -147,5 +147,6 @@ def test_engine_13_samples_of_one_prompt_share_its_ids() -> None:
     message = decode_input(encode(request("r", siblings=3)))
     assert isinstance(message, TokenizedGenerateReqInput)
     samples = message.samples()
-    assert [(s.rid, s.sampling_params.sampling_seed) for s in samples] == [("r", 7), ("r_0", 8), ("r_1", 9), ("r_2", 10)]
+    seeds = [(sample.rid, sample.sampling_params.sampling_seed) for sample in samples]
+    assert seeds == [("r", 7), ("r_0", 8), ("r_1", 9), ("r_2", 10)]
     assert all(sample.input_ids is samples[0].input_ids and not sample.siblings for sample in samples)

@@ -1,0 +1,160 @@
+"""How many connections there may be, and how long a client may take to send a request.
+
+    up to most                 whatever they ask for
+    the next few               health and control; anything else is 503 (`is_over_limit` in the request's state)
+    beyond                     503 at once, so that the process never runs out of file descriptors
+
+Knows uvicorn's protocol and file descriptors.  Does not know endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from rollout.core.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 16384
+LISTEN_BACKLOG = 2048
+"""Connections that wait in the kernel."""
+ACCEPTED_AT_ONCE = 64
+"""Connections taken from there before any is looked at: asyncio takes as many as uvicorn names its backlog."""
+SPARE_CONNECTIONS = 64
+"""For health and control, when all others are in use."""
+OTHER_FILES = 128
+"""Descriptors for sockets between processes, logs and files."""
+LEAST_BYTES_PER_S = 128 * 1024
+"""A request that comes at least as fast may take longer than its deadline."""
+SWEEP_EVERY_TICKS = 10  # of uvicorn's 0.1 s
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+    b"content-type: application/json\r\ncontent-length: 78\r\n\r\n"
+    b'{"error": {"type": "Unavailable", "message": "too many connections are open"}}'
+)
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one; the limit now in force."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_within(file_limit: int) -> int:
+    """How many connections fit below a limit of open files.  Raises `StartupError` where hardly any do."""
+    most = min(MOST_CONNECTIONS, file_limit - SPARE_CONNECTIONS - 2 * ACCEPTED_AT_ONCE - OTHER_FILES)
+    if most < 1:
+        raise StartupError(f"at most {file_limit} files may be open, too few for a server: raise `ulimit -n`")
+    return most
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn with at most `most` connections, whose clients have `receive_timeout_s` to send a request.
+
+    Without its signal handlers: whoever runs it decides when to stop.
+    """
+
+    def __init__(self, app: Any, *, most: int, receive_timeout_s: float, **settings: Any) -> None:
+        protocol: Any = functools.partial(_Protocol, most)
+        super().__init__(
+            uvicorn.Config(app, http=protocol, backlog=ACCEPTED_AT_ONCE, lifespan="off", ws="none", **settings)
+        )
+        self._receive_timeout_s = receive_timeout_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(LISTEN_BACKLOG)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_EVERY_TICKS == 0:
+            self._close_overdue(self.server_state.connections)  # type: ignore[arg-type]
+        return await super().on_tick(counter)
+
+    def _close_overdue(self, connections: Iterable[_Protocol]) -> None:
+        now = time.monotonic()
+        for connection in list(connections):
+            if connection.seconds_sending(now) > self._receive_timeout_s:
+                connection.transport.abort()
+
+
+class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """One connection."""
+
+    def __init__(self, most: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.app_state: dict[str, Any]
+        self._most = most
+        self._is_refused = False
+        self._num_bytes = 0
+        self._since: tuple[float, object, int] | None = None  # when this cycle was first seen unsent; bytes before
+
+    def connection_made(self, transport: Any) -> None:
+        count = len(self.connections)
+        if count >= self._most + SPARE_CONNECTIONS:
+            self._is_refused = True
+            transport.write(_REFUSAL)
+            transport.close()
+            return
+        if count >= self._most:
+            self.app_state = self.app_state | {"is_over_limit": lambda: len(self.connections) > self._most}
+        super().connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._is_refused:
+            super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        super().data_received(data)
+
+    def seconds_sending(self, now: float) -> float:
+        """How long the client has been sending a request that is not whole, less what its bytes have earned it.
+
+        0 while the server is at work, or nothing is sent.  To be asked now and then.
+        """
+        cycle = self.cycle
+        is_idle = cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is not None
+        is_served = cycle is not None and not (cycle.more_body or cycle.response_complete)
+        if (is_idle and not cycle.more_body) or is_served or self.flow.read_paused:
+            self._since = None
+        elif self._since is None or self._since[1] is not cycle:
+            self._since = now, cycle, self._num_bytes
+        if self._since is None:
+            return 0.0
+        began, _, num_bytes = self._since
+        return now - began - (self._num_bytes - num_bytes) / LEAST_BYTES_PER_S
+
+
+def quiet_about_files(loop: asyncio.AbstractEventLoop) -> None:
+    """Say once a minute that no connection can be taken for want of files, not thousands of times a second."""
+    said_at = float("-inf")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said_at
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - said_at > 60.0:
+            said_at = time.monotonic()
+            logger.error("no connection can be taken: %s", error)
+
+    loop.set_exception_handler(handle)
