@@ -266,13 +266,21 @@ def late(mine: bool) -> bool:
     raise TimeoutError("no vote in time")
 
 
-@pytest.mark.parametrize("vote", [refuse, late])
-def test_a_lost_vote_restores_every_bit(weights: FakeWeights, vote: Callable[[bool], bool]) -> None:
+def test_a_vote_that_raises_leaves_the_commit_in_doubt(weights: FakeWeights) -> None:
+    transaction = verified(weights)
+    with pytest.raises(TimeoutError):
+        transaction.commit(late)
+    assert transaction.state is TransactionState.IN_DOUBT
+    with pytest.raises(TransactionStateError, match="doubt"):
+        transaction.abort()
+
+
+def test_a_lost_vote_restores_every_bit(weights: FakeWeights) -> None:
     weights.embed[0, 0] = float("nan")  # whatever was there comes back, not only decent values
     before = weights.snapshot()
     transaction = verified(weights)
     with pytest.raises(CommitError, match="restored") as caught:
-        transaction.commit(vote)
+        transaction.commit(refuse)
     assert caught.value.restored
     assert weights.snapshot() == before
     assert transaction.state is TransactionState.ABORTED
