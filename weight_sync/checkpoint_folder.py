@@ -6,6 +6,7 @@ Knows safetensors with and without an index.  Does not know models.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.safetensors_file import (
+    FileStamp,
     SafetensorsFile,
     open_regular,
     read_header,
@@ -26,14 +28,16 @@ from weight_sync.tensor_meta import TensorMeta
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
+_TICK_S = 0.02
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder whose headers were read: every tensor in one file only."""
+    """A folder whose headers were read: every tensor in one file only.  `index`: the stamp of its index, if any."""
 
     path: Path
     files: tuple[SafetensorsFile, ...]
+    index: FileStamp | None = None
 
     @property
     def metas(self) -> list[TensorMeta]:
@@ -45,14 +49,27 @@ class CheckpointFolder:
             replace(file, tensors=tuple(tensor for tensor in file.tensors if tensor.meta.name in names))
             for file in self.files
         )
-        return CheckpointFolder(self.path, tuple(files))
+        return replace(self, files=tuple(files))
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, in host memory, one at a time.  Raises `ContentError`, `TransportError`."""
+        """Every tensor, in host memory, one at a time.
+
+        Raises `ContentError`, after the last one where the folder changed meanwhile, and `TransportError`.
+        """
         for header in self.files:
             with open_regular(header.path) as file:
                 for tensor in header.tensors:
                     yield tensor.meta.name, read_tensor(file, header.path, tensor)
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raises `ContentError` if a file was written or replaced since the folder was opened: what was read of it may
+        be a mixture.
+        """
+        stamps = {file.path: file.stamp for file in self.files} | {self.path / INDEX_FILE: self.index}
+        for path, stamp in stamps.items():
+            if _stamp(path) != stamp:
+                raise ContentError(f"{path} changed while {self.path} was read; write to another folder, and rename it")
 
 
 def open_checkpoint_folder(path: Path) -> CheckpointFolder:
@@ -62,8 +79,10 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     tensor that is in two files, or that is not where the index puts it, `TransportError`.
     """
     require_folder(path)
+    _let_clocks_tick(path)
     weight_map = None
-    if (path / INDEX_FILE).exists():
+    index = _stamp(path / INDEX_FILE)
+    if index is not None:
         weight_map = read_index(path)[1]
         if not weight_map:
             raise ContentError(f"{path / INDEX_FILE} names no tensor")
@@ -77,7 +96,23 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     for name, file_name in (weight_map or {}).items():
         if homes.get(name) is None or homes[name].path.name != file_name:
             raise ContentError(f"{path / file_name} has no tensor {name}, which {INDEX_FILE} puts there")
-    return CheckpointFolder(path, files)
+    return CheckpointFolder(path, files, index)
+
+
+def _stamp(path: Path) -> FileStamp | None:
+    """None for a file that cannot be looked at."""
+    try:
+        return FileStamp.of(path.stat())
+    except OSError:
+        return None
+
+
+def _let_clocks_tick(path: Path) -> None:
+    """Two writes within a tick of the file system's clock leave one time: a folder that was just written waits."""
+    stamps = [stamp for item in path.glob("*") if (stamp := _stamp(item)) is not None]
+    age_s = time.time() - max((stamp.changed for stamp in stamps), default=0) / 1e9
+    if 0 <= age_s < _TICK_S:
+        time.sleep(_TICK_S - age_s)
 
 
 def require_folder(path: Path) -> None:

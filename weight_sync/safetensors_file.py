@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -37,15 +37,33 @@ class FileTensor:
     start: int
 
 
+class FileStamp(NamedTuple):
+    """What is another after a file was written, or replaced, by whatever means; times in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileStamp:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes."""
+    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes.
+
+    `stamp`: of the file that was read.
+    """
 
     path: Path
     tensors: tuple[FileTensor, ...]
     metadata: dict[str, str]
     content_start: int
     nbytes: int
+    stamp: FileStamp
 
     @property
     def metas(self) -> list[TensorMeta]:
@@ -104,7 +122,8 @@ def read_tensor(file: BinaryIO, path: Path, tensor: FileTensor) -> torch.Tensor:
 def read_header(path: Path) -> SafetensorsFile:
     """Read and check the header.  Raises as `open_regular`, and `ContentError` for a damaged or shortened file."""
     with open_regular(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
+        stamp = FileStamp.of(os.fstat(file.fileno()))
+        nbytes = stamp.size
         if nbytes < _LENGTH.size:
             raise ContentError(f"{path} is not a safetensors file: it has {nbytes} bytes")
         (length,) = _LENGTH.unpack(read_at(file, path, 0, _LENGTH.size).numpy().tobytes())
@@ -127,7 +146,7 @@ def read_header(path: Path) -> SafetensorsFile:
         position = end
     if start + position != nbytes:
         raise ContentError(f"{path} has {nbytes} bytes, its header accounts for {start + position}")
-    return SafetensorsFile(path, tuple(tensors), metadata, start, nbytes)
+    return SafetensorsFile(path, tuple(tensors), metadata, start, nbytes, stamp)
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class DiskSource:
         return metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A bucket for each tensor.  Raises `ContentError` (a file became shorter), `TransportError`."""
+        """A bucket for each tensor.  Raises `ContentError` (a file became shorter, or changed), `TransportError`."""
         assert self._folder is not None, "announce comes first"
         with self._lock:
             for name, tensor in self._folder.read():
