@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rollout.core.detokenizer import IncrementalDetokenizer
 from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.mem_cache.radix_cache import Namespace, RadixNode
@@ -115,16 +116,22 @@ class Req:
         "sampling_row",
         "saved_rows",
         "source",
-        "stop_window",
+        "stop_text",
     )
 
     def __init__(
-        self, source: TokenizedGenerateReqInput, *, arrival: int, seed: int, end_ids: frozenset[int], stop_window: int
+        self,
+        source: TokenizedGenerateReqInput,
+        *,
+        arrival: int,
+        seed: int,
+        end_ids: frozenset[int],
+        stop_text: IncrementalDetokenizer | None = None,
     ) -> None:
         self.source = source
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
-        self.stop_window = stop_window  # tokens that a stop string can span; 0 without stop strings
+        self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
         self.prompt_ids = source.input_ids
         self.prompt_hash = hash(tuple(source.input_ids))  # lets requests with one prompt share its prefill
         self.output = OutputRecord()

@@ -46,7 +46,7 @@ class SampledRows:
                 self._top_rows.append(row)
             if wants.chosen_ids:
                 self._with_chosen.append(req)
-            if req.stop_window:
+            if req.stop_text is not None:
                 self._stop_string_rows.append(row)
             if req.source.stream:
                 self._streams = True

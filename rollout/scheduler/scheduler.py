@@ -244,7 +244,7 @@ class Scheduler:
                 arrival=self._arrivals,
                 seed=self._seed(source),
                 end_ids=self._stop.end_ids(source),
-                stop_window=self._stop.window(source),
+                stop_text=self._stop.text_for(source),
             )
         except LockstepError as error:
             self._refuse(source.rid, error)

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.core.detokenizer import IncrementalDetokenizer, final_text
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishReason
-from rollout.tokenizer_manager.detokenizer import IncrementalDetokenizer, final_text
 from rollout.tokenizer_manager.response import RouteShape, build_response, is_heavy
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
@@ -34,7 +34,6 @@ class SampleText:
         params = record.params
         self._record = record
         self._trim = not params.no_stop_trim
-        self._num_fed = 0
         self._final: str | None = None
         self._detokenizer = IncrementalDetokenizer(
             lambda ids: tokenizer.decode(
@@ -50,8 +49,7 @@ class SampleText:
         if self._final is not None:
             return self._final
         finished = self._record.finished
-        pending = self._record.output_ids[self._num_fed :]
-        self._num_fed = len(self._record.output_ids)
+        pending = self._record.output_ids[self._detokenizer.num_fed :]
         if finished is None:
             self._detokenizer.feed(pending)
             return self._detokenizer.shown

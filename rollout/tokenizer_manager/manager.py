@@ -45,7 +45,7 @@ from rollout.tokenizer_manager.response import RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
-from rollout.tokenizer_manager.validation import ServingLimits, check_prompt
+from rollout.tokenizer_manager.validation import ServingLimits, check_logprob_entries, check_prompt, num_logprob_entries
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,14 @@ class TokenizerManager:
             captures_routes=ready.capture_routed_experts,
             returns_routes_by_default=self.server_args.return_routed_experts_by_default,
             has_tokenizer=tokenizer is not None,
+            eos_token_id=None if tokenizer is None else self._end_token(tokenizer),
         )
         self.phase = Phase.SERVING
+
+    def _end_token(self, tokenizer: Tokenizer) -> int | None:
+        """The tokenizer's, if it can be sampled and the scheduler does not know it from the model's configuration."""
+        eos, config = tokenizer.eos_token_id, self.model_config
+        return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; what is in flight runs on."""
@@ -300,9 +306,12 @@ class TokenizerManager:
     ) -> list[list[SampleRecord]]:
         """The samples of each prompt."""
         now = time.monotonic()
-        groups = []
+        groups: list[list[SampleRecord]] = []
+        num_entries = 0
         for prompt, input_ids in zip(expanded.prompts, prompt_ids, strict=True):
             params = check_prompt(prompt, input_ids, limits)
+            num_entries += num_logprob_entries(prompt.options, len(input_ids), params)
+            check_logprob_entries(num_entries)
             prompt = dataclasses.replace(prompt, sampling_params=params)
             options = dataclasses.replace(prompt.options, return_routed_experts=limits.wants_routes(prompt.options))
             groups.append(

@@ -44,6 +44,10 @@ class Tokenizer:
             ) from error
         return cls(backend)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._backend.eos_token_id
+
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.sampling_params import SamplingParams
 from rollout.tokenizer_manager.request import OutputOptions, PromptRequest
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
 MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_LOGPROB_ENTRIES = 1 << 22
+"""Top and chosen log-probabilities of one request: some hundred bytes each until they are answered."""
 
 
 @dataclass(frozen=True)
 class ServingLimits:
     """Facts that requests are checked against.
 
-    `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.
+    `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.  `eos_token_id`: an end token that
+    the tokenizer names and the model's configuration does not.
     """
 
     vocab_size: int
@@ -33,6 +36,7 @@ class ServingLimits:
     captures_routes: bool
     returns_routes_by_default: bool
     has_tokenizer: bool
+    eos_token_id: int | None = None
 
     def wants_routes(self, options: OutputOptions) -> bool:
         """Whether the request gets routed experts: its own word, else the server's default."""
@@ -44,8 +48,8 @@ class ServingLimits:
 def check_prompt(prompt: PromptRequest, input_ids: Sequence[int], limits: ServingLimits) -> SamplingParams:
     """The sampling parameters to use for `prompt`, whose tokens are `input_ids`.
 
-    They are the request's own, with `max_new_tokens` filled in where the caller left it to the server.  Raises
-    `BadRequest` or `UnsupportedFeature` naming the first thing that is wrong.
+    They are the request's own, with `max_new_tokens` filled in where the caller left it to the server, and with the
+    tokenizer's end token.  Raises `BadRequest` or `UnsupportedFeature` naming the first thing that is wrong.
     """
     _check_ids(input_ids, limits.vocab_size)
     params = _with_length(prompt, len(input_ids), limits)
@@ -56,7 +60,27 @@ def check_prompt(prompt: PromptRequest, input_ids: Sequence[int], limits: Servin
     _check_length(len(input_ids), params.max_new_tokens, limits)
     _check_logprobs(prompt.options, len(input_ids), limits.vocab_size)
     _check_routes(prompt.options, len(input_ids), limits)
-    return params
+    if limits.eos_token_id is None or params.ignore_eos:
+        return params
+    return msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
+
+
+def check_logprob_entries(num_entries: int) -> None:
+    """Raises `TooLarge` for more than one request may get."""
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise TooLarge(
+            f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
+            f"token_ids_logprob), over all prompts) are over the limit of {MAX_LOGPROB_ENTRIES} of a request"
+        )
+
+
+def num_logprob_entries(options: OutputOptions, prompt_len: int, params: SamplingParams) -> int:
+    """Most top and chosen log-probabilities that the samples of one prompt can get."""
+    if not options.return_logprob:
+        return 0
+    scored = prompt_len - options.logprob_start_len if options.logprob_start_len >= 0 else 0
+    a_token = options.top_logprobs_num + len(options.token_ids_logprob or ())
+    return params.n * (scored + params.max_new_tokens) * a_token
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:

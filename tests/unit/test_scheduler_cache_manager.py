@@ -28,7 +28,7 @@ class Rows:
         tokens = [length] * length
         req = Req(
             TokenizedGenerateReqInput(rid=str(length), input_ids=tokens, sampling_params=params),
-            arrival=length, seed=0, end_ids=frozenset(), stop_window=0,
+            arrival=length, seed=0, end_ids=frozenset(),
         )  # fmt: skip
         self.cache.attach(req, 0)
         self.cache.extend(req, length)

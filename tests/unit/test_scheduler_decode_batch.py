@@ -51,7 +51,7 @@ class Stepper:
         self.made += 1
         params = SamplingParams(max_new_tokens=100)
         source = TokenizedGenerateReqInput(rid=str(self.made), input_ids=[5] * self.made, sampling_params=params)
-        req = Req(source, arrival=self.made, seed=0, end_ids=frozenset(), stop_window=0)
+        req = Req(source, arrival=self.made, seed=0, end_ids=frozenset())
         req.output.token_ids.append(7)
         req.device_len, req.pool_index = self.made, self.made + 10
         return req

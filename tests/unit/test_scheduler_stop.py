@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
+from rollout.scheduler import stop
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -24,7 +25,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LooksAtEveryToken(StopChecker):
-    """Decodes the window of every token: the definition."""
+    """Searches after every token: the definition."""
 
     def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
         return True
@@ -34,7 +35,7 @@ class ForgetsHalfCharacters(StopChecker):
     """Looks for the last character of a stop string in tokens that hold a part of it only."""
 
     def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
-        text = self._token_text(token_id, params.skip_special_tokens)
+        text = self._token_text(token_id)
         return any(stop[-1] in text for stop in params.stop)
 
 
@@ -43,8 +44,7 @@ def matches(checker: StopChecker, token_ids: list[int], **params: object) -> lis
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=10_000, ignore_eos=True, **params)
     )  # fmt: skip
-    window = checker.window(source)
-    req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_window=window)
+    req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_text=checker.text_for(source))
     answers: list[object] = []
     for token_id in token_ids:
         req.output.token_ids.append(token_id)
@@ -72,14 +72,14 @@ def test_a_quick_look_that_forgets_half_characters_is_noticed(tokenizer_file: Pa
     assert matches(ForgetsHalfCharacters((), tokenizer_file), ids, stop=["é"]) == [None, None, None]
 
 
-def test_most_tokens_are_not_decoded_in_their_window(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_tokens_are_not_searched(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = StopChecker((), tokenizer_file)
-    windows = []
-    search = checker._matched_string
-    monkeypatch.setattr(checker, "_matched_string", lambda req: windows.append(req) or search(req))
+    searches = []
+    search = stop._matched_string
+    monkeypatch.setattr(stop, "_matched_string", lambda *args: searches.append(args) or search(*args))
     ids = Tokenizer.from_file(str(tokenizer_file)).encode("hello hello a END").ids
     assert matches(checker, ids, stop=["a END"])[-1] == "a END"
-    assert len(windows) == 1
+    assert len(searches) == 1
 
 
 def test_an_end_token_wins_over_a_stop_string_and_that_over_the_length(tokenizer_file: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_end_token_wins_over_a_stop_string_and_that_over_the_length(tokenizer
         source = TokenizedGenerateReqInput(
             rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=1, **params)
         )
-        req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_window=checker.window(source))
+        req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_text=checker.text_for(source))
         req.output.token_ids.append(a)
         reason = checker.check(req)
         assert (reason.type, reason.matched) == answer

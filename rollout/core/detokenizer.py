@@ -2,11 +2,11 @@
 
 Knows incomplete characters and stop strings.  Does not know requests or the tokenizer behind `decode`.
 
-    ids      [ ....decided.... | context | pending ]
-    text     [ ......._text............. | window tail ]      shown = decided text + the tail's whole characters,
-                                                              less anything that may be the start of a stop string
+    ids      [ ... | context | pending ]
+    text     [ .....  _text  | _tail   ]      shown = _text + the tail's whole characters, less anything that may be
+                                              the start of a stop string
 
-The window is decoded together with the tokens before it (the context), as Hugging Face's text-generation-inference
+What is pending is decoded together with the tokens before it (the context), as Hugging Face's text-generation-inference
 does, because a token's text can depend on its neighbour: half a character, or a space that a decoder strips.
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
+_MOST_PENDING = 16
+_MOST_PARTS = 4  # tokens of a character that is still incomplete
 
 
 class IncrementalDetokenizer:
@@ -24,9 +26,9 @@ class IncrementalDetokenizer:
         """`decode` must give the same text for the same ids; `stop` is text to hold back until it is decided."""
         self._decode = decode
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._context_start = 0
-        self._pending_start = 0
+        self.num_fed = 0
+        self._context: list[int] = []
+        self._pending: list[int] = []
         self._text = ""
         self._tail = ""
 
@@ -34,16 +36,35 @@ class IncrementalDetokenizer:
         """Append token ids."""
         if not token_ids:
             return
-        self._ids += token_ids
-        context = self._decode(self._ids[self._context_start : self._pending_start])
-        window = self._decode(self._ids[self._context_start :])
-        tail = window[len(context) :]
-        if tail.endswith(INCOMPLETE):
-            self._tail = tail
-            return
-        self._text += tail
-        self._tail = ""
-        self._context_start, self._pending_start = self._pending_start, len(self._ids)
+        self.num_fed += len(token_ids)
+        self._pending += token_ids
+        self._tail = self._text_of(self._context, self._pending)
+        if not self._tail.endswith(INCOMPLETE):
+            self._settle(len(self._pending), "")
+        elif len(self._pending) > _MOST_PENDING:
+            self._settle_invalid()
+
+    def _text_of(self, context: list[int], ids: list[int]) -> str:
+        """What `ids` add to the text of `context`."""
+        return self._decode(context + ids)[len(self._decode(context)) :]
+
+    def _settle(self, count: int, rest: str) -> None:
+        """The text of the first `count` pending tokens is final; the others' is `rest`."""
+        self._text += self._tail[: len(self._tail) - len(rest)]
+        self._tail = rest
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+
+    def _settle_invalid(self) -> None:
+        """Settle what no later token can make a character of: else every token decodes all of the invalid ones again.
+
+        A cut lies between two characters, valid or not, if the texts of its two sides add up to the whole.
+        """
+        for parts in range(_MOST_PARTS, 2 * _MOST_PARTS):
+            before, after = self._pending[:-parts], self._pending[-parts:]
+            rest = self._text_of(before, after)
+            if self._text_of(self._context, before) + rest == self._tail:
+                self._settle(len(before), rest)
+                return
 
     @property
     def decided(self) -> str:

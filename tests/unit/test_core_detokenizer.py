@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.tokenizer_manager.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
+from rollout.core.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -21,7 +21,9 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 # The ids 0..255 are single bytes: most sequences are broken UTF-8, which random models produce.
-token_ids = st.lists(st.one_of(st.integers(0, 265), st.sampled_from([127, 220, 100, 101, 94, 161])), max_size=24)
+mixed_ids = st.lists(st.one_of(st.integers(0, 265), st.sampled_from([127, 220, 100, 101, 94, 161])), max_size=24)
+broken_ids = st.lists(st.integers(94, 255), max_size=80)  # long runs in which no character is whole
+token_ids = st.one_of(mixed_ids, broken_ids)
 
 
 @settings(max_examples=300, deadline=None)
