@@ -28,7 +28,7 @@ from benchmarks.shapes import SHAPES, cached_checkpoint
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 from weight_sync.delta.byte_patches import encode_overwrite, encode_xor
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
-from weight_sync.delta.frame import read_frame
+from weight_sync.delta.frame import DeltaFrame, read_frame
 from weight_sync.sender import named_tensors_of, split_fused_experts
 
 LEARNING_RATE = 1e-6
@@ -107,10 +107,10 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
         decode_s, names = 0.0, set[str]()
         for payload, frame in zip(payloads, delta.frames, strict=True):
             start = time.perf_counter()
-            decoded = dict(read_frame(payload, 1 << 40).decode(old.__getitem__))
+            decoded = applied(read_frame(payload, 1 << 40), old)
             decode_s += time.perf_counter() - start
             require_equal(decoded, new)
-            undone = dict(frame.invert().decode(decoded.__getitem__))
+            undone = applied(frame.invert(), decoded)
             require_equal(undone, old)
             assert undone.keys() == decoded.keys(), "an undone frame names what it did"
             names |= decoded.keys()
@@ -119,6 +119,11 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
         yield sizes_of(delta, payloads, old, new, encode_s, decode_s)
         encoder.advance(delta)
         old = new
+
+
+def applied(frame: DeltaFrame, base: Tensors) -> Tensors:
+    """What a frame makes of whole tensors."""
+    return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
 
 
 def train(path: str, vocab_size: int) -> Iterator[Tensors]:

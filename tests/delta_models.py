@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from weight_sync.delta.frame import DeltaFrame
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -22,6 +24,11 @@ class DriftingMasters:
 
     def tensors(self, dtype: torch.dtype = torch.bfloat16) -> Tensors:
         return {name: master.to(dtype, copy=True) for name, master in self._masters.items()}
+
+
+def applied(frame: DeltaFrame, base: Mapping[str, torch.Tensor]) -> Tensors:
+    """What a frame makes of whole tensors."""
+    return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
 
 
 def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -27,7 +28,7 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.layers.ops.place import ShardPlace, ViewPlace
 from tests.model_zoo import logical_tensors, tiny_checkpoint
-from tests.parallel_harness import ParallelHarness
+from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
 from weight_sync.delta.publisher import publish_encoded
@@ -379,3 +380,22 @@ def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging:
         assert all(answer.success for answer in answers), answers
         require_content(engine, new)
         assert check(engine, "checksum").data["digest"] == delta.digest
+
+
+def test_w04_a_delta_goes_where_its_base_lies(folder: Path) -> None:
+    """Not to a placement that the update adopts; one that starts from a digest adopts none."""
+    old = content_of(folder)
+    new = drifted(old)
+    delta = DeltaEncoder(old.items()).encode(new.items())
+    counts_LE = np.random.default_rng(0).zipf(1.5, size=(2, 8)).astype(float)
+    with ParallelHarness(folder, enable_eplb=True, **EP2) as engine:
+        for scheduler in engine.schedulers:
+            control_of(scheduler)._adoption._loads = lambda: counts_LE  # type: ignore[method-assign]
+        answers = refresh_by_delta(engine, delta)
+        assert answers[0].status_code == 409 and "adopts a placement" in answers[0].message
+        assert not answers[-1].success
+        require_content(engine, old)
+        answers = refresh_by_delta(engine, delta, base_digest=delta.base_digest)
+        assert all(answer.success for answer in answers), answers
+        assert not answers[-1].data["placement_adopted"]
+        require_content(engine, new)

@@ -32,11 +32,8 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import WeightControl
-from rollout.scheduler.weight_queue import WeightQueue
 from tests.model_zoo import logical_tensors, tiny_checkpoint
-from tests.parallel_harness import ParallelHarness
+from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
@@ -74,13 +71,6 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
 def engine(request: pytest.FixtureRequest, old: Path) -> Iterator[ParallelHarness]:
     with ParallelHarness(old, **LAYOUTS[request.param], enable_memory_saver=True) as harness:
         yield harness
-
-
-def control_of(scheduler: Scheduler) -> WeightControl:
-    """The holder of the weight verbs of one rank."""
-    owners = [getattr(hook, "__self__", None) for hook in scheduler._between_steps]
-    (queue,) = [owner for owner in owners if isinstance(owner, WeightQueue)]
-    return queue._planners[BeginWeightUpdateReqInput].__self__  # type: ignore[attr-defined]
 
 
 def check_content(harness: ParallelHarness, tensors: Tensors) -> None:

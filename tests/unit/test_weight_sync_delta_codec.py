@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.delta_models import DriftingMasters, bits, same_bits
+from tests.delta_models import DriftingMasters, applied, bits, same_bits
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
@@ -119,10 +119,10 @@ def test_frames_lead_there_and_back(dtype: torch.dtype) -> None:
     for payload in delta.payloads():
         frame = read_frame(payload, LIMIT)
         assert (frame.base_digest, frame.digest) == (delta.base_digest, delta.digest)
-        there |= dict(frame.decode(old.__getitem__))
+        there |= applied(frame, old)
         inverse = read_frame(write_frame(frame.invert()), LIMIT)
         assert (inverse.base_digest, inverse.digest) == (delta.digest, delta.base_digest)
-        back |= dict(inverse.decode(there.__getitem__))
+        back |= applied(inverse, there)
     assert same_bits(there, new)
     assert same_bits(back, old)
     metas = {name: TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new.items()}
@@ -139,7 +139,7 @@ def test_a_version_that_the_engine_never_took_does_not_move_the_base() -> None:
     third = masters.tensors()
     delta = encoder.encode(third.items())
     frame = read_frame(delta.payloads()[0], LIMIT)
-    assert same_bits(dict(frame.decode(first.__getitem__)), third)
+    assert same_bits(applied(frame, first), third)
     encoder.advance(delta)
     assert encoder.digest == delta.digest
     assert encoder.encode(third.items()).num_changes == 0
@@ -165,9 +165,9 @@ def test_another_base_is_refused_before_anything_is_applied() -> None:
     other = {name: tensor.clone() for name, tensor in old.items()}
     other["c"][17] = 3.0
     with pytest.raises(BaseMismatchError, match="c: the delta starts from"):
-        list(frame.decode(other.__getitem__))
+        applied(frame, other)
     with pytest.raises(BaseMismatchError, match="the delta is of"):
-        list(frame.decode(lambda name: old[name].to(torch.float32)))
+        applied(frame, {name: tensor.to(torch.float32) for name, tensor in old.items()})
 
 
 def test_small_steps_of_a_bfloat16_model_are_35_times_smaller() -> None:
@@ -184,7 +184,7 @@ def test_where_everything_changes_the_frame_is_no_larger_than_the_tensors() -> N
     new = {"a": random_bits(1, 100_000, torch.float32)}
     payload = DeltaEncoder(old.items()).encode(new.items()).payloads()[0]
     assert len(payload) < 400_000 * 1.01 + 1000
-    assert same_bits(dict(read_frame(payload, LIMIT).decode(old.__getitem__)), new)
+    assert same_bits(applied(read_frame(payload, LIMIT), old), new)
 
 
 def valid_frame() -> tuple[bytes, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -196,7 +196,7 @@ def valid_frame() -> tuple[bytes, dict[str, torch.Tensor], dict[str, torch.Tenso
 
 
 def decoded(payload: bytes, old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return dict(read_frame(payload, LIMIT).decode(old.__getitem__))
+    return applied(read_frame(payload, LIMIT), old)
 
 
 @settings(max_examples=300, deadline=None)

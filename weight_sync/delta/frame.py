@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,15 @@ class FrameEntry:
     base_fingerprint: int
     result_fingerprint: int
 
+    def check(self, before: int, after: int) -> None:
+        """Whether what was found is what is stated.  Raises `BaseMismatchError`, `ContentError`."""
+        if before != self.base_fingerprint:
+            stated, here = fingerprint_hex(self.base_fingerprint), fingerprint_hex(before)
+            raise BaseMismatchError(f"{self.meta.name}: the delta starts from fingerprint {stated}, here it is {here}")
+        if after != self.result_fingerprint:
+            stated, there = fingerprint_hex(self.result_fingerprint), fingerprint_hex(after)
+            raise ContentError(f"{self.meta.name}: the delta leads to fingerprint {there}, it says {stated}")
+
 
 @dataclass(frozen=True)
 class TensorDelta:
@@ -61,32 +70,20 @@ class TensorDelta:
         except ContentError as error:
             raise ContentError(f"{meta.name}: {error}") from None
 
-    def check_base(self, base: torch.Tensor) -> None:
-        """Raises `BaseMismatchError` unless `base` is the tensor that the delta starts from."""
+    def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """The new content, on the device of `base`, which is all of the tensor.
+
+        Raises `BaseMismatchError` unless `base` is what the delta starts from, `ContentError`.
+        """
         meta, name = self.entry.meta, self.entry.meta.name
         if base.dtype != meta.dtype or tuple(base.shape) != meta.shape:
             here = f"{dtype_name(base.dtype)} {list(base.shape)}"
             raise BaseMismatchError(
                 f"{name}: the delta is of {dtype_name(meta.dtype)} {list(meta.shape)}, here it is {here}"
             )
-        actual = fingerprint(base)
-        if actual != self.entry.base_fingerprint:
-            stated = fingerprint_hex(self.entry.base_fingerprint)
-            raise BaseMismatchError(
-                f"{name}: the delta starts from fingerprint {stated}, here it is {fingerprint_hex(actual)}"
-            )
-
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The new content, on the device of `base`.  Raises `BaseMismatchError`, `ContentError`."""
-        self.check_base(base)
-        return self.apply_checked(base)
-
-    def apply_checked(self, base: torch.Tensor) -> torch.Tensor:
-        """The same of a base that was checked.  Raises `ContentError`."""
-        tensor, value = apply_changes(base, self.changes(), self.entry.base_fingerprint)
-        if value != self.entry.result_fingerprint:
-            name, stated = self.entry.meta.name, fingerprint_hex(self.entry.result_fingerprint)
-            raise ContentError(f"{name}: the delta leads to fingerprint {fingerprint_hex(value)}, it says {stated}")
+        before = fingerprint(base)
+        tensor, after = apply_changes(base, self.changes(), before)
+        self.entry.check(before, after)
         return tensor
 
 
@@ -113,18 +110,6 @@ class DeltaFrame:
     def open(self) -> dict[str, TensorDelta]:
         """The deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
         return {entry.meta.name: TensorDelta(entry, tuple(planes)) for entry, planes in self._planes()}
-
-    def decode(self, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The new content of every tensor, in order, over the base that `read` gives by name.
-
-        Nothing is given before every base was checked: where staging is in place, what is given is written at once.
-        Raises `BaseMismatchError` for a base that is not the one meant, `ContentError`.
-        """
-        deltas = self.open()
-        for name, delta in deltas.items():
-            delta.check_base(read(name))
-        for name, delta in deltas.items():
-            yield name, delta.apply_checked(read(name))
 
     def invert(self) -> DeltaFrame:
         """The way back: applied to the result it gives the base.  Raises `ContentError`."""

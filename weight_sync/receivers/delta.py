@@ -17,12 +17,11 @@ from weight_sync.delta.changes import changed, share_after
 from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
 from weight_sync.errors import (
     BaseMismatchError,
-    ContentError,
     CopiesDifferError,
     TransactionStateError,
     WeightRequestError,
 )
-from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.fingerprint import digest
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.receivers.base import BucketSource, refuse
 from weight_sync.staging import ProvenPart, split_wire
@@ -105,17 +104,11 @@ class DeltaSource:
 
 
 def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
-    name = entry.meta.name
     try:
-        base, result = (whole_fingerprint(entry.meta, held, at) for at in (0, 1))
+        before, after = (whole_fingerprint(entry.meta, held, at) for at in (0, 1))
     except CopiesDifferError as error:
         raise BaseMismatchError(str(error)) from None
-    if base != entry.base_fingerprint:
-        stated, here = fingerprint_hex(entry.base_fingerprint), fingerprint_hex(base)
-        raise BaseMismatchError(f"{name}: the delta starts from fingerprint {stated}, here it is {here}")
-    if result != entry.result_fingerprint:
-        stated, there = fingerprint_hex(entry.result_fingerprint), fingerprint_hex(result)
-        raise ContentError(f"{name}: the delta leads to fingerprint {there}, it says {stated}")
+    entry.check(before, after)
 
 
 def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
