@@ -56,10 +56,11 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
 
 @pytest.fixture
 def start(old: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ParallelHarness]]:
-    monkeypatch.setattr(parallel_harness, "COLLECTIVE_S", 8.0)  # gloo keeps what was given up for so long
+    """`breaks`: collectives will be given up, which gloo keeps alive up to its own deadline."""
     started = []
 
-    def start(**settings: Any) -> ParallelHarness:
+    def start(breaks: bool = False, **settings: Any) -> ParallelHarness:
+        monkeypatch.setattr(parallel_harness, "COLLECTIVE_S", 8.0 if breaks else 30.0)
         started.append(ParallelHarness(old, **settings))
         return started[-1]
 
@@ -102,7 +103,7 @@ def test_w01_a_late_commit_vote_ends_the_engine(
     start: Callable[..., ParallelHarness], new: Tensors, layout: dict[str, int]
 ) -> None:
     """One rank has given up when the last one comes, and the others get an answer."""
-    harness = start(**layout)
+    harness = start(breaks=True, **layout)
     begun(harness, new)
     harness.shorten_deadlines(DEADLINE_S)
     ranks = updaters(harness)
@@ -115,7 +116,7 @@ def test_w01_a_late_commit_vote_ends_the_engine(
 
 
 def test_w01_ranks_that_serve_different_versions_end_at_once(start: Callable[..., ParallelHarness]) -> None:
-    harness = start(tp_size=2)
+    harness = start(breaks=True, tp_size=2)
     harness.tick()
     harness.shorten_deadlines(1.0)
     state = harness.schedulers[1].runner.state
@@ -130,7 +131,7 @@ def test_w01_ranks_that_serve_different_versions_end_at_once(start: Callable[...
 def test_w01_replicas_that_serve_different_versions_end_at_the_next_verb(
     start: Callable[..., ParallelHarness], new: Tensors
 ) -> None:
-    harness = start(dp_size=2)
+    harness = start(breaks=True, dp_size=2)
     harness.shorten_deadlines(1.0)
     state = harness.schedulers[1].runner.state
     with state.mutate("a bug"):
@@ -143,7 +144,7 @@ def test_w18_a_failed_vote_of_receiving_threads_ends_the_engine(
     start: Callable[..., ParallelHarness], new: Tensors
 ) -> None:
     """It can never be refreshed again, so it does not serve on."""
-    harness = start(tp_size=2)
+    harness = start(breaks=True, tp_size=2)
     begun(harness, new)
     for scheduler in harness.schedulers:
         scheduler.parallel.weight_io.timeout_s = 0.5
@@ -163,7 +164,6 @@ def test_w02_a_lease_runs_out_on_all_ranks_at_once(
 ) -> None:
     """One rank is slow to refuse a bucket; then the trainer dies."""
     harness = start(tp_size=2)
-    harness.shorten_deadlines(3.0)
     assert harness.control(BeginWeightUpdateReqInput, weight_version="v1", lease_s=1.0).success
     slow = updaters(harness)[1]
     refusal = WeightUpdater._refusal
@@ -193,11 +193,10 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
     start: Callable[..., ParallelHarness], new: Tensors
 ) -> None:
     harness = start(dp_size=2, enable_memory_saver=True)
-    harness.shorten_deadlines(5.0)
     harness.submit(PROMPT, params={"max_new_tokens": 8}, dp_rank=0)
     harness.tick()
     assert harness.control(PauseGenerationReqInput, mode="in_place").success
-    refused = harness.wait(harness.post(ReleaseMemoryOccupationReqInput), 5.0)
+    refused = harness.wait(harness.post(ReleaseMemoryOccupationReqInput))
     assert refused.status_code == 409 and "1 requests running" in refused.message
     assert harness.control(ContinueGenerationReqInput).success
     harness.run()
@@ -209,7 +208,6 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
 def test_w03_replicas_in_different_states_refuse_a_bucket(start: Callable[..., ParallelHarness], new: Tensors) -> None:
     """As when a pause reaches one of them within the job before: one would commit the bucket, the other keep it."""
     harness = start(dp_size=2)
-    harness.shorten_deadlines(5.0)
     harness.schedulers[0].paused = True
     (answer,) = send(harness, new, parts=1)
     assert answer.status_code == 409 and "different states" in answer.message, answer.message
@@ -225,10 +223,9 @@ def test_w03_a_commit_that_one_replica_cannot_start_is_voted_down(
 ) -> None:
     harness = start(dp_size=2)
     begun(harness, new)
-    harness.shorten_deadlines(5.0)
     assert harness.control(EndWeightUpdateReqInput, phase="verify").success
     updaters(harness)[victim].drop("it was lost here")
-    answer = harness.wait(harness.post(EndWeightUpdateReqInput, phase="commit"), 5.0)
+    answer = harness.wait(harness.post(EndWeightUpdateReqInput, phase="commit"))
     assert not answer.success
     assert labels(harness) == {"default"}
     assert refresh(harness, new, "v2").success
@@ -290,7 +287,6 @@ def test_w11_what_was_given_up_is_not_done(old: Path, verb: type) -> None:
 
 def test_w11_one_replica_that_is_late_drops_the_verb_for_all(start: Callable[..., ParallelHarness]) -> None:
     harness = start(dp_size=2)
-    harness.shorten_deadlines(5.0)
     slow = harness.schedulers[1]
     now = slow._channel.now
     monkey = pytest.MonkeyPatch()
