@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rollout.core.errors import LockstepError, StartupError
+from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
@@ -196,6 +196,7 @@ class _Server:
         except LockstepError as error:
             manager.fail(f"the server was stopped: {error}")
             return _fail(f"requests were cut off: {error}")
+        manager.communicator.fail_all(Unavailable("the server was stopped before this was done"))
         await scheduler.end(DRAIN_MARGIN_S)
         return 0
 

@@ -137,9 +137,10 @@ class Control:
             return False
         scheduler = self._scheduler
         stands_still = scheduler.paused or scheduler.withheld is not None
-        if scheduler.queues.all() and (stands_still or scheduler.now >= self._drain_until):
+        is_late = scheduler.now >= self._drain_until
+        if scheduler.queues.all() and (stands_still or is_late):
             scheduler.abort(None)
-        if scheduler.num_active(waiting=True) == (0, 0):
+        if scheduler.num_active(waiting=True) == (0, 0) and (is_late or not self._weights.has_verbs):
             scheduler.stopped = True
             scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
         return True

@@ -105,6 +105,11 @@ class WeightControl:
             return "a weight verb is being carried out"
         return "a weight update is open" if self._updater.is_open else None
 
+    @property
+    def has_verbs(self) -> bool:
+        """Whether somebody waits for the answer of a weight verb; the same on all ranks of the engine."""
+        return not self._queue.is_empty
+
     def on_pause(self) -> None:
         """Generation was paused."""
         self._num_pauses += 1

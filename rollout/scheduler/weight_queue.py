@@ -117,6 +117,11 @@ class WeightQueue:
         """Whether a job is under way: what it works on is not to be looked at."""
         return self._job is not None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no verb is under way or waits for its turn."""
+        return self._job is None and not self._waiting
+
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Verbs that take their turn here, by message type."""
         self._planners.update(planners)
