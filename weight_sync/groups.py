@@ -8,15 +8,20 @@ from __future__ import annotations
 import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
+from weight_sync.patience import Patience
 from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
 
 
 class WeightUpdateGroups:
-    """`device`: where the weights live; decides the backend.  `timeout_s`: deadline of a rendezvous."""
+    """`device`: where the weights live; decides the backend.  `timeout_s`: deadline of a rendezvous.
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    `patience`: of all waits in the groups and for them.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, patience: Patience) -> None:
         self._device = device
         self._timeout_s = timeout_s
+        self._patience = patience
         self._groups: dict[str, GroupHandle] = {}
 
     def init(
@@ -32,7 +37,7 @@ class WeightUpdateGroups:
         if group_name in self._groups:
             self.destroy(group_name)
         self._groups[group_name] = init_process_group(
-            master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s
+            master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s, self._patience
         )
 
     def get(self, group_name: str) -> GroupHandle:

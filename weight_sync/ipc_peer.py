@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.patience import POLL_S, Patience
 
 CONNECT_S = 10.0
 
@@ -33,13 +34,17 @@ def check_endpoint(endpoint: str) -> None:
 class IpcPeer:
     """One conversation with whoever listens at `endpoint`, who has `CONNECT_S` to accept it.  Not thread-safe.
 
-    Raises `WeightRequestError` (no such kind of address), `TransportError` (nobody listens).
+    `patience` may end its waits.  Raises `WeightRequestError` (no such kind of address), `TransportError` (nobody
+    listens).
     """
 
-    def __init__(self, endpoint: str, deadline: float, max_message_bytes: int) -> None:
+    def __init__(
+        self, endpoint: str, deadline: float, max_message_bytes: int, patience: Patience | None = None
+    ) -> None:
         check_endpoint(endpoint)
         self.deadline = deadline
         self.owes_answer = False
+        self._patience = patience or Patience()
         self._endpoint = endpoint
         self._connected = self._lost = False
         self._context = zmq.Context()
@@ -98,8 +103,9 @@ class IpcPeer:
             self._wait(left_s)
 
     def _wait(self, seconds: float) -> None:
-        """Until a message or news of the connection, and note the news."""
-        ready = dict(self._poller.poll(max(1, int(seconds * 1000))))
+        """Until a message or news of the connection, or for a moment; note the news.  Raises as `Patience.check`."""
+        self._patience.check()
+        ready = dict(self._poller.poll(max(1, int(min(seconds, POLL_S) * 1000))))
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)["event"]
             if event == _HANDSHAKE:

@@ -15,7 +15,9 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,13 @@ from torch.distributed import distributed_c10d
 
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.in_thread import in_thread
+from weight_sync.patience import Patience
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
 _WORD_TAG = 1
+_HANG_UP_TAG = 2  # that nobody sends under
 _JOIN_GRACE_S = 1.0
 """Over a rendezvous' deadline, for torch's own errors, which say more."""
 
@@ -46,7 +50,10 @@ def resolve_backend(backend: str | None, device: torch.device | str) -> str:
 
 @dataclass
 class GroupHandle:
-    """A joined group.  After a failed or late collective it is `broken` and can only be destroyed."""
+    """A joined group.  After a failed or late collective it is `broken` and can only be destroyed.
+
+    `patience`: who waits in it may be told to give up, which breaks it.
+    """
 
     name: str
     rank: int
@@ -55,6 +62,7 @@ class GroupHandle:
     timeout_s: float
     process_group: dist.ProcessGroup | None = field(repr=False)  # None once destroyed
     broken: bool = False
+    patience: Patience = field(default_factory=Patience, repr=False)
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
         """Broadcast from rank 0, without waiting.  gloo itself gives up after `timeout_s` (default: the group's).
@@ -75,15 +83,8 @@ class GroupHandle:
 
     def finish(self, work: dist.Work, deadline: float) -> None:
         """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`; then it is broken."""
-        try:
-            if self.backend == "gloo":
-                work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            else:
-                self._poll(work, deadline)
-                work.wait()
-        except RuntimeError as error:
-            self.broken = True
-            raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+        is_over = _gloo_is_over if self.backend == "gloo" else _nccl_is_over
+        self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
 
     def tell(self, member: int, word: int, deadline: float) -> None:
         """Hand a number to a member, which `hear`s it.  gloo only.  Raises `TransportError`; then it is broken."""
@@ -100,8 +101,8 @@ class GroupHandle:
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
-        if self.broken and self.backend == "nccl":
-            process_group.abort()  # a hung kernel would keep the shutdown waiting
+        if self.broken:
+            _hang_up(process_group, self.backend, peer=int(self.rank == 0))
         dist.destroy_process_group(process_group)
         # With the last reference gone gloo closes its connections, which is what the peer notices.
 
@@ -110,18 +111,59 @@ class GroupHandle:
     ) -> None:
         if self.broken or self.process_group is None:
             raise TransportError(f"group {self.name!r} failed before or was left; join it again")
-        try:
-            start(self.process_group, box).wait(_remaining(deadline))
-        except RuntimeError as error:
-            self.broken = True
-            raise TransportError(f"a word in group {self.name!r} failed: {_first_line(error)}") from error
+        # gloo closes the connections of a group in which the wait for a word was too short: one wait, on a thread.
+        said = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
+        self._wait("a word", lambda seconds: _is_done(said, seconds), deadline + _JOIN_GRACE_S)
 
-    def _poll(self, work: dist.Work, deadline: float) -> None:
-        """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode."""
-        while not work.is_completed():
-            if time.monotonic() > deadline:
+    def _wait(self, what: str, is_over: Callable[[float], bool], deadline: float) -> None:
+        try:
+            if not self.patience.wait(is_over, deadline):
                 raise RuntimeError("timed out")
-            time.sleep(_POLL_S)
+        except (RuntimeError, TransportError) as error:
+            self.broken = True
+            raise TransportError(f"{what} in group {self.name!r} failed: {_first_line(error)}") from error
+
+
+def _gloo_is_over(work: dist.Work, seconds: float) -> bool:
+    """Raises the `RuntimeError` of a collective that failed."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def _nccl_is_over(work: dist.Work, seconds: float) -> bool:
+    """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode.  Raises as `_gloo_is_over`."""
+    until = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    work.wait()
+    return True
+
+
+def _is_done(future: Future[Any], seconds: float) -> bool:
+    """Raises what its call raised."""
+    if not wait([future], seconds).done:
+        return False
+    future.result()
+    return True
+
+
+def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
+    """Close the connections: a collective that was given up, here or with a peer, ends at once and not at its deadline.
+
+    Destroying the group would wait for it.
+    """
+    if backend == "nccl":
+        group.abort()
+        return
+    with suppress(RuntimeError):  # a wait for a word that is too short closes them
+        group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def init_process_group(
@@ -132,24 +174,27 @@ def init_process_group(
     group_name: str,
     backend: str,
     timeout_s: float,
+    patience: Patience | None = None,
 ) -> GroupHandle:
     """Join, blocking until all `world_size` members have come.  Rank 0 listens at the master address.
 
     Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
-    `TransportError` when the others do not come within about `timeout_s` seconds.
+    `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.
     """
+    patience = patience or Patience()
     _check_arguments(master_port, rank, world_size, group_name, backend)
     where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
     # torch's store client waits for ever for a peer that accepts the connection and says nothing.
     joining = in_thread(_join, master_address, master_port, rank, world_size, group_name, backend, timeout_s)
-    wait([joining], timeout=timeout_s + _JOIN_GRACE_S)
-    if not joining.done():
-        joining.add_done_callback(leave_late)
-        raise TransportError(f"{where}: who listens there did not answer within {timeout_s:g} s")
     try:
-        return joining.result()
-    except (RuntimeError, OSError) as error:
+        if not patience.wait(lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S):
+            raise TransportError(f"who listens there did not answer within {timeout_s:g} s")
+    except (RuntimeError, OSError, TransportError) as error:
+        joining.add_done_callback(leave_late)
         raise TransportError(f"{where}: {_first_line(error)}") from error
+    group = joining.result()
+    group.patience = patience
+    return group
 
 
 def leave_late(joining: Future[GroupHandle]) -> None:

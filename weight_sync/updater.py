@@ -27,6 +27,7 @@ from weight_sync.held_memory import HeldMemory
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
 from weight_sync.lost_updates import LostUpdates
+from weight_sync.patience import Patience
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, deliver, refuse
 from weight_sync.receivers.distributed import DistributedSource
@@ -71,7 +72,7 @@ class WeightUpdater:
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
     ) -> None:
-        self.rank, self.ranks, self._pace = rank, ranks, pace
+        self.rank, self.ranks, self._pace, self.patience = rank, ranks, pace, Patience()
         self._weights = weights
         twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
@@ -80,7 +81,7 @@ class WeightUpdater:
         self._vote, self._commit_vote = vote, commit_vote or vote
         self.exchange = exchange
         self._target = target or (lambda _: weights)
-        self._groups = WeightUpdateGroups(self._device, timeout_s)
+        self._groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
         self._held = memory or HeldMemory()
         self.content = ContentBook(weights.metas())
         self._next_digest: str | None = None
@@ -185,7 +186,7 @@ class WeightUpdater:
 
     def ipc_source(self, zmq_handles: Mapping[str, str]) -> IpcSource:
         """A conversation with a parameter server; `zmq_handles` has its address by device."""
-        return IpcSource(zmq_handles, device=self._device, timeout_s=self._timeout_s)
+        return IpcSource(zmq_handles, device=self._device, timeout_s=self._timeout_s, patience=self.patience)
 
     def verify(self) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.

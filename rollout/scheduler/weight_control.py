@@ -20,6 +20,7 @@ import msgspec
 
 from rollout.core.errors import Conflict, FatalError, NotFound, TooLarge
 from rollout.core.io_struct import ContinueGenerationReqInput
+from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -49,6 +50,8 @@ from weight_sync.wire import parse_manifest
 __all__ = ["Answer", "Job", "WeightControl"]
 
 _MOST_NUMBERS_SHOWN = 4_000_000
+CONTINUE_WAITS_S = 10.0
+"""A continue waits so long for a bucket on its way: of a trainer that is there, it is short of that by far."""
 
 
 class WeightControl:
@@ -67,7 +70,9 @@ class WeightControl:
         self._updater = updater
         self._adoption = adoption
         self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
-        self._queue = WeightQueue(scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle)
+        self._queue = WeightQueue(
+            scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=_hurry
+        )
         self._num_pauses = 0
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
@@ -150,7 +155,13 @@ class WeightControl:
         def leave(_: str) -> None:
             self._updater.destroy_group(verb.group_name)
 
-        return Job(verb, io, _says("Succeeded to initialize custom process group."), take_back=leave)
+        return Job(
+            verb,
+            io,
+            _says("Succeeded to initialize custom process group."),
+            take_back=leave,
+            waits=self._updater.patience,
+        )
 
     def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
         return Job(
@@ -233,7 +244,15 @@ class WeightControl:
             return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
 
         holds = self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, take_back=self._updater.fail, renews_lease=True)
+        return Job(
+            verb,
+            io,
+            step,
+            holds_steps=holds,
+            take_back=self._updater.fail,
+            renews_lease=True,
+            waits=self._updater.patience,
+        )
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         if verb.phase == "verify":
@@ -346,6 +365,13 @@ def _successor(version: str) -> str:
     if plus and count.isdigit():
         return f"{stem}+{int(count) + 1}"
     return f"{version}+1"
+
+
+def _hurry(verb: ControlReqInput) -> float | None:
+    """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
+    if isinstance(verb, AbortWeightUpdateReqInput):
+        return 0.0
+    return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
 
 def _nothing() -> None:

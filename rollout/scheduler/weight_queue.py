@@ -31,6 +31,7 @@ from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.scheduler.rank_consensus import RankConsensus, VerbMark
 from rollout.scheduler.scheduler import Scheduler, failure
+from weight_sync.patience import Patience
 
 Answer = dict[str, Any]
 
@@ -74,6 +75,7 @@ class Job:
 
     `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `take_back(reason)`, on the I/O
     thread: `io` went well here and failed on another rank.  `renews_lease`: it is a sign of life of an update's sender.
+    `waits`: for a sender, with this patience, which ends when a verb behind it must not wait for that.
     """
 
     verb: ControlReqInput
@@ -82,11 +84,13 @@ class Job:
     holds_steps: bool = False
     take_back: Callable[[str], None] | None = None
     renews_lease: bool = False
+    waits: Patience | None = None
 
 
 class WeightQueue:
     """`finished(job)` follows every job, well or not, `settle()` is called while none is under way and before each:
-    both on the scheduler's thread.
+    both on the scheduler's thread.  `hurry(verb)`: for how many seconds a verb lets a job wait for its sender; None: as
+    long as that may take.
     """
 
     def __init__(
@@ -97,16 +101,18 @@ class WeightQueue:
         *,
         finished: Callable[[Job], None],
         settle: Callable[[], None],
+        hurry: Callable[[ControlReqInput], float | None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
         self._consensus = consensus
         self._finished = finished
         self._settle = settle
+        self._hurry = hurry
         self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_stand_back)
         self._planners: dict[type, Callable[[Any], Job]] = {}
-        self._waiting: deque[ControlReqInput] = deque()
+        self._waiting: deque[tuple[float, ControlReqInput]] = deque()  # with the times at which they came
         self._num_started = 0
         self._job: Job | None = None
         self._future: Future | None = None
@@ -125,7 +131,10 @@ class WeightQueue:
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Verbs that take their turn here, by message type."""
         self._planners.update(planners)
-        self._scheduler.add_verbs(dict.fromkeys(planners, self._waiting.append), queued=True)
+        self._scheduler.add_verbs(dict.fromkeys(planners, self._take), queued=True)
+
+    def _take(self, verb: ControlReqInput) -> None:
+        self._waiting.append((self._scheduler.now, verb))
 
     def advance(self) -> bool:
         """Finish the job whose I/O is done, start the next.  True while one is under way."""
@@ -134,11 +143,20 @@ class WeightQueue:
                 self._settle()
                 if not self._waiting:
                     return False
-                self._start(self._waiting.popleft())
+                self._start(self._waiting.popleft()[1])
                 continue
             if not self._is_done():
+                self._end_waits(self._job)
                 return True
             self._finish()
+
+    def _end_waits(self, job: Job) -> None:
+        if job.waits is None:
+            return
+        for came, verb in self._waiting:
+            seconds = self._hurry(verb)
+            if seconds is not None and self._scheduler.now >= came + seconds:
+                job.waits.give_up(f"{type(verb).__name__.removesuffix('ReqInput')} came {seconds:g} s ago or earlier")
 
     def _is_done(self) -> bool:
         """Whether the I/O part is over on all ranks of this engine."""
@@ -161,6 +179,8 @@ class WeightQueue:
             job = _refused(verb, error)  # another replica may have planned it
         self._scheduler.held = self._scheduler.held or job.holds_steps
         self._job = job
+        if job.waits is not None:
+            job.waits.renew()
         epoch = self._scheduler.runner.state.epoch
         mark = VerbMark(self._num_started, verb.request_id, epoch.weight_version, epoch.weight_epoch)
         # Beside steps one thread: two teams that want the same cores wait for each other most of the time.

@@ -22,6 +22,7 @@ import torch
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.ipc_peer import IpcPeer, check_endpoint
+from weight_sync.patience import Patience
 from weight_sync.shared_segment import release_torch_shared_file
 from weight_sync.stored_tensors import check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
@@ -44,10 +45,18 @@ class IpcSource:
 
     must_drain = False
 
-    def __init__(self, zmq_handles: Mapping[str, str], *, device: torch.device | str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        zmq_handles: Mapping[str, str],
+        *,
+        device: torch.device | str,
+        timeout_s: float,
+        patience: Patience | None = None,
+    ) -> None:
         self._zmq_handles = zmq_handles
         self._device = torch.device(device)
         self._timeout_s = timeout_s
+        self._waits = patience or Patience()
         self._deadline = 0.0
         self._endpoint: str | None = None
         self._peer: IpcPeer | None = None
@@ -71,7 +80,7 @@ class IpcSource:
         """
         assert self._endpoint is not None
         self._over = True  # should nobody be there
-        self._peer = IpcPeer(self._endpoint, self._deadline, MAX_MESSAGE_BYTES)
+        self._peer = IpcPeer(self._endpoint, self._deadline, MAX_MESSAGE_BYTES, self._waits)
         self._over = False
         yield from self._buckets(self._peer)
         if self._device.type == "cuda":
@@ -116,7 +125,7 @@ class IpcSource:
 
     def _tell(self, reason: str) -> None:
         if self._peer is None:
-            self._peer = IpcPeer(self._endpoint or "", self._deadline, MAX_MESSAGE_BYTES)
+            self._peer = IpcPeer(self._endpoint or "", self._deadline, MAX_MESSAGE_BYTES, self._waits)
         peer = self._peer
         while True:
             if peer.owes_answer:
