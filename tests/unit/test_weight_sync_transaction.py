@@ -258,21 +258,19 @@ def verified(weights: FakeWeights) -> WeightTransaction:
     return transaction
 
 
-def refuse(mine: bool) -> bool:
-    return False
+def test_w01_a_vote_that_raises_leaves_the_transaction_in_doubt(weights: FakeWeights) -> None:
+    """Others may have the new version in force: it is neither put back nor called committed."""
 
+    def late(mine: bool) -> bool:
+        raise TimeoutError("no vote in time")
 
-def late(mine: bool) -> bool:
-    raise TimeoutError("no vote in time")
-
-
-def test_a_vote_that_raises_leaves_the_commit_in_doubt(weights: FakeWeights) -> None:
     transaction = verified(weights)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="no vote in time"):
         transaction.commit(late)
     assert transaction.state is TransactionState.IN_DOUBT
-    with pytest.raises(TransactionStateError, match="doubt"):
-        transaction.abort()
+    for call in (transaction.abort, lambda: transaction.commit(lambda mine: mine), transaction.verify):
+        with pytest.raises(TransactionStateError, match="in doubt"):
+            call()
 
 
 def test_a_lost_vote_restores_every_bit(weights: FakeWeights) -> None:
@@ -280,7 +278,7 @@ def test_a_lost_vote_restores_every_bit(weights: FakeWeights) -> None:
     before = weights.snapshot()
     transaction = verified(weights)
     with pytest.raises(CommitError, match="restored") as caught:
-        transaction.commit(refuse)
+        transaction.commit(lambda mine: False)
     assert caught.value.restored
     assert weights.snapshot() == before
     assert transaction.state is TransactionState.ABORTED
