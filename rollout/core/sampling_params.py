@@ -118,6 +118,8 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
         if name not in SamplingParams.__struct_fields__:
             unknown.append(key)
         elif value is not None:
+            if isinstance(value, list | dict) and len(value) > MAX_LOGIT_BIAS:
+                raise BadRequest(f"sampling_params: {key} has {len(value)} entries, more than any list may have")
             known[name] = value
     if isinstance(known.get("stop"), str):
         known["stop"] = [known["stop"]]

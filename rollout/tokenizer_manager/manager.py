@@ -131,6 +131,8 @@ class TokenizerManager:
     def serve(self, ready: SchedulerReady, tokenizer: Tokenizer | None) -> None:
         """Start to admit requests."""
         self._tokenizer = tokenizer
+        if tokenizer is not None:
+            tokenizer.context_length = ready.context_length
         self.weight_version = ready.weight_version
         self._limits = ServingLimits(
             vocab_size=self.model_config.vocab_size,

@@ -26,6 +26,7 @@ MAX_BATCH = 4096
 """Prompts in one request."""
 MAX_SAMPLES = 8192
 """Prompts times n in one request."""
+MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_RID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
 """Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
@@ -222,6 +223,8 @@ def _column(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] | None]:
     """A flat list is for every prompt; a list of lists gives each prompt its own."""
+    if value is not None and len(value) > max(MAX_TOKEN_IDS_LOGPROB, MAX_BATCH):
+        raise BadRequest(f"token_ids_logprob holds at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(value)}")
     if value is None or not value or all(isinstance(item, int) for item in value):
         return [value] * count
     if not all(item is None or isinstance(item, list) for item in value):

@@ -1,33 +1,47 @@
 """A Hugging Face tokenizer behind three calls: encode, decode, render a chat.
 
-Knows transformers and its threads.  Does not know requests.  Work that may take long leaves the event loop; one worker
-thread does it, because a Hugging Face tokenizer is not safe to configure from several.
+Knows transformers and its threads.  Does not know requests.  Work that may take long leaves the event loop, for one of
+two threads: what is short does not wait behind what is long.  A text takes hundreds of bytes a token while it is
+encoded, so nothing is encoded that cannot fit, and no more than a part at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
+from rollout.core.errors import BadRequest, StartupError, TooLarge, UnsupportedFeature
 
 INLINE_CHARS = 4096
 """Text up to this length is tokenised on the event loop: it takes less time than a hop to the thread."""
+LONG_CHARS = 64 * 1024
+"""Text over this length goes to the thread for long work."""
+PART_CHARS = 256 * 1024
+"""Text encoded at once; a single longer text is counted in such parts first."""
+MAX_TOKENS = 1 << 24
+"""Of all texts of a call."""
 
 Result = TypeVar("Result")
 
 
 class Tokenizer:
-    """Text to ids and back.  All methods are safe to call from one event loop."""
+    """Text to ids and back.  All methods are safe to call from one event loop.
+
+    `context_length`: tokens of the longest prompt of any use; a text that must have more is refused before it is encoded.
+    """
 
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+        self.context_length: int | None = None
         self._backend = backend
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._longest_token = max(map(len, backend.get_vocab()))
+        self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-short")
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._backend(["."])  # sets what a Hugging Face tokenizer sets at its first call, before there are threads
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -49,25 +63,61 @@ class Tokenizer:
         return self._backend.eos_token_id
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._short, self._long):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text.  Raises `BadRequest` for text that cannot be encoded (lone surrogates)."""
+        """Token ids of each text.
+
+        Raises `BadRequest` for text that cannot be encoded (lone surrogates) or cannot fit into the context, `TooLarge`
+        for more than `MAX_TOKENS`.
+        """
         if not texts:
             return []
         size = sum(len(text) for text in texts)
         if size <= INLINE_CHARS:
             return self._encode(texts, add_special_tokens)
-        return await self._in_thread(lambda: self._encode(texts, add_special_tokens))
+        return await self._in_thread(lambda: self._encode(texts, add_special_tokens), size)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
-            if not text.isascii():
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    raise BadRequest(f"text is not valid Unicode: {error.reason}") from None
-        return self._backend(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+            self._check(text)
+        ids: list[list[int]] = []
+        num_tokens = 0
+        for part in _parts(texts):
+            ids += self._ids(part, add_special_tokens)
+            num_tokens += sum(map(len, ids[-len(part) :]))
+            if num_tokens > MAX_TOKENS:
+                raise TooLarge(f"the texts have over {MAX_TOKENS} tokens")
+        return ids
+
+    def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        return self._backend(texts, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def _check(self, text: str) -> None:
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise BadRequest(f"text is not valid Unicode: {error.reason}") from None
+        if self.context_length is not None and self._is_far_too_long(text, self.context_length):
+            raise BadRequest(f"The input is longer than the model's context length ({self.context_length} tokens).")
+
+    def _is_far_too_long(self, text: str, context_length: int) -> bool:
+        """Whether `text` has more tokens than fit, without encoding all of it at once.
+
+        A cut can split a token or two, and never doubles their number.
+        """
+        if len(text) <= PART_CHARS:
+            return False
+        if len(text) > context_length * self._longest_token:
+            return True
+        num_tokens = 0
+        for start in range(0, len(text), PART_CHARS):
+            num_tokens += len(self._ids([text[start : start + PART_CHARS]], False)[0])
+            if num_tokens > 2 * context_length:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between: bool = True) -> str:
         """Text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing."""
@@ -91,7 +141,10 @@ class Tokenizer:
             raise UnsupportedFeature(
                 "this model's tokenizer has no chat template; send `input_ids` or use /v1/completions"
             )
-        return await self._in_thread(lambda: self._render(messages, tools, continue_final, extra))
+        texts = [text for message in messages for text in message.values()]
+        is_plain = tools is None and all(isinstance(text, str) for text in texts)
+        size = sum(map(len, texts)) if is_plain else LONG_CHARS + 1
+        return await self._in_thread(lambda: self._render(messages, tools, continue_final, extra), size)
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, continue_final: bool, extra: dict[str, Any]
@@ -110,5 +163,19 @@ class Tokenizer:
             raise BadRequest(f"messages: the chat template refused them: {error}") from None
         return self._encode([str(text)], False)[0]
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def _in_thread(self, work: Callable[[], Result], size: int) -> Result:
+        executor = self._short if size <= LONG_CHARS else self._long
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Runs of `texts` of at most `PART_CHARS` together, but at least one each."""
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        if part and size + len(text) > PART_CHARS:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    yield part

@@ -12,11 +12,10 @@ import msgspec
 
 from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.sampling_params import SamplingParams
-from rollout.tokenizer_manager.request import OutputOptions, PromptRequest
+from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, OutputOptions, PromptRequest
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
-MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_LOGPROB_ENTRIES = 1 << 22
 """Top and chosen log-probabilities of one request: some hundred bytes each until they are answered."""
 
@@ -51,7 +50,8 @@ def check_prompt(prompt: PromptRequest, input_ids: Sequence[int], limits: Servin
     They are the request's own, with `max_new_tokens` filled in where the caller left it to the server, and with the
     tokenizer's end token.  Raises `BadRequest` or `UnsupportedFeature` naming the first thing that is wrong.
     """
-    _check_ids(input_ids, limits.vocab_size)
+    _check_prompt_length(len(input_ids), limits.context_length)
+    check_token_ids(input_ids, limits.vocab_size, "input_ids")
     params = _with_length(prompt, len(input_ids), limits)
     params.validate(limits.vocab_size)
     if params.top_k > MAX_TOP_K:
@@ -90,10 +90,13 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> No
         raise BadRequest(f"{field}: token id {bad} is outside the vocabulary [0, {vocab_size})")
 
 
-def _check_ids(input_ids: Sequence[int], vocab_size: int) -> None:
-    if not input_ids:
+def _check_prompt_length(prompt_len: int, context_length: int) -> None:
+    if not prompt_len:
         raise BadRequest("the prompt is empty: it must have at least one token")
-    check_token_ids(input_ids, vocab_size, "input_ids")
+    if prompt_len >= context_length:
+        raise BadRequest(
+            f"The input ({prompt_len} tokens) is longer than the model's context length ({context_length} tokens)."
+        )
 
 
 def _with_length(prompt: PromptRequest, prompt_len: int, limits: ServingLimits) -> SamplingParams:
@@ -113,10 +116,6 @@ def _check_stop(params: SamplingParams, limits: ServingLimits) -> None:
 
 def _check_length(prompt_len: int, max_new_tokens: int, limits: ServingLimits) -> None:
     context = limits.context_length
-    if prompt_len >= context:
-        raise BadRequest(
-            f"The input ({prompt_len} tokens) is longer than the model's context length ({context} tokens)."
-        )
     total = prompt_len + max_new_tokens
     if total > context:
         raise BadRequest(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
 from rollout.scheduler import weight_control
+from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
@@ -122,6 +125,65 @@ def test_engine_05_a_long_text_full_of_quotes_and_brackets_is_no_crowd_of_object
 
 def test_engine_05_many_objects_are_413(live: Live) -> None:
     assert live.refused(sampling_params={"junk": [{}] * ((1 << 20) + 1)}, input_ids=[1])[0] == 413
+
+
+# --- long prompts ------------------------------------------------------------------------------------------------
+
+LONG_TEXTS = """
+import asyncio, resource, sys, time
+from rollout.core.errors import BadRequest, TooLarge
+from rollout.tokenizer_manager import tokenizer as module
+
+module.MAX_TOKENS = 500_000
+tokenizer = module.Tokenizer.load(sys.argv[1])
+tokenizer.context_length = 200_000
+size_now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size_now + (700 << 20),) * 2)
+
+async def main():
+    for texts in (["hello wor" * (7 << 20)], ["x" * (1 << 20)], ["y" * 16000] * 4096):
+        started = time.monotonic()
+        try:
+            await tokenizer.encode(texts)
+            raise SystemExit("taken")
+        except (BadRequest, TooLarge) as error:
+            assert len(str(error)) < 300
+        assert time.monotonic() - started < 40
+
+asyncio.run(main())
+print("done")
+"""
+
+
+def test_engine_06_texts_that_cannot_fit_are_refused_before_they_are_encoded(folder: Path) -> None:
+    command = [sys.executable, "-c", LONG_TEXTS, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_engine_06_a_short_text_does_not_wait_behind_a_long_one(folder: Path) -> None:
+    async def scenario() -> tuple[float, float]:
+        tokenizer = Tokenizer.load(folder)
+        started = time.monotonic()
+
+        async def took(texts: list[str]) -> float:
+            await tokenizer.encode(texts)
+            return time.monotonic() - started
+
+        long = asyncio.create_task(took(["hello world " * 60_000]))
+        await asyncio.sleep(0.05)
+        short = await took(["hello " * 1000])
+        return short, await long
+
+    short, long = asyncio.run(scenario())
+    assert short < long / 2, (short, long)
+
+
+def test_engine_06_ids_that_cannot_fit_are_refused_before_they_are_looked_at(live: Live) -> None:
+    assert "context length" in live.refused(input_ids=[-1] * 1000)[1]
+    assert "token_ids_logprob" in live.refused(**ONE_TOKEN, token_ids_logprob=[1] * 5000)[1]
+    for name, value in (("stop_token_ids", [1] * 5000), ("logit_bias", {str(i): 1 for i in range(5000)})):
+        assert name in live.refused(input_ids=[1], sampling_params={name: value})[1]
 
 
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
