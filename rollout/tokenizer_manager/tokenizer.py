@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 class Tokenizer:
     """Text to ids and back.  All methods are safe to call from one event loop.
 
-    `context_length`: tokens of the longest prompt of any use; a text that must have more is refused before it is encoded.
+    `context_length`: tokens of the longest prompt of any use; a text with far more is refused before it is encoded.
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
