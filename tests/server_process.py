@@ -40,11 +40,12 @@ class ServerProcess:
 
     def __init__(self, model_path: Path, **settings: Any) -> None:
         self.port = settings.pop("port", None) or free_port()
+        stderr = settings.pop("stderr", subprocess.PIPE)  # a file, for a server that may say much
         self.temp = tempfile.TemporaryDirectory(prefix="ls-")
         command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(model_path)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port), *flags(settings)],
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             stdout=subprocess.DEVNULL,
             text=True,
             env=os.environ | {"TMPDIR": self.temp.name, "OMP_NUM_THREADS": "1"},

@@ -63,6 +63,9 @@ class TrainerProcess:
             "load_format": load_format,
         }
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

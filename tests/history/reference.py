@@ -23,7 +23,8 @@ Tensors = Mapping[str, torch.Tensor]
 class MixedOutput:
     """`logits[t]` predict token t + 1; `routes[t, l]` are the experts of token t, best first.
 
-    `margin`: the smallest difference between two probabilities on which the order or the set of experts depends.
+    `margin`: the smallest difference between two probabilities on which the order or the set of experts depends, but
+    for the tokens whose experts were given.
     """
 
     logits: torch.Tensor  # [T, V] float64
@@ -34,16 +35,22 @@ class MixedOutput:
 class MixedReference:
     """`contents[v]` are the logical tensors of version v by checkpoint name; the list may grow."""
 
-    def __init__(self, config: ModelConfig, contents: Sequence[Tensors]) -> None:
+    def __init__(self, config: ModelConfig, contents: Sequence[Tensors] | Mapping[int, Tensors]) -> None:
         self._config = config
         self._contents = contents
         self._widened: dict[int, Tensors] = {}
-        self._margin = torch.inf
+        self._margin, self._tie = torch.inf, 0.0
 
-    def forward(self, input_ids: Sequence[int], version_T: Sequence[int]) -> MixedOutput:
-        """The whole sequence at once; token t under version `version_T[t]`."""
+    def forward(
+        self, input_ids: Sequence[int], version_T: Sequence[int], given_TLK: torch.Tensor | None = None, tie: float = 0.0
+    ) -> MixedOutput:
+        """The whole sequence at once; token t under version `version_T[t]`.
+
+        `given_TLK`: experts that tokens take where each is as probable as the router's own choice, give or take `tie`;
+        rows of -1: the router's own.
+        """
         config = self._config
-        self._margin = torch.inf
+        self._margin, self._tie = torch.inf, tie
         versions = torch.tensor(version_T)
         ids = torch.tensor(input_ids)
         hidden = torch.empty(len(input_ids), config.hidden_size, dtype=torch.float64)
@@ -52,7 +59,10 @@ class MixedReference:
         routes = []
         for layer in range(config.num_hidden_layers):
             hidden = hidden + self._attention(layer, hidden, versions)
-            update, chosen = self._feed_forward(layer, hidden, versions)
+            given_TK = None
+            if given_TLK is not None and layer in config.moe_layer_ids:
+                given_TK = given_TLK[:, config.moe_layer_ids.index(layer)]
+            update, chosen = self._feed_forward(layer, hidden, versions, given_TK)
             hidden = hidden + update
             if chosen is not None:
                 routes.append(chosen)
@@ -108,7 +118,7 @@ class MixedReference:
         return output
 
     def _feed_forward(
-        self, layer: int, hidden: torch.Tensor, versions: torch.Tensor
+        self, layer: int, hidden: torch.Tensor, versions: torch.Tensor, given_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The block's output [T, D] and, of a MoE layer, the chosen experts [T, K]."""
         config, prefix = self._config, f"model.layers.{layer}"
@@ -120,17 +130,27 @@ class MixedReference:
             if chosen is None:
                 output[rows] = _swiglu(weights, f"{prefix}.mlp", normed)
             else:
-                output[rows], chosen[rows] = self._moe(weights, f"{prefix}.mlp", normed)
+                output[rows], chosen[rows] = self._moe(
+                    weights, f"{prefix}.mlp", normed, None if given_TK is None else given_TK[rows]
+                )
         return output, chosen
 
-    def _moe(self, weights: Tensors, prefix: str, x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moe(
+        self, weights: Tensors, prefix: str, x_RD: torch.Tensor, given_RK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self._config
         probabilities_RE = (x_RD @ weights[f"{prefix}.gate.weight"].T).softmax(-1)
         ranked_RE, order_RE = probabilities_RE.sort(dim=-1, descending=True, stable=True)
-        gaps = -ranked_RE[:, : config.num_experts_per_tok + 1].diff(dim=1)
-        self._margin = min(self._margin, float(gaps.min()))
+        gaps_R = (-ranked_RE[:, : config.num_experts_per_tok + 1].diff(dim=1)).amin(1)
         chosen_RK = order_RE[:, : config.num_experts_per_tok]
         scores_RK = ranked_RE[:, : config.num_experts_per_tok]
+        if given_RK is not None:
+            is_given_R = (given_RK >= 0).all(1)
+            gaps_R = gaps_R.masked_fill(is_given_R, torch.inf)
+            near_R = (probabilities_RE.gather(1, given_RK.clamp(min=0)) - scores_RK).abs().amax(1) <= self._tie
+            chosen_RK = torch.where((is_given_R & near_R)[:, None], given_RK, chosen_RK)
+            scores_RK = probabilities_RE.gather(1, chosen_RK)
+        self._margin = min(self._margin, float(gaps_R.min()))
         if config.norm_topk_prob:
             scores_RK = scores_RK / scores_RK.sum(-1, keepdim=True)
         scores_RE = torch.zeros_like(probabilities_RE).scatter(1, chosen_RK, scores_RK)

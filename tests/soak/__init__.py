@@ -1,0 +1,5 @@
+"""The soak: real servers under everything at once for as long as one likes, and every sample explained.
+
+A trainer refreshes by every transport, strangers pause and abort, clients come, go and come again.  What comes back is
+held to the tensors that were sent: by content, in float64.  `make soak MINUTES=60`.
+"""

@@ -1,0 +1,127 @@
+"""What the server's processes take over time: memory, descriptors, log, step time; and whether it grew.
+
+Curves are for the picture.  Judged are the moments of rest between rounds, when no request, connection, group or update
+is left: what is taken then is kept for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MB = 1 << 20
+SPARE_MEMORY = 0.06
+"""Share by which memory at rest may grow from the second round on: allocators keep what was once in use at a time."""
+SPARE_BYTES = 24 * MB
+SPARE_DESCRIPTORS = 2
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Sums over processes."""
+
+    rss: int
+    descriptors: int
+
+
+def usage_of(pids: Sequence[int]) -> Usage:
+    """Processes that are gone count nothing."""
+    rss = descriptors = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+    return Usage(rss, descriptors)
+
+
+@dataclass
+class Curves:
+    """`at`: seconds since the start; `step_ms`: mean of the steps since the point before, None without any."""
+
+    at: list[float] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+    log_bytes: list[int] = field(default_factory=list)
+    step_ms: list[float | None] = field(default_factory=list)
+    rest: list[tuple[float, Usage]] = field(default_factory=list)
+
+
+class Gauges:
+    """A thread that looks every `every_s` seconds, until `stop`.  `state`: the scheduler's own numbers, or None."""
+
+    def __init__(
+        self, pids: Callable[[], Sequence[int]], log: Path, state: Callable[[], dict[str, Any] | None], every_s: float
+    ) -> None:
+        self._pids, self._log, self._state, self._every_s = pids, log, state, every_s
+        self._start = time.monotonic()
+        self._steps = (0.0, 0.0)  # how many so far, and their milliseconds
+        self.curves = Curves()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    @property
+    def started(self) -> float:
+        return self._start
+
+    def rest(self) -> Usage:
+        """Note a moment of rest."""
+        usage = usage_of(self._pids())
+        self.curves.rest.append((time.monotonic() - self._start, usage))
+        return usage
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(30)
+
+    def _look(self) -> None:
+        while not self._over.wait(self._every_s):
+            state = self._state()
+            if state is None:
+                continue
+            curves = self.curves
+            curves.at.append(time.monotonic() - self._start)
+            curves.usage.append(usage_of(self._pids()))
+            curves.log_bytes.append(self._log.stat().st_size)
+            curves.step_ms.append(self._step_ms(state["step_time_ms"]))
+
+    def _step_ms(self, said: dict[str, float]) -> float | None:
+        steps = said["steps"]
+        total = steps * sum(value for name, value in said.items() if name != "steps")
+        before, self._steps = self._steps, (steps, total)
+        return (total - before[1]) / (steps - before[0]) if steps > before[0] else None
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Between an early and a late moment of rest; `most`: what is allowed."""
+
+    early: float
+    late: float
+    most: float
+
+    @property
+    def ok(self) -> bool:
+        return self.late - self.early <= self.most
+
+
+def memory_growth(rest: Sequence[Usage]) -> Growth:
+    early, late = _early_and_late([usage.rss for usage in rest])
+    return Growth(early, late, max(SPARE_BYTES, SPARE_MEMORY * early))
+
+
+def descriptor_growth(rest: Sequence[Usage]) -> Growth:
+    return Growth(*_early_and_late([usage.descriptors for usage in rest]), SPARE_DESCRIPTORS)
+
+
+def _early_and_late(values: Sequence[float]) -> tuple[float, float]:
+    """Medians of the first and the last third of the moments after the first, which is before caches are filled."""
+    known = values[1:] if len(values) > 2 else values
+    part = max(1, len(known) // 3)
+    return statistics.median(known[:part]), statistics.median(known[-part:])

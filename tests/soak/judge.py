@@ -1,0 +1,204 @@
+"""The judge: takes answers and what was in force, explains every sample, and keeps the score.
+
+Repeated requests are held to one another bit by bit, and a part of the samples is also offered weights that it does not
+name, which must not explain it.  Runs in a process of its own, beside the servers and the clients: `JudgeProcess`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from rollout.core.model_config import load_model_config
+from tests.soak.explain import Explainer, Known
+from tests.soak.samples import Epoch, Sample, Violation, samples_of
+
+MOST_COMPLAINTS = 20
+OTHERS_EVERY = 16  # samples from one to the next that is offered other weights
+OTHERS_TOKENS = 4  # fewer may fit by chance
+
+
+@dataclass
+class Tally:
+    """What was judged.  Counts add up; `complaints` are the first few things that were wrong."""
+
+    samples: int = 0
+    tokens: int = 0
+    rows: int = 0
+    mixed: int = 0  # samples that used more than one epoch
+    lives: int = 0  # of samples that were retracted: how often KV was seen to be computed again under other weights
+    retracted: int = 0
+    aborted: int = 0
+    cached: int = 0  # samples that began in the prefix cache
+    scored: int = 0  # prompt log-probabilities
+    repeated: int = 0  # samples held to an earlier one, bit by bit
+    undecided: int = 0
+    offered: int = 0  # samples offered weights that they do not name
+    deceived: int = 0  # and explained by them
+    wrong: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        del self.complaints[MOST_COMPLAINTS:]
+
+    def complain(self, why: object) -> None:
+        self.wrong += 1
+        if len(self.complaints) < MOST_COMPLAINTS:
+            self.complaints.append(str(why))
+
+
+class Judge:
+    """Told what is in force with `content`, `label` and `forget`; `answer` judges."""
+
+    def __init__(self, model: Path) -> None:
+        self._config = load_model_config(model)
+        self.known = Known()
+        self._explainer = Explainer(self._config, self.known)
+        self._firsts: dict[tuple[bytes, Epoch], Sample] = {}
+        self.tally = Tally()
+
+    def content(self, epoch: Epoch, label: str, path: Path) -> None:
+        """`path`: a safetensors file with what is in force as `epoch`."""
+        self.known.contents[epoch] = load_file(path)
+        self.known.labels[epoch] = {label}
+
+    def label(self, epoch: Epoch, label: str) -> None:
+        """One more name of an epoch."""
+        self.known.labels[epoch].add(label)
+
+    def forget(self, before: Epoch) -> None:
+        """No answer will come that used an epoch before this one."""
+        for epoch in [epoch for epoch in self.known.contents if epoch < before]:
+            del self.known.contents[epoch], self.known.labels[epoch]
+        self._firsts = {key: first for key, first in self._firsts.items() if key[1] >= before}
+        self._explainer = Explainer(self._config, self.known)
+
+    def answer(self, body: dict[str, Any], answer: bytes, may_abort: Collection[str] | None) -> None:
+        """An answer of /generate.  `may_abort`: samples that somebody aborted by name; None: somebody aborted all."""
+        try:
+            samples = samples_of(body, answer)
+        except Violation as violation:
+            self.tally.complain(violation)
+            return
+        for sample in samples:
+            try:
+                if sample.finish == "abort" and may_abort is not None and sample.rid not in may_abort:
+                    raise Violation(f"request {sample.rid} was aborted, and nobody had asked for it")
+                self.sample(sample)
+            except Violation as violation:
+                self.tally.complain(violation)
+
+    def sample(self, sample: Sample) -> None:
+        """Raises `Violation`."""
+        tally = self.tally
+        tally.samples += 1
+        tally.tokens += len(sample.output_ids)
+        tally.rows += len(sample.rows)
+        tally.aborted += sample.finish == "abort"
+        tally.cached += sample.cached > 0
+        tally.retracted += sample.retractions > 0
+        tally.scored += len(sample.prompt_logprobs)
+        explanation = self._explainer.explain(sample)
+        tally.mixed += len(explanation.epochs) > 1
+        tally.lives += explanation.lives - 1
+        tally.undecided += not explanation.decided
+        if len(explanation.epochs) == 1 and sample.output_ids:
+            (epoch,) = explanation.epochs
+            self._compare(sample, epoch)
+            self._offer_others(sample, epoch)
+
+    def _compare(self, sample: Sample, epoch: Epoch) -> None:
+        """With the first answer to the same question under the same weights, as far as both came."""
+        key = sample.question(), epoch
+        first = self._firsts.setdefault(key, sample)
+        if first is sample:
+            return
+        self.tally.repeated += 1
+        tokens = min(len(first.output_ids), len(sample.output_ids))
+        rows = min(len(first.rows), len(sample.rows))
+        same = (
+            first.output_ids[:tokens] == sample.output_ids[:tokens]
+            and first.logprobs[:tokens] == sample.logprobs[:tokens]
+            and np.array_equal(first.rows[:rows], sample.rows[:rows])
+        )
+        if not same:
+            raise Violation(f"request {sample.rid} is not what {first.rid} was under the same weights, {epoch}")
+        if len(sample.output_ids) > len(first.output_ids):
+            self._firsts[key] = sample
+
+    def _offer_others(self, sample: Sample, epoch: Epoch) -> None:
+        mine = self.known.contents[epoch]
+        others = [other for other in self.known.contents if not _same(mine, self.known.contents[other])]
+        if not others or len(sample.output_ids) < OTHERS_TOKENS or self.tally.samples % OTHERS_EVERY:
+            return
+        self.tally.offered += 1
+        try:
+            self._explainer.explain_as(sample, others[self.tally.offered % len(others)])
+        except Violation:
+            return
+        self.tally.deceived += 1
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+class JudgeProcess:
+    """A `Judge` elsewhere.  Calls return at once, or wait where the judge is far behind."""
+
+    def __init__(self, model: Path, most_behind: int = 256) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._tasks = context.Queue(most_behind)
+        self._tallies = context.Queue()
+        self._process = context.Process(target=_judge_all, args=(model, self._tasks, self._tallies), daemon=True)
+        self._process.start()
+
+    def tell(self, what: str, *args: Any) -> None:
+        """Call the judge's method of this name."""
+        self._tasks.put((what, args))
+
+    def tally(self, timeout_s: float) -> Tally:
+        """The score of all that was told since the last time.  Raises `RuntimeError` if the judge is gone or slow."""
+        self._tasks.put(("", ()))
+        deadline = time.monotonic() + timeout_s
+        while self._tallies.empty():
+            if not self._process.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError("the judge does not answer")
+            time.sleep(0.01)
+        return self._tallies.get()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+def _judge_all(model: Path, tasks: Any, tallies: Any) -> None:
+    torch.set_num_threads(1)
+    judge = Judge(model)
+    for what, args in _until_parent_is_gone(tasks):
+        if what:
+            getattr(judge, what)(*args)
+        else:
+            tallies.put(judge.tally)
+            judge.tally = Tally()
+
+
+def _until_parent_is_gone(tasks: Any) -> Iterator[tuple[str, tuple]]:
+    parent = multiprocessing.parent_process()
+    while True:
+        if not tasks.empty():
+            yield tasks.get()
+        elif parent is not None and not parent.is_alive():
+            return
+        else:
+            time.sleep(0.005)

@@ -1,0 +1,232 @@
+"""The ways by which tensors reach the server: over HTTP, and what lies beside it.
+
+A `Send` takes one bucket and the fields that every bucket carries, and returns the server's answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+import httpx
+import torch
+import zmq
+from safetensors.torch import save, save_file
+
+from tests.parameter_server_stand_in import ParameterServerStandIn, file_system_sharing
+from tests.soak.calls import Calls
+from tests.tensor_sender import make_payload
+from weight_sync.bucket import pack
+from weight_sync.delta.encoder import DeltaEncoder
+from weight_sync.delta.publisher import publish_bytes, publish_encoded
+from weight_sync.delta.version_dir import version_path
+from weight_sync.errors import TransportError
+from weight_sync.process_group import GroupHandle, free_port, init_process_group
+from weight_sync.tensor_meta import dtype_name
+
+Tensors = Mapping[str, torch.Tensor]
+Named = Sequence[tuple[str, torch.Tensor]]
+Fields = Mapping[str, Any]  # weight_version, update_id
+Send = Callable[[Named, Fields], httpx.Response]
+Encoding = Literal["xor", "overwrite", "ulp-gap"]
+
+GROUP_TIMEOUT_S = 15.0
+_NUMBERS = itertools.count()
+
+
+class Group:
+    """Rank 0 of a gloo group with the engine's ranks, in this process; joined anew after a refused bucket ended it."""
+
+    def __init__(self, calls: Calls, ranks: int) -> None:
+        self._calls = calls
+        self._ranks = ranks
+        self._handle: GroupHandle | None = None
+        self._pool = ThreadPoolExecutor(1)
+
+    def send(self, messages: Sequence[torch.Tensor], named: Named, load_format: str | None, fields: Fields) -> Any:
+        """The answer to a bucket that is announced as `named` and broadcast as `messages`."""
+        handle = self._joined()
+        body = announced(named, handle.name, load_format) | dict(fields)
+        answer = self._pool.submit(self._calls.post, "/update_weights_from_distributed", body)
+        works = [handle.start_broadcast(message, GROUP_TIMEOUT_S) for message in messages]
+        try:
+            if answer.result().status_code == 200:
+                for work in works:
+                    handle.finish(work, time.monotonic() + GROUP_TIMEOUT_S)
+                return answer.result()
+        except TransportError as error:
+            self._calls.complain(f"a bucket was taken, and its broadcast failed: {error}")
+        self.leave()  # one that is refused may not have been received
+        return answer.result()
+
+    def leave(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._calls.post("/destroy_weights_update_group", {"group_name": handle.name})
+            handle.destroy()
+
+    def _joined(self) -> GroupHandle:
+        if self._handle is None:
+            port, name, world_size = free_port(), f"soak-{next(_NUMBERS)}", 1 + self._ranks
+            body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
+            body |= {"group_name": name, "backend": "gloo"}
+            answer = self._pool.submit(self._calls.post, "/init_weights_update_group", body)
+            handle = init_process_group("127.0.0.1", port, 0, world_size, name, "gloo", GROUP_TIMEOUT_S)
+            if answer.result().status_code != 200:
+                raise TransportError(f"the engine did not join: {answer.result().text}")
+            self._handle = handle
+        return self._handle
+
+
+def announced(named: Named, group_name: str, load_format: str | None) -> dict[str, Any]:
+    """The body of a bucket by broadcast."""
+    return {
+        "names": [name for name, _ in named],
+        "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+        "group_name": group_name,
+        "load_format": load_format,
+    }
+
+
+class Transports:
+    """`sends`: the ways of a bucket by name.  `base`: tells what is in force, for deltas."""
+
+    def __init__(self, calls: Calls, ranks: int, base: Callable[[], Tensors]) -> None:
+        self._calls = calls
+        self._base = base
+        self.group = Group(calls, ranks)
+        self.sends: dict[str, Send] = {
+            "broadcast, tensor by tensor": self._tensor_by_tensor,
+            "broadcast, flattened": self._flattened,
+            "broadcast, delta": self._delta,
+            "pickle": self._pickle,
+            "pickle, shared memory": self._shared_pickle,
+            "pickle, flattened": self._flattened_pickle,
+            "safetensors": self._safetensors,
+            "safetensors, shared memory": self._shared_safetensors,
+        }
+        if ranks == 1:
+            self.sends["parameter server"] = self._parameter_server
+
+    def _tensor_by_tensor(self, named: Named, fields: Fields) -> httpx.Response:
+        return self.group.send([tensor.clone() for _, tensor in named], named, None, fields)
+
+    def _flattened(self, named: Named, fields: Fields) -> httpx.Response:
+        ordered = sorted(named, key=lambda item: -item[1].dtype.itemsize)
+        return self.group.send([pack(ordered)], ordered, "flattened_bucket", fields)
+
+    def _delta(self, named: Named, fields: Fields) -> httpx.Response:
+        base = self._base()
+        (payload,) = DeltaEncoder([(name, base[name]) for name, _ in named]).encode(named).payloads()
+        frame = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return self.group.send([frame], [("delta", frame)], "delta", fields)
+
+    def _pickle(self, named: Named, fields: Fields) -> httpx.Response:
+        return self._tensors({"serialized_named_tensors": [_base64(pickle.dumps(list(named)))]}, fields)
+
+    def _shared_pickle(self, named: Named, fields: Fields) -> httpx.Response:
+        return self._payload("list", named, {}, fields)
+
+    def _flattened_pickle(self, named: Named, fields: Fields) -> httpx.Response:
+        return self._payload("flattened", named, {"load_format": "flattened_bucket"}, fields)
+
+    def _payload(self, form: str, named: Named, body: Fields, fields: Fields) -> httpx.Response:
+        keep: list[Any] = [[(name, tensor.clone()) for name, tensor in named]]
+        with file_system_sharing():
+            payload = make_payload(form, keep[0], keep)
+        return self._tensors({"serialized_named_tensors": [_base64(payload)], **body}, fields)
+
+    def _safetensors(self, named: Named, fields: Fields) -> httpx.Response:
+        content = _base64(save(dict(named)))
+        return self._tensors({"serialized_named_tensors": [content], "format": "safetensors"}, fields)
+
+    def _shared_safetensors(self, named: Named, fields: Fields) -> httpx.Response:
+        content = save(dict(named))
+        memory = SharedMemory(create=True, size=len(content))
+        try:
+            assert memory.buf is not None
+            memory.buf[: len(content)] = content
+            body = {"shm_name": memory.name, "shm_bytes": len(content), "format": "safetensors"}
+            return self._tensors(body, fields)
+        finally:
+            memory.close()
+            memory.unlink()
+
+    def _parameter_server(self, named: Named, fields: Fields) -> httpx.Response:
+        with ParameterServerStandIn(1 << 16, "pickle") as server:
+            speaking = Thread(target=_speak, args=(server, named), daemon=True)
+            speaking.start()
+            answer = self._calls.post("/update_weights_from_ipc", {"zmq_handles": server.handles, **fields})
+            speaking.join(GROUP_TIMEOUT_S)
+        return answer
+
+    def _tensors(self, body: Fields, fields: Fields) -> httpx.Response:
+        return self._calls.post("/update_weights_from_tensor", {**body, **fields})
+
+
+class Folders:
+    """Checkpoint folders and published versions on this machine, of which a server can refresh itself."""
+
+    def __init__(self, calls: Calls, model: Path, scratch: Path, tensors: Tensors) -> None:
+        self._calls = calls
+        self._model = model
+        self._scratch = scratch
+        self._source, self._local = scratch / "source", scratch / "local"
+        self.published: Tensors = tensors
+        self._version = 0
+
+    def load(self, tensors: Tensors, label: str, *, damaged: bool = False) -> httpx.Response:
+        """update_weights_from_disk.  `damaged`: of a file that was not written to its end."""
+        folder = self._scratch / f"checkpoint-{next(_NUMBERS)}"
+        folder.mkdir()
+        try:
+            for file in self._model.glob("*.json"):
+                if "index" not in file.name:
+                    shutil.copy(file, folder)
+            file = folder / "model.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+            if damaged:
+                file.write_bytes(file.read_bytes()[:-100])
+            body = {"model_path": str(folder), "weight_version": label}
+            return self._calls.post("/update_weights_from_disk", body)
+        finally:
+            shutil.rmtree(folder)
+
+    def pull(self, tensors: Tensors, label: str, encoding: Encoding, *, damaged: bool = False) -> httpx.Response:
+        """pull_weights of one more published version.  `damaged`: its file is cut, and it is withdrawn afterwards."""
+        number, old = self._version + 1, self.published
+        if encoding == "ulp-gap":
+            publish_encoded(self._source, number, DeltaEncoder(old.items()).encode(tensors.items()))
+        else:
+            publish_bytes(self._source, number, old, tensors, encoding=encoding)
+        folder = version_path(self._source, number)
+        if damaged:
+            file = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+            file.write_bytes(file.read_bytes()[:-100])
+        body = {"local_checkpoint_dir": str(self._local), "source_dir": str(self._source), "target_version": number}
+        answer = self._calls.post("/pull_weights", body | {"update_memory": True, "weight_version": label})
+        if damaged:
+            shutil.rmtree(folder)
+        else:
+            self._version, self.published = number, tensors
+        return answer
+
+
+def _speak(server: ParameterServerStandIn, named: Named) -> None:
+    with contextlib.suppress(RuntimeError, zmq.ZMQError):  # refused, or hung up: the answer over HTTP is what counts
+        server.update(named)
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
