@@ -5,8 +5,10 @@ send.  The control calls are the test's, so that a test decides at which step of
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,16 @@ class TrainerProcess:
             "group_name": self.group_name,
             "load_format": load_format,
         }
+
+    def wait_ready(self) -> None:
+        """Until it can be joined: a process takes some seconds to start on a busy machine."""
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError("the trainer does not listen")
 
     def kill(self) -> None:
         self._process.kill()

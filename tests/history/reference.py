@@ -32,6 +32,21 @@ class MixedOutput:
     margin: float
 
 
+@dataclass
+class Branches:
+    """Several continuations of one prompt, end to end behind it: where each token stands, and which tokens it sees."""
+
+    position_T: torch.Tensor  # int64
+    sees_TT: torch.Tensor  # bool
+
+    @staticmethod
+    def of(num_prompt: int, lengths: Sequence[int]) -> Branches:
+        branch_T = torch.tensor([-1] * num_prompt + [b for b, length in enumerate(lengths) for _ in range(length)])
+        position_T = torch.tensor([*range(num_prompt), *(num_prompt + i for length in lengths for i in range(length))])
+        mine_TT = (branch_T[:, None] == branch_T) | (branch_T == -1)
+        return Branches(position_T, mine_TT & torch.ones_like(mine_TT).tril())
+
+
 class MixedReference:
     """`contents[v]` are the logical tensors of version v by checkpoint name; the list may grow."""
 
@@ -42,15 +57,21 @@ class MixedReference:
         self._margin, self._tie = torch.inf, 0.0
 
     def forward(
-        self, input_ids: Sequence[int], version_T: Sequence[int], given_TLK: torch.Tensor | None = None, tie: float = 0.0
+        self,
+        input_ids: Sequence[int],
+        version_T: Sequence[int],
+        given_TLK: torch.Tensor | None = None,
+        tie: float = 0.0,
+        branches: Branches | None = None,
     ) -> MixedOutput:
         """The whole sequence at once; token t under version `version_T[t]`.
 
         `given_TLK`: experts that tokens take where each is as probable as the router's own choice, give or take `tie`;
-        rows of -1: the router's own.
+        rows of -1: the router's own.  `branches`: of a sequence that is several.
         """
         config = self._config
         self._margin, self._tie = torch.inf, tie
+        self._branches = branches or Branches.of(len(input_ids), [])
         versions = torch.tensor(version_T)
         ids = torch.tensor(input_ids)
         hidden = torch.empty(len(input_ids), config.hidden_size, dtype=torch.float64)
@@ -104,13 +125,14 @@ class MixedReference:
                 (normed @ weights[f"{prefix}.self_attn.{part}_proj.weight"].T).unflatten(1, (-1, size))
                 for part in "qkv"
             )
-            query[rows] = self._rotate(self._norm(q, weights[f"{prefix}.self_attn.q_norm.weight"]), rows)
-            key[rows] = self._rotate(self._norm(k, weights[f"{prefix}.self_attn.k_norm.weight"]), rows)
+            positions = self._branches.position_T[rows]
+            query[rows] = self._rotate(self._norm(q, weights[f"{prefix}.self_attn.q_norm.weight"]), positions)
+            key[rows] = self._rotate(self._norm(k, weights[f"{prefix}.self_attn.k_norm.weight"]), positions)
             value[rows] = v
         group = config.num_attention_heads // config.num_key_value_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,shd->hts", query, key) / size**0.5
-        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(~self._branches.sees_TT, float("-inf"))
         mixed = torch.einsum("hts,shd->thd", scores.softmax(-1), value).flatten(1)
         output = torch.empty_like(hidden)
         for weights, rows in self._by_version(versions):

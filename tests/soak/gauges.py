@@ -43,11 +43,11 @@ def usage_of(pids: Sequence[int]) -> Usage:
 
 @dataclass
 class Curves:
-    """`at`: seconds since the start; `step_ms`: mean of the steps since the point before, None without any."""
+    """`at`: seconds since the start; `step_ms`: mean of the steps since the point before, None without any; `rest`: the
+    moments of rest."""
 
     at: list[float] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
-    log_bytes: list[int] = field(default_factory=list)
     step_ms: list[float | None] = field(default_factory=list)
     rest: list[tuple[float, Usage]] = field(default_factory=list)
 
@@ -56,19 +56,24 @@ class Gauges:
     """A thread that looks every `every_s` seconds, until `stop`.  `state`: the scheduler's own numbers, or None."""
 
     def __init__(
-        self, pids: Callable[[], Sequence[int]], log: Path, state: Callable[[], dict[str, Any] | None], every_s: float
+        self, pids: Callable[[], Sequence[int]], state: Callable[[], dict[str, Any] | None], every_s: float
     ) -> None:
-        self._pids, self._log, self._state, self._every_s = pids, log, state, every_s
+        self._pids, self._state, self._every_s = pids, state, every_s
         self._start = time.monotonic()
         self._steps = (0.0, 0.0)  # how many so far, and their milliseconds
         self.curves = Curves()
         self._over = threading.Event()
+        self._looking = threading.Lock()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     @property
     def started(self) -> float:
         return self._start
+
+    def quiet(self) -> threading.Lock:
+        """Within it nothing is asked of the server."""
+        return self._looking
 
     def rest(self) -> Usage:
         """Note a moment of rest."""
@@ -82,13 +87,13 @@ class Gauges:
 
     def _look(self) -> None:
         while not self._over.wait(self._every_s):
-            state = self._state()
+            with self._looking:
+                state = self._state()
             if state is None:
                 continue
             curves = self.curves
             curves.at.append(time.monotonic() - self._start)
             curves.usage.append(usage_of(self._pids()))
-            curves.log_bytes.append(self._log.stat().st_size)
             curves.step_ms.append(self._step_ms(state["step_time_ms"]))
 
     def _step_ms(self, said: dict[str, float]) -> float | None:

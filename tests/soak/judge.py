@@ -18,10 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.core.model_config import load_model_config
-from tests.soak.explain import Explainer, Known
+from tests.soak.explain import Explainer
+from tests.soak.known import Known
+from tests.soak.reading import Explanation
 from tests.soak.samples import Epoch, Sample, Violation, samples_of
 
 MOST_COMPLAINTS = 20
+MOST_BEHIND = 48  # answers
 OTHERS_EVERY = 16  # samples from one to the next that is offered other weights
 OTHERS_TOKENS = 4  # fewer may fit by chance
 
@@ -90,16 +93,18 @@ class Judge:
         except Violation as violation:
             self.tally.complain(violation)
             return
-        for sample in samples:
+        for sample, explanation in zip(samples, self._explainer.explain(samples)):
             try:
+                self._count(sample)
                 if sample.finish == "abort" and may_abort is not None and sample.rid not in may_abort:
-                    raise Violation(f"request {sample.rid} was aborted, and nobody had asked for it")
-                self.sample(sample)
+                    raise Violation("it was aborted, and nobody had asked for it")
+                if isinstance(explanation, Violation):
+                    raise explanation
+                self._take(sample, explanation)
             except Violation as violation:
-                self.tally.complain(violation)
+                self.tally.complain(f"request {sample.rid}: {violation}")
 
-    def sample(self, sample: Sample) -> None:
-        """Raises `Violation`."""
+    def _count(self, sample: Sample) -> None:
         tally = self.tally
         tally.samples += 1
         tally.tokens += len(sample.output_ids)
@@ -108,7 +113,10 @@ class Judge:
         tally.cached += sample.cached > 0
         tally.retracted += sample.retractions > 0
         tally.scored += len(sample.prompt_logprobs)
-        explanation = self._explainer.explain(sample)
+
+    def _take(self, sample: Sample, explanation: Explanation) -> None:
+        """Raises `Violation`."""
+        tally = self.tally
         tally.mixed += len(explanation.epochs) > 1
         tally.lives += explanation.lives - 1
         tally.undecided += not explanation.decided
@@ -132,7 +140,7 @@ class Judge:
             and np.array_equal(first.rows[:rows], sample.rows[:rows])
         )
         if not same:
-            raise Violation(f"request {sample.rid} is not what {first.rid} was under the same weights, {epoch}")
+            raise Violation(f"it is not what {first.rid} was under the same weights, {epoch}")
         if len(sample.output_ids) > len(first.output_ids):
             self._firsts[key] = sample
 
@@ -154,17 +162,22 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class JudgeProcess:
-    """A `Judge` elsewhere.  Calls return at once, or wait where the judge is far behind."""
+    """A `Judge` elsewhere."""
 
-    def __init__(self, model: Path, most_behind: int = 256) -> None:
+    def __init__(self, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self._tasks = context.Queue(most_behind)
+        self._tasks = context.Queue()
         self._tallies = context.Queue()
         self._process = context.Process(target=_judge_all, args=(model, self._tasks, self._tallies), daemon=True)
         self._process.start()
 
+    @property
+    def behind(self) -> bool:
+        """Whether so much waits to be judged that clients had better pause."""
+        return self._tasks.qsize() > MOST_BEHIND
+
     def tell(self, what: str, *args: Any) -> None:
-        """Call the judge's method of this name."""
+        """Have the judge's method of this name called."""
         self._tasks.put((what, args))
 
     def tally(self, timeout_s: float) -> Tally:

@@ -84,12 +84,14 @@ class Played:
 class Soak:
     """The people around one server, and their rounds."""
 
-    def __init__(self, server: ServerProcess, layout: Layout, model: Path, scratch: Path, seed: int, log: Path) -> None:
+    def __init__(self, server: ServerProcess, layout: Layout, model: Path, scratch: Path, seed: int) -> None:
         self._server = server
         self.calls = Calls(server.url)
         self.judge = JudgeProcess(model)
         self._waiting: deque[Delivery] = deque()
-        self.traffic = Traffic(self.calls, self._waiting.append, layout.clients, seed)
+        self.traffic = Traffic(
+            self.calls, self._waiting.append, lambda: self.judge.behind, layout.clients, seed
+        )
         self.strangers = Strangers(self.calls, self.traffic, layout.strangers_every_s, seed)
         tensors = logical_tensors(model)
         self.in_force = InForce(self.calls, scratch, tensors, self.judge.tell, self._release)
@@ -103,7 +105,7 @@ class Soak:
             ranks=layout.ranks,
             seed=seed,
         )
-        self.gauges = Gauges(lambda: [server.process.pid, *server.children()], log, self.state, every_s=1.0)
+        self.gauges = Gauges(lambda: [server.process.pid, *server.children()], self.state, every_s=1.0)
 
     def round(self, seconds: float, say: Callable[[str], None]) -> Tally:
         """Work, then rest.  Raises `Violation`, or `Ended` when the server is gone."""
@@ -151,9 +153,10 @@ class Soak:
             if time.monotonic() > deadline:
                 raise Violation(f"at rest there are (requests, KV slots in use) {used}: {flushed.text.strip()}")
             time.sleep(0.05)
-        self.calls.new_connections()
-        time.sleep(0.3)
-        self.gauges.rest()
+        with self.gauges.quiet():
+            self.calls.new_connections()
+            time.sleep(0.3)  # until the server has closed its ends
+            self.gauges.rest()
 
     def state(self) -> dict[str, Any] | None:
         try:
@@ -168,7 +171,7 @@ def play(layout: Layout, model: Path, seconds: float, seed: int, say: Callable[[
     played = Played(layout, started=time.monotonic())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, (Path(folder) / "log").open("w+") as log:
         with _server(model, layout, log) as server:
-            soak = Soak(server, layout, model, Path(folder), seed, Path(log.name))
+            soak = Soak(server, layout, model, Path(folder), seed)
             played.calls, played.started = soak.calls, time.monotonic()
             try:
                 _rounds(soak, played, seconds, say)

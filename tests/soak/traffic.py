@@ -40,11 +40,22 @@ class Delivery:
 
 
 class Traffic:
-    """`num_clients` threads that ask until `stop`; `hold` keeps them from asking, and returns when all are answered."""
+    """`num_clients` threads that ask until `stop`, one request after the other unless that is `too_fast`.
 
-    def __init__(self, calls: Calls, deliver: Callable[[Delivery], None], num_clients: int, seed: int) -> None:
+    `hold` keeps them from asking, and returns when all are answered.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        deliver: Callable[[Delivery], None],
+        too_fast: Callable[[], bool],
+        num_clients: int,
+        seed: int,
+    ) -> None:
         self._calls = calls
         self._deliver = deliver
+        self._too_fast = too_fast
         self._names = iter(range(1 << 62))
         self._go = threading.Event()
         self._over = threading.Event()
@@ -113,6 +124,9 @@ class Traffic:
         weights = [weight for weight, _, _ in kinds]
         while not self._over.is_set():
             self._go.wait()
+            if self._too_fast():
+                time.sleep(0.05)
+                continue
             with self._working():
                 _, name, play = rng.choices(kinds, weights)[0]
                 try:

@@ -47,12 +47,13 @@ FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs o
 
 @dataclass(frozen=True)
 class Refresh:
-    """One that was tried.  `came`: whether it came into force; `when` and `seconds` by the monotonic clock."""
+    """One that was tried.  `right`: whether it may come into force, `came`: whether it did; `when` is monotonic time."""
 
     when: float
     seconds: float
     transport: str
     form: str
+    right: bool
     came: bool
 
 
@@ -220,6 +221,7 @@ class Trainer:
         trainer = TrainerProcess(new, self._scratch, engine_ranks=self._ranks)
         try:
             with self._refresh("trainer killed", "killed", label, new, right=False) as attempt:
+                trainer.wait_ready()
                 attempt.note(self._calls.post("/init_weights_update_group", trainer.join_fields()))
                 if attempt.note(self._calls.post("/begin_weight_update", {"weight_version": label, **identity})):
                     body = trainer.send([name for name, _ in first]) | identity
@@ -260,7 +262,7 @@ class Trainer:
         self._calls.post("/abort_weight_update")  # nothing is left open
         self._in_force.look(attempt.possible())
         came = self._in_force.epoch != epoch
-        self.refreshes.append(Refresh(began, time.monotonic() - began, transport, form, came))
+        self.refreshes.append(Refresh(began, time.monotonic() - began, transport, form, right, came))
         excused = not attempt.safe and self._strangers.meddled(began)
         if right and self._in_force.tensors is not attempt.new and not excused:
             raise Violation(f"{label} is right, and did not come into force: {attempt.refusals}")

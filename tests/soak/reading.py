@@ -1,0 +1,217 @@
+"""One sample under one reading of its spans: every token, log-probability and row of experts against the reference.
+
+KV that a retraction gave up was computed again by the weights of then, and the answer does not say before which token
+that was: it is looked for, as often as the answer counts retractions.  The positions from one retraction to the next are
+a *life*.  Position p holds token p; its forward gives row p and samples token p + 1.
+
+Shapes: T positions with rows, V vocabulary, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import torch
+
+from rollout.core.sampling_params import SamplingParams
+from rollout.sampling.batch_info import SamplingRow
+from rollout.sampling.noise import uniform
+from tests.history.reference import MixedOutput, MixedReference
+from tests.sampler_reference import can_be_drawn, kept_tokens
+from tests.soak.known import Known
+from tests.soak.samples import Epoch, Sample, Span, Violation, places
+
+TOLERANCE = 1e-4
+"""Nats: the engine computes in float32, the reference in float64.  Versions differ in the first digits."""
+TIE = 1e-5
+"""Where two experts' probabilities are closer than this, float32 may take either."""
+ROUNDING = 2e-6  # of the cumulative distribution
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`epochs`: all that the sample used; `lives`: how often its KV was computed; `decided`: false where two experts
+    were so close that it cannot be told which of them the engine took in a life whose rows it does not return."""
+
+    epochs: frozenset[Epoch]
+    lives: int
+    decided: bool = True
+
+
+class Reading:
+    """`epochs[p]`: of the first forward over position p.  `says_whose`: also check what is said of the age of KV."""
+
+    def __init__(
+        self,
+        reference: MixedReference,
+        known: Known,
+        sample: Sample,
+        epochs: Sequence[Epoch],
+        says_whose: bool = True,
+    ) -> None:
+        self._reference, self._known, self._sample = reference, known, sample
+        self._says_whose = says_whose
+        self._num_prompt = len(sample.prompt_ids)
+        self.epochs = list(epochs)
+        self.ids = sample.sequence[: len(epochs)]
+        self.rows = torch.from_numpy(sample.rows)  # [T, L, K]
+
+    @property
+    def num_own(self) -> int:
+        """Positions behind the prompt."""
+        return max(len(self.ids) - self._num_prompt, 0)
+
+    @property
+    def prompt_facts(self) -> object:
+        """Equal for samples whose prompts were computed alike."""
+        return tuple(self.epochs[: self._num_prompt]), self.rows[: self._num_prompt].numpy().tobytes()
+
+    def explain(self, first: MixedOutput | None = None) -> Explanation:
+        """`first`: the forwards under `epochs`, where they are known.  Raises `Violation`."""
+        used: list[list[Epoch]] = []
+        start, lives, why = 0, iter([self.epochs]), ""
+        while start < len(self.ids):
+            life, until, why = self._next_life(start, lives, why, None if used else first)
+            if life is None:
+                return Explanation(frozenset(self.epochs), len(used) + 1, decided=False)
+            used.append(life[:until])
+            self._check_lag(start, until, life)
+            start = until
+            lives = self._lives_from(start) if len(used) <= self._sample.retractions else iter(())
+        if self._says_whose:
+            self._check_kv(used)
+        return Explanation(frozenset(epoch for life in used for epoch in life), max(len(used), 1))
+
+    def _next_life(
+        self, start: int, lives: Iterator[list[Epoch]], why: str, first: MixedOutput | None
+    ) -> tuple[list[Epoch] | None, int, str]:
+        """The first of `lives` that explains position `start`, which the life before did not, for the reason `why`; up
+        to where it does, and why not further.
+
+        None: none does, but one of them met a tie.  Raises `Violation`.
+        """
+        tied = False
+        for life in lives:
+            output = first or self._forward(life, start)
+            wrong, reason = self._first_wrong(output, start)
+            if wrong > start:
+                return life, wrong, reason
+            why, tied = why or reason, tied or output.margin < TIE
+        if tied:
+            return None, start, why
+        told = f"{self._sample.retractions} retractions, epochs {_runs(self.epochs)}"
+        raise Violation(f"{why}; {told}{self._who_explains(start)}")
+
+    def _lives_from(self, start: int) -> Iterator[list[Epoch]]:
+        """What KV may have been computed again before position `start`: all of it by the weights of its own forward, or
+        a first part of it by others that were in force on the way there."""
+        mine, before = self.epochs[start], self.epochs[start - 1]
+        yield [mine] * start + self.epochs[start:]
+        for other in sorted(epoch for epoch in self._known.contents if before <= epoch < mine):
+            for cut in range(start, 0, -1):
+                yield [other] * cut + [mine] * (start - cut) + self.epochs[start:]
+
+    def _forward(self, life: list[Epoch], start: int) -> MixedOutput:
+        given = self.rows.clone()
+        given[:start] = -1  # the rows that came are of an earlier life
+        return self._reference.forward(self.ids, life, given, TIE)
+
+    def _first_wrong(self, output: MixedOutput, start: int) -> tuple[int, str]:
+        """The first position from `start` on that these forwards do not explain, and why; the end, if there is none."""
+        same_T = (output.routes == self.rows).flatten(1).all(1).tolist()
+        wrong_tokens = self._wrong_tokens(output.logits, start)
+        for position in range(start, len(self.ids)):
+            if not same_T[position]:
+                return position, f"row {position} of experts is not the router's choice"
+            if position in wrong_tokens:
+                return position, wrong_tokens[position]
+        return len(self.ids), ""
+
+    def _wrong_tokens(self, logits_TV: torch.Tensor, start: int) -> dict[int, str]:
+        """By position, what is wrong with the token after it: its log-probability, or that it was chosen at all."""
+        sample, found = self._sample, dict[int, str]()
+        first = max(start, 0 if sample.prompt_logprobs else self._num_prompt - 1)
+        temperature = sample.params.get("temperature", 1.0)
+        greedy = temperature < 1e-6
+        scaled_NV = logits_TV[first:] / (1.0 if greedy else temperature)
+        next_N = torch.tensor(sample.sequence[first + 1 : len(self.ids) + 1], dtype=torch.int64)
+        scaled_NV = scaled_NV[: len(next_N)]
+        real = scaled_NV.log_softmax(-1).gather(1, next_N[:, None])[:, 0].tolist()
+        scored = sample.prompt_logprobs + [None] * (self._num_prompt - len(sample.prompt_logprobs))
+        said = [*scored, *sample.logprobs][first + 1 :]
+        drawn = greedy or self._can_be_drawn(scaled_NV, next_N, first)
+        best = scaled_NV.amax(1) - scaled_NV.gather(1, next_N[:, None])[:, 0]
+        for number, (a, b) in enumerate(zip(said, real)):
+            position = first + number
+            index = position + 1 - self._num_prompt
+            if (a is not None or index >= 0) and not (a is not None and abs(a - b) <= TOLERANCE):
+                name = f"token {index}" if index >= 0 else f"prompt token {position + 1}"
+                found[position] = f"{name} has log-probability {a}, not {b:.6f}"
+            elif index >= 0 and greedy and best[number] > TOLERANCE:
+                found[position] = f"token {index} is not the most probable one"
+            elif index >= 0 and drawn is not True and not drawn[number]:
+                found[position] = f"token {index} is not the one that its seed draws"
+        return found
+
+    def _can_be_drawn(self, scaled_NV: torch.Tensor, next_N: torch.Tensor, first: int) -> list[bool]:
+        """Whether the noise of each place draws the token there, give or take rounding."""
+        params = self._sample.params
+        places_N = np.arange(first, first + len(next_N)) + 1 - self._num_prompt
+        noise = uniform(np.full(len(next_N), self._sample.seed, dtype=np.uint64), np.maximum(places_N, 0))
+        if params.get("top_k", -1) > 0 or params.get("top_p", 1.0) < 1.0:
+            tokens = zip(scaled_NV.numpy(), next_N.tolist(), noise)
+            return [token in _drawable(scaled, params, float(at)) for scaled, token, at in tokens]
+        share_NV = scaled_NV.softmax(-1)
+        end_N = share_NV.cumsum(-1).gather(1, next_N[:, None])[:, 0]
+        begin_N, at_N = end_N - share_NV.gather(1, next_N[:, None])[:, 0], torch.from_numpy(noise)
+        return ((begin_N - ROUNDING <= at_N) & (at_N <= end_N + ROUNDING)).tolist()
+
+    def _check_lag(self, start: int, until: int, life: Sequence[Epoch]) -> None:
+        """No token on KV further behind than the request allows."""
+        lag = self._sample.lag
+        for position in range(max(start, self._num_prompt - 1), until if lag >= 0 else 0):
+            behind = life[position] - min(life[: position + 1])
+            if behind > lag:
+                raise Violation(f"token {position + 1 - self._num_prompt} was sampled on KV {behind} commits old")
+
+    def _check_kv(self, used: Sequence[Sequence[Epoch]]) -> None:
+        """What is said of the age of KV."""
+        sample, epochs = self._sample, [epoch for life in used for epoch in life]
+        if sample.oldest is not None:
+            named = self._known.epochs_of(Span(sample.oldest, None, 0, 0), "the oldest KV")
+            if epochs and (min(named) > min(epochs) or (not sample.retractions and min(epochs) not in named)):
+                raise Violation(f"the oldest KV is said to be of {sample.oldest!r}; it is of epoch {min(epochs)}")
+        if sample.retractions:
+            return  # then the prompt's spans are of KV that was computed since
+        count = self._num_prompt if sample.output_ids else sum(span.end - span.start for span in sample.prompt_spans)
+        spans = places(sample.prompt_spans, count, "the prompt's KV")
+        for position, span in enumerate(spans[: len(self.epochs)]):
+            if self.epochs[position] not in self._known.epochs_of(span, "the prompt's KV"):
+                raise Violation(f"KV of position {position} is said to be of {span}, not {self.epochs[position]}")
+
+    def _who_explains(self, position: int) -> str:
+        """For the message: which single known version would explain the position."""
+        for epoch in self._known.contents:
+            output = self._forward([epoch] * len(self.ids), 0)
+            if self._first_wrong(output, position)[0] > position:
+                return f"; epoch {epoch} alone would explain it"
+        return "; no known epoch explains it alone"
+
+
+def _drawable(scaled_V: np.ndarray, params: object, noise: float) -> set[int]:
+    """Tokens that this noise can draw of what top-k and top-p leave."""
+    top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)  # type: ignore[attr-defined]
+    row = cast(SamplingRow, SimpleNamespace(params=SamplingParams(top_k=top_k)))
+    found: set[int] = set()
+    for near in (1 - ROUNDING, 1 + ROUNDING):
+        found |= can_be_drawn(scaled_V, kept_tokens(scaled_V, row, min(top_p * near, top_p**0.5), 0.0), noise)
+    return found
+
+
+def _runs(epochs: Sequence[Epoch]) -> str:
+    values, counts = torch.unique_consecutive(torch.tensor(epochs, dtype=torch.int64), return_counts=True)
+    return " ".join(f"{value}x{count}" for value, count in zip(values.tolist(), counts.tolist()))
