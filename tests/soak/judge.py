@@ -180,7 +180,7 @@ class JudgeProcess:
         """Have the judge's method of this name called."""
         self._tasks.put((what, args))
 
-    def tally(self, timeout_s: float) -> Tally:
+    def take_tally(self, timeout_s: float) -> Tally:
         """The score of all that was told since the last time.  Raises `RuntimeError` if the judge is gone or slow."""
         self._tasks.put(("", ()))
         deadline = time.monotonic() + timeout_s

@@ -25,7 +25,7 @@ def draw(soaked: Sequence[Played], path: Path) -> None:
     figure = Figure(figsize=(6.5 * len(soaked), 11), layout="constrained", dpi=110)
     grid = figure.subplots(4, len(soaked), sharex="col", squeeze=False)
     for column, played in zip(grid.T, soaked):
-        column[0].set_title(f"{played.layout.name}, {played.seconds / 60:.0f} minutes")
+        column[0].set_title(played.layout.name)
         _usage(column[0], played, [usage.rss / MB for usage in played.curves.usage], MB, "memory of all processes, MB")
         _usage(column[1], played, [usage.descriptors for usage in played.curves.usage], 1, "descriptors")
         _steps(column[2], played)
@@ -42,7 +42,7 @@ def _usage(axes: Axes, played: Played, values: Sequence[float], unit: int, name:
     rest = [usage.rss if unit == MB else usage.descriptors for _, usage in played.curves.rest]
     times = [at / 60 for at, _ in played.curves.rest]
     axes.plot(times, [each / unit for each in rest], "o", color=COLOURS[1], markersize=3.5, label="at rest")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(values, default=1))
     axes.set_ylabel(name)
     axes.legend(loc="lower right", frameon=False)
 

@@ -45,6 +45,7 @@ class Layout:
     ranks: int
     settings: dict[str, Any]
     clients: int = 6
+    groups: tuple[int, ...] = (16, 16, 16, 24, 32, 32, 64, 128, 256, 512)
     strangers_every_s: float = 3.0
 
 
@@ -84,13 +85,20 @@ class Played:
 class Soak:
     """The people around one server, and their rounds."""
 
-    def __init__(self, server: ServerProcess, layout: Layout, model: Path, scratch: Path, seed: int) -> None:
+    def __init__(
+        self, server: ServerProcess, layout: Layout, model: Path, scratch: Path, seed: int, judge: JudgeProcess
+    ) -> None:
         self._server = server
         self.calls = Calls(server.url)
-        self.judge = JudgeProcess(model)
+        self.judge = judge
         self._waiting: deque[Delivery] = deque()
         self.traffic = Traffic(
-            self.calls, self._waiting.append, lambda: self.judge.behind, layout.clients, seed
+            self.calls,
+            self._waiting.append,
+            lambda: self.judge.behind,
+            num_clients=layout.clients,
+            groups=layout.groups,
+            seed=seed,
         )
         self.strangers = Strangers(self.calls, self.traffic, layout.strangers_every_s, seed)
         tensors = logical_tensors(model)
@@ -123,7 +131,7 @@ class Soak:
             raise Violation(f"requests were not over {DRAIN_S:g} s after the last of them came")
         self.trainer.rest()
         self._rest()
-        tally = self.judge.tally(JUDGE_S)
+        tally = self.judge.take_tally(JUDGE_S)
         self.in_force.forget()
         self.traffic.forget()
         return tally
@@ -166,12 +174,19 @@ class Soak:
         return answer.json()["internal_states"][0] if answer.status_code == 200 else None
 
 
-def play(layout: Layout, model: Path, seconds: float, seed: int, say: Callable[[str], None]) -> Played:
+def play(
+    layout: Layout,
+    model: Path,
+    seconds: float,
+    seed: int,
+    say: Callable[[str], None],
+    new_judge: Callable[[Path], JudgeProcess] = JudgeProcess,
+) -> Played:
     """Soak one layout for some time."""
     played = Played(layout, started=time.monotonic())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, (Path(folder) / "log").open("w+") as log:
         with _server(model, layout, log) as server:
-            soak = Soak(server, layout, model, Path(folder), seed)
+            soak = Soak(server, layout, model, Path(folder), seed, new_judge(model))
             played.calls, played.started = soak.calls, time.monotonic()
             try:
                 _rounds(soak, played, seconds, say)

@@ -23,7 +23,7 @@ from rollout.sampling.noise import uniform
 from tests.history.reference import MixedOutput, MixedReference
 from tests.sampler_reference import can_be_drawn, kept_tokens
 from tests.soak.known import Known
-from tests.soak.samples import Epoch, Sample, Span, Violation, places
+from tests.soak.samples import Epoch, Sample, Violation, places
 
 TOLERANCE = 1e-4
 """Nats: the engine computes in float32, the reference in float64.  Versions differ in the first digits."""
@@ -83,6 +83,7 @@ class Reading:
             start = until
             lives = self._lives_from(start) if len(used) <= self._sample.retractions else iter(())
         if self._says_whose:
+            self._check_scored()
             self._check_kv(used)
         return Explanation(frozenset(epoch for life in used for epoch in life), max(len(used), 1))
 
@@ -178,13 +179,20 @@ class Reading:
             if behind > lag:
                 raise Violation(f"token {position + 1 - self._num_prompt} was sampled on KV {behind} commits old")
 
+    def _check_scored(self) -> None:
+        """Whose the log-probabilities of the prompt are said to be: entry p is of the forward over position p - 1."""
+        for span in self._sample.scored_spans:
+            named = self._known.epochs_of(span, "prompt log-probabilities")
+            if not set(self.epochs[span.start - 1 : span.end - 1]) <= set(named):
+                raise Violation(f"prompt log-probabilities are said to be of {span}")
+
     def _check_kv(self, used: Sequence[Sequence[Epoch]]) -> None:
         """What is said of the age of KV."""
         sample, epochs = self._sample, [epoch for life in used for epoch in life]
         if sample.oldest is not None:
-            named = self._known.epochs_of(Span(sample.oldest, None, 0, 0), "the oldest KV")
+            named = self._known.epochs_of(sample.oldest, "the oldest KV")
             if epochs and (min(named) > min(epochs) or (not sample.retractions and min(epochs) not in named)):
-                raise Violation(f"the oldest KV is said to be of {sample.oldest!r}; it is of epoch {min(epochs)}")
+                raise Violation(f"the oldest KV is said to be of {sample.oldest}; it is of epoch {min(epochs)}")
         if sample.retractions:
             return  # then the prompt's spans are of KV that was computed since
         count = self._num_prompt if sample.output_ids else sum(span.end - span.start for span in sample.prompt_spans)

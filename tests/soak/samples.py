@@ -37,7 +37,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """`rows` [T, L, K] are the experts of the first tokens, `row_spans` whose they are; `params` as they were sent."""
+    """`rows` [T, L, K] are the experts of the first tokens.  Whose tokens, KV of the prompt, rows and prompt
+    log-probabilities are is said by the spans; `params` as they were sent."""
 
     rid: str
     prompt_ids: list[int]
@@ -48,7 +49,8 @@ class Sample:
     token_spans: tuple[Span, ...]
     prompt_spans: tuple[Span, ...]
     row_spans: tuple[Span, ...]
-    oldest: str | None
+    scored_spans: tuple[Span, ...]
+    oldest: Span | None
     finish: str
     retractions: int
     cached: int
@@ -79,7 +81,7 @@ def samples_of(body: Mapping[str, Any], answer: bytes) -> list[Sample]:
 
 def _sample(body: Mapping[str, Any], output: GenerationOutput, number: int) -> Sample:
     meta, params = output.meta_info, body["sampling_params"]
-    routed = output.routed_experts
+    routed, oldest = output.routed_experts, meta["kv_weight_version_oldest"]
     if routed is None or not routed.complete:
         raise Violation(f"request {output.rid}: rows of routed experts are missing")
     if output.finish_reason is None:
@@ -94,7 +96,8 @@ def _sample(body: Mapping[str, Any], output: GenerationOutput, number: int) -> S
         token_spans=_spans(meta["weight_versions"]),
         prompt_spans=_spans(meta["prefill_weight_versions"]),
         row_spans=tuple(Span(label, None, start, end) for label, start, end in routed.weight_versions),
-        oldest=meta["kv_weight_version_oldest"],
+        scored_spans=_spans(meta.get("input_logprob_weight_versions", ())),
+        oldest=None if oldest is None else Span(oldest, meta.get("kv_weight_epoch_oldest"), 0, 1),
         finish=output.finish_reason.type,
         retractions=meta["num_retractions"],
         cached=output.cached_tokens or 0,

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,6 @@ from tests.soak.calls import Calls, Ended
 
 VOCABULARY = 320
 CONTEXT = 1024
-GROUPS = (16, 16, 16, 24, 32, 32, 64, 128, 256, 512)
 MOST_REPEATABLE = 64
 ABORT_FORMS = ("the group", "samples", "group and sample", "twice", "among unknown ids", "by prefix", "unknown")
 
@@ -50,12 +49,15 @@ class Traffic:
         calls: Calls,
         deliver: Callable[[Delivery], None],
         too_fast: Callable[[], bool],
+        *,
         num_clients: int,
+        groups: Sequence[int],
         seed: int,
     ) -> None:
         self._calls = calls
         self._deliver = deliver
         self._too_fast = too_fast
+        self._groups = groups
         self._names = iter(range(1 << 62))
         self._go = threading.Event()
         self._over = threading.Event()
@@ -148,7 +150,7 @@ class Traffic:
                 self._changed.notify_all()
 
     def _group(self, rng: random.Random) -> None:
-        self._ask(self._body(rng, rng.choice(GROUPS)))
+        self._ask(self._body(rng, rng.choice(self._groups)))
 
     def _conversation(self, rng: random.Random) -> None:
         """Each turn goes on from the answer before: prefixes that are in the cache, or were under older weights."""

@@ -99,7 +99,11 @@ class Trainer:
             raise Violation(f"{name}: {violation}") from violation
 
     def rest(self) -> None:
-        """Leave the group, and prove what is in force.  Raises `Violation`."""
+        """With nobody else about: a good refresh comes into force, and nothing is left of it but what it brought.
+
+        Raises `Violation`.
+        """
+        self._begun("broadcast, flattened")
         self._transports.group.leave()
         self._in_force.look()
         self._in_force.check()

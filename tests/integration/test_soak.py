@@ -1,0 +1,88 @@
+"""A soak of some seconds on one rank, and proof that its judge is not easily pleased.
+
+`make soak MINUTES=60` is the real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+
+from rollout.core.model_config import load_model_config
+from tests.soak.__main__ import make_model
+from tests.soak.explain import Explainer
+from tests.soak.judge import JudgeProcess
+from tests.soak.known import Known
+from tests.soak.picture import draw
+from tests.soak.play import LAYOUTS, Played, play
+from tests.soak.report import complaints, print_report
+from tests.soak.samples import Sample, Violation, samples_of
+from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
+
+SECONDS = 12.0
+MOST_KEPT = 1000
+TO_CATCH = 4  # samples on which each variant must be noticed
+
+
+class KeepingJudge(JudgeProcess):
+    """Keeps a few samples, and all weights that were in force."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.samples: list[Sample] = []
+        self.known = Known()
+
+    def tell(self, what: str, *args: Any) -> None:
+        super().tell(what, *args)
+        if what == "content":
+            epoch, label, path = args
+            self.known.contents[epoch], self.known.labels[epoch] = load_file(path), {label}
+        elif what == "label":
+            self.known.labels[args[0]].add(args[1])
+        elif what == "answer" and len(self.samples) < MOST_KEPT:
+            self.samples += samples_of(args[0], args[1])[:4]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("soak") / "model")
+
+
+@pytest.fixture(scope="module")
+def soaked(model: Path) -> tuple[Played, KeepingJudge]:
+    judge = KeepingJudge(model)
+    layout = replace(LAYOUTS["1"], clients=3, groups=(16, 24), strangers_every_s=2.0)
+    return play(layout, model, SECONDS, 7, lambda _: None, lambda _: judge), judge
+
+
+def test_a_short_soak_finds_nothing_wrong(soaked: tuple[Played, KeepingJudge], tmp_path: Path) -> None:
+    played, _ = soaked
+    assert complaints(played) == []
+    console = Console(width=120, record=True)
+    assert print_report([played], console), console.export_text()
+    # Enough happened for the checks to mean something.
+    assert played.tally.samples > 50 and played.tally.tokens > 300 and played.commits > 2
+    assert played.tally.offered > 0 and played.tally.deceived == 0
+    draw([played], tmp_path / "soak.png")
+    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", WRONG_VARIANTS)
+def test_wrong_variants_are_caught(soaked: tuple[Played, KeepingJudge], model: Path, name: str) -> None:
+    _, judge = soaked
+    caught = 0
+    for sample in judge.samples:
+        if len(sample.output_ids) < ENOUGH or caught == TO_CATCH:
+            continue
+        faulty = WRONG_VARIANTS[name](sample, judge.known)
+        if faulty is None:
+            continue
+        (found,) = Explainer(load_model_config(model), faulty[1]).explain([faulty[0]])
+        assert isinstance(found, Violation), f"{name} of {sample.rid} is not noticed: {found}"
+        caught += 1
+    assert caught, f"no sample to which {name} applies"
