@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,14 +20,14 @@ from tests.soak.explain import Explainer
 from tests.soak.judge import JudgeProcess
 from tests.soak.known import Known
 from tests.soak.picture import draw
-from tests.soak.play import LAYOUTS, Played, play
+from tests.soak.play import LAYOUTS, Played, Soak, play
 from tests.soak.report import complaints, print_report
 from tests.soak.samples import Sample, Violation, samples_of
 from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
 
 SECONDS = 12.0
 MOST_KEPT = 1000
-TO_CATCH = 4  # samples on which each variant must be noticed
+TO_CATCH = 3  # samples on which each variant must be noticed
 
 
 class KeepingJudge(JudgeProcess):
@@ -57,7 +58,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def soaked(model: Path) -> tuple[Played, KeepingJudge]:
     judge = KeepingJudge(model)
     layout = replace(LAYOUTS["1"], clients=3, groups=(16, 24), strangers_every_s=2.0)
-    return play(layout, model, SECONDS, 7, lambda _: None, lambda _: judge), judge
+    return play(layout, model, SECONDS, 7, lambda _: None, lambda _: judge, across_a_refresh), judge
+
+
+def across_a_refresh(soak: Soak) -> None:
+    """Samples that begin under one version and end under the next, whatever else will happen."""
+    params = {"n": 4, "max_new_tokens": 400, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    body = {"rid": "long", "input_ids": [7, 3, 9, 11, 5] * 6, "sampling_params": params, "return_logprob": True}
+    body |= {"logprob_start_len": 0, "return_routed_experts": True, "routed_experts_format": "compact"}
+    asking = Thread(target=soak.traffic.ask, args=(body,))
+    asking.start()
+    while not any(load["num_running_reqs"] for load in soak.calls.get("/v1/loads").json()["loads"]):
+        assert asking.is_alive()
+    soak.calls.post("/pause_generation", {"mode": "in_place"})
+    soak.trainer.not_paused("safetensors", calls=1)
+    asking.join(60)
 
 
 def test_a_short_soak_finds_nothing_wrong(soaked: tuple[Played, KeepingJudge], tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ class Explainer:
         rows = places(sample.row_spans, num_rows, "rows")
         for index, span in enumerate(rows[num_prompt:], start=1):
             if tokens[index] not in self._known.epochs_of(span, "rows"):
-                raise Violation(f"token {index} is of epoch {tokens[index]}, the row that it was sampled with of {span}")
+                raise Violation(
+                    f"token {index} is of epoch {tokens[index]}, the row that it was sampled with of {span}"
+                )
         spans = list(dict.fromkeys(rows[:num_prompt]))
         for meaning in product(*[self._known.epochs_of(span, "rows") for span in spans]):
             of_span = dict(zip(spans, meaning))

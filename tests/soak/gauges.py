@@ -37,7 +37,7 @@ def usage_of(pids: Sequence[int]) -> Usage:
     for pid in pids:
         with contextlib.suppress(OSError):
             rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+            descriptors += sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     return Usage(rss, descriptors)
 
 

@@ -1,7 +1,7 @@
 """What is in force: the tensors of every epoch, as they were sent, and as the engine proves that it holds them.
 
-Nothing is believed of a label: after every commit each tensor's fingerprint is read from the engine's memory, and all of
-them together must be one of the contents that can have been committed.
+Nothing is believed of a label: after every commit each tensor's fingerprint is read from the engine's memory, and all
+of them together must be one of the contents that can have been committed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class InForce:
         if changed:
             self._take(state, possible)
         elif state["weight_version"] != self.label:
-            raise Violation(f"epoch {self.epoch} was {self.label!r} and is {state['weight_version']!r}: nobody renamed it")
+            raise Violation(
+                f"epoch {self.epoch} was {self.label!r} and is {state['weight_version']!r}: nobody renamed it"
+            )
         self._looked(now)
         return changed
 
@@ -138,4 +140,6 @@ def _fingerprints(tensors: Tensors) -> dict[str, str]:
 
 
 def _digest(tensors: Tensors) -> str:
-    return digest((TensorMeta(name, each.dtype, tuple(each.shape)), fingerprint(each)) for name, each in tensors.items())
+    return digest(
+        (TensorMeta(name, each.dtype, tuple(each.shape)), fingerprint(each)) for name, each in tensors.items()
+    )

@@ -6,7 +6,6 @@ Knows who takes part and in which order.  What is right or wrong is theirs to sa
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -181,14 +180,16 @@ def play(
     seed: int,
     say: Callable[[str], None],
     new_judge: Callable[[Path], JudgeProcess] = JudgeProcess,
+    first: Callable[[Soak], None] = lambda _: None,
 ) -> Played:
-    """Soak one layout for some time."""
+    """Soak one layout for some time.  `first`: what is done while nobody else does anything yet."""
     played = Played(layout, started=time.monotonic())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, (Path(folder) / "log").open("w+") as log:
         with _server(model, layout, log) as server:
             soak = Soak(server, layout, model, Path(folder), seed, new_judge(model))
             played.calls, played.started = soak.calls, time.monotonic()
             try:
+                first(soak)
                 _rounds(soak, played, seconds, say)
             except (Violation, Ended, RuntimeError) as error:
                 played.wrong.append(f"{type(error).__name__}: {error}")
@@ -202,19 +203,16 @@ def play(
 
 
 def _rounds(soak: Soak, played: Played, seconds: float, say: Callable[[str], None]) -> None:
-    start, length = time.monotonic(), min(60.0, max(10.0, seconds / 8))
-    number = 0
+    start, length, number = time.monotonic(), min(60.0, max(10.0, seconds / 8)), 0
+
+    def progress(what: str) -> None:
+        tally = played.tally
+        spent = f"{played.layout.name}: {time.monotonic() - start:.0f} of {seconds:.0f} s, round {number}"
+        say(f"{spent}, {tally.samples} samples explained, {what}, {tally.wrong + soak.calls.num_wrong} wrong")
+
     while (left := start + seconds - time.monotonic()) > min(5.0, length / 2) or not number:
         number += 1
-        played.tally.add(
-            soak.round(
-                min(length, left),
-                lambda what, number=number: say(
-                    f"{played.layout.name}: {time.monotonic() - start:.0f} of {seconds:.0f} s, round {number}, "
-                    f"{played.tally.samples} samples explained, {what}, {played.tally.wrong + soak.calls.num_wrong} wrong"
-                ),
-            )
-        )
+        played.tally.add(soak.round(min(length, left), progress))
 
 
 def _take_down(soak: Soak, played: Played, server: ServerProcess) -> None:

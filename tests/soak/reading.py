@@ -1,8 +1,8 @@
 """One sample under one reading of its spans: every token, log-probability and row of experts against the reference.
 
 KV that a retraction gave up was computed again by the weights of then, and the answer does not say before which token
-that was: it is looked for, as often as the answer counts retractions.  The positions from one retraction to the next are
-a *life*.  Position p holds token p; its forward gives row p and samples token p + 1.
+that was: it is looked for, as often as the answer counts retractions.  The positions from one retraction to the next
+are a *life*.  Position p holds token p; its forward gives row p and samples token p + 1.
 
 Shapes: T positions with rows, V vocabulary, L MoE layers, K top-k.
 """
@@ -29,6 +29,7 @@ TOLERANCE = 1e-4
 """Nats: the engine computes in float32, the reference in float64.  Versions differ in the first digits."""
 TIE = 1e-5
 """Where two experts' probabilities are closer than this, float32 may take either."""
+MOST_TRIED = 6
 ROUNDING = 2e-6  # of the cumulative distribution
 
 
@@ -202,12 +203,12 @@ class Reading:
                 raise Violation(f"KV of position {position} is said to be of {span}, not {self.epochs[position]}")
 
     def _who_explains(self, position: int) -> str:
-        """For the message: which single known version would explain the position."""
-        for epoch in self._known.contents:
+        """For the message: which single version, of the last few, would explain the position."""
+        for epoch in list(self._known.contents)[-MOST_TRIED:]:
             output = self._forward([epoch] * len(self.ids), 0)
             if self._first_wrong(output, position)[0] > position:
                 return f"; epoch {epoch} alone would explain it"
-        return "; no known epoch explains it alone"
+        return "; no other epoch explains it alone"
 
 
 def _drawable(scaled_V: np.ndarray, params: object, noise: float) -> set[int]:

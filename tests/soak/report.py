@@ -47,11 +47,22 @@ def facts(played: Played) -> Iterator[Fact]:
 
 def _load(played: Played) -> Iterator[Fact]:
     tally, requests = played.tally, played.requests
-    kinds = ("groups", "conversations", "repeated", "streams", "given up", "aborted by name", "keys of their own")
-    yield Fact("groups of samples, conversations, repeated requests", ", ".join(str(requests[each]) for each in kinds[:3]))
-    yield Fact("streams, given up, aborted by name, keys of their own", ", ".join(str(requests[k]) for k in kinds[3:]))
+    kinds = (
+        "groups",
+        "conversations",
+        "repeated",
+        "long",
+        "streams",
+        "given up",
+        "aborted by name",
+        "keys of their own",
+    )
+    yield Fact("groups of samples, conversations, repeated, long", ", ".join(str(requests[each]) for each in kinds[:4]))
+    yield Fact("streams, given up, aborted by name, keys of their own", ", ".join(str(requests[k]) for k in kinds[4:]))
     yield Fact("tokens generated", str(played.generated))
-    yield Fact("samples retracted, aborted, begun in the prefix cache", f"{tally.retracted}, {tally.aborted}, {tally.cached}")
+    yield Fact(
+        "samples retracted, aborted, begun in the prefix cache", f"{tally.retracted}, {tally.aborted}, {tally.cached}"
+    )
 
 
 def _explained(played: Played) -> Iterator[Fact]:
@@ -61,7 +72,9 @@ def _explained(played: Played) -> Iterator[Fact]:
     yield Fact("their tokens, rows, prompt log-probabilities", f"{tally.tokens}, {tally.rows}, {tally.scored}")
     yield Fact("of several versions, with KV computed again", f"{tally.mixed}, {tally.lives}")
     share = tally.undecided / max(tally.samples, 1)
-    yield Fact("of them with a tie that nobody can decide", f"{share:.2%}", f"<= {MOST_UNDECIDED:.0%}", share <= MOST_UNDECIDED)
+    yield Fact(
+        "of them with a tie that nobody can decide", f"{share:.2%}", f"<= {MOST_UNDECIDED:.0%}", share <= MOST_UNDECIDED
+    )
     yield Fact("repeated, equal to the bit", str(tally.repeated), "all", tally.wrong == 0)
     deceived = tally.deceived / max(tally.offered, 1)
     yield Fact(
@@ -78,7 +91,12 @@ def _refreshed(played: Played) -> Iterator[Fact]:
     tried = {refresh.transport for refresh in played.refreshes if refresh.right}
     brought = {refresh.transport for refresh in came}
     full = played.seconds >= FULL_S
-    yield Fact("transports that brought weights", f"{len(brought)} of {len(tried)}", "all" if full else "", brought >= tried if full else None)
+    yield Fact(
+        "transports that brought weights",
+        f"{len(brought)} of {len(tried)}",
+        "all" if full else "",
+        brought >= tried if full else None,
+    )
     wrong = [refresh for refresh in played.refreshes if not refresh.right]
     forms = len({refresh.form for refresh in wrong})
     through = sum(refresh.came for refresh in wrong)

@@ -95,13 +95,20 @@ class Strangers:
     def _begin(self) -> None:
         """Of an update of his own, which he gives up."""
         name = f"stranger-{self._rng.random()}"
-        if self._calls.post("/begin_weight_update", {"weight_version": "stranger", "update_id": name}).status_code == 200:
+        if (
+            self._calls.post("/begin_weight_update", {"weight_version": "stranger", "update_id": name}).status_code
+            == 200
+        ):
             time.sleep(self._rng.uniform(0.0, 0.3))
             self._calls.post("/abort_weight_update", {"update_id": name})
 
     def _bucket(self) -> None:
         """Of an update that was never begun: refused, whatever is open."""
-        body = {"update_id": f"never-{self._rng.random()}", "format": "safetensors", "serialized_named_tensors": ["AAAA"]}
+        body = {
+            "update_id": f"never-{self._rng.random()}",
+            "format": "safetensors",
+            "serialized_named_tensors": ["AAAA"],
+        }
         if self._calls.post("/update_weights_from_tensor", body).status_code < 400:
             self._calls.complain("a bucket of an update that was never begun was taken")
 

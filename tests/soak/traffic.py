@@ -102,9 +102,7 @@ class Traffic:
 
     def may_abort(self, delivery: Delivery) -> set[str] | None:
         """Samples that may have been aborted; None: all."""
-        everything = any(
-            start <= delivery.came and delivery.asked <= end for start, end in self._all_aborted.copy()
-        )
+        everything = any(start <= delivery.came and delivery.asked <= end for start, end in self._all_aborted.copy())
         return None if everything else delivery.may_abort
 
     def forget(self) -> None:
@@ -116,6 +114,7 @@ class Traffic:
     def _client(self, rng: random.Random) -> None:
         kinds: list[tuple[int, str, Callable[[random.Random], None]]] = [
             (5, "groups", self._group),
+            (2, "long", self._long),
             (3, "conversations", self._conversation),
             (4, "repeated", self._repeat),
             (3, "streams", self._stream),
@@ -150,13 +149,19 @@ class Traffic:
                 self._changed.notify_all()
 
     def _group(self, rng: random.Random) -> None:
-        self._ask(self._body(rng, rng.choice(self._groups)))
+        self.ask(self._body(rng, rng.choice(self._groups)))
+
+    def _long(self, rng: random.Random) -> None:
+        """Samples that outlive refreshes."""
+        body = self._body(rng, rng.choice((1, 4, 8)))
+        body["sampling_params"]["max_new_tokens"] = rng.randint(150, 400)
+        self.ask(body)
 
     def _conversation(self, rng: random.Random) -> None:
         """Each turn goes on from the answer before: prefixes that are in the cache, or were under older weights."""
         body = self._body(rng, 1)
         for _ in range(rng.randint(2, 5)):
-            answer = self._ask(body)
+            answer = self.ask(body)
             if answer is None or not self._go.is_set():
                 return
             said = msgspec.json.decode(answer)["output_ids"]
@@ -165,10 +170,10 @@ class Traffic:
 
     def _repeat(self, rng: random.Random) -> None:
         if self._repeatable:
-            self._ask(rng.choice(self._repeatable) | {"rid": self._name()})
+            self.ask(rng.choice(self._repeatable) | {"rid": self._name()})
 
     def _unique_key(self, rng: random.Random) -> None:
-        self._ask(self._body(rng, rng.choice((1, 4))) | {"extra_key": f"{self._name()}-{rng.random()}" * 8})
+        self.ask(self._body(rng, rng.choice((1, 4))) | {"extra_key": f"{self._name()}-{rng.random()}" * 8})
 
     def _stream(self, rng: random.Random) -> None:
         """To the end.  Each event must continue the one before."""
@@ -192,7 +197,9 @@ class Traffic:
             return
         with httpx.Client(base_url=self._calls.url, trust_env=False) as impatient:
             try:
-                impatient.post("/generate", json=self._body(rng, rng.choice((1, 16, 64))), timeout=rng.uniform(0.02, 0.5))
+                impatient.post(
+                    "/generate", json=self._body(rng, rng.choice((1, 16, 64))), timeout=rng.uniform(0.02, 0.5)
+                )
             except httpx.TimeoutException:
                 pass
             except httpx.HTTPError as error:
@@ -204,7 +211,7 @@ class Traffic:
         ids, hit = _abort_ids(form, body["rid"], body["sampling_params"]["n"], rng)
         timer = threading.Timer(rng.choice((0.0, 0.01, 0.05, 0.2, 0.6)), self._abort_now, (ids,))
         timer.start()
-        self._ask(body, hit)
+        self.ask(body, hit)
         timer.join()
         self.counts[f"abort: {form}"] += 1
 
@@ -251,7 +258,7 @@ class Traffic:
             del self._repeatable[:-MOST_REPEATABLE]
         return body
 
-    def _ask(self, body: dict[str, Any], may_abort: set[str] | None = None) -> bytes | None:
+    def ask(self, body: dict[str, Any], may_abort: set[str] | None = None) -> bytes | None:
         """The answer, delivered; None where it was refused."""
         asked = time.monotonic()
         response = self._calls.post("/generate", body)

@@ -47,7 +47,7 @@ FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs o
 
 @dataclass(frozen=True)
 class Refresh:
-    """One that was tried.  `right`: whether it may come into force, `came`: whether it did; `when` is monotonic time."""
+    """One that was tried.  `right`: whether it may come into force; `came`: whether it did; `when`: monotonic."""
 
     when: float
     seconds: float
@@ -114,11 +114,11 @@ class Trainer:
         for name in self._transports.sends:
             yield f"{name}, begun", lambda name=name: self._begun(name)
             yield f"{name}, paused", lambda name=name: self._paused(name)
-            yield f"{name}, one call", lambda name=name: self._not_paused(name, calls=1)
+            yield f"{name}, one call", lambda name=name: self.not_paused(name, calls=1)
         for fault in FAULTS:
             yield fault, lambda fault=fault: self._begun(self._any_transport(), fault=fault)
         yield "paused, a tensor missing", lambda: self._paused(self._any_transport(), missing=True)
-        yield "calls, not paused", lambda: self._not_paused(self._any_transport(), calls=3)
+        yield "calls, not paused", lambda: self.not_paused(self._any_transport(), calls=3)
         yield "some tensors", lambda: self._begun(self._any_transport(), part=True)
         yield "the same name", lambda: self._begun(self._any_transport(), label=self._in_force.label)
         yield "another name", self._rename
@@ -147,35 +147,36 @@ class Trainer:
             begin["base_version"] = "nobody's"
         if fault == "lease runs out":
             begin["lease_s"] = LEASE_S
-        with self._refresh(transport, fault or "begun", label, new, right=fault is None) as attempt:
-            with self._pause(None if rng.random() < 0.4 else rng.choice(PAUSE_MODES)):
-                if not attempt.note(self._calls.post("/begin_weight_update", begin)):
-                    return
-                attempt.safe = bound
-                for number, bucket in enumerate(self._split(_damaged(new, fault, rng), rng.randint(1, 3))):
-                    attempt.note(self._transports.sends[transport](bucket, {"weight_version": label, **identity}))
-                    self._in_force.look(attempt.possible(() if bound else bucket))
-                    if fault == "lease runs out":
-                        time.sleep(3 * LEASE_S)
-                    if fault == "given up" and number == 0:
-                        self._calls.post("/abort_weight_update", identity)
-                for phase in ("verify", "commit") if rng.random() < 0.4 else (None,):
-                    attempt.note(self._calls.post("/end_weight_update", {"phase": phase, **identity}))
-                self._in_force.look(attempt.possible())
-                if fault is not None:
+        mode = None if rng.random() < 0.4 else rng.choice(PAUSE_MODES)
+        right = fault is None
+        with self._refresh(transport, fault or "begun", label, new, right=right) as attempt, self._pause(mode):
+            if not attempt.note(self._calls.post("/begin_weight_update", begin)):
+                return
+            attempt.safe = bound
+            for number, bucket in enumerate(self._split(_damaged(new, fault, rng), rng.randint(1, 3))):
+                attempt.note(self._transports.sends[transport](bucket, {"weight_version": label, **identity}))
+                self._in_force.look(attempt.possible(() if bound else bucket))
+                if fault == "lease runs out":
+                    time.sleep(3 * LEASE_S)
+                if fault == "given up" and number == 0:
                     self._calls.post("/abort_weight_update", identity)
+            for phase in ("verify", "commit") if rng.random() < 0.4 else (None,):
+                attempt.note(self._calls.post("/end_weight_update", {"phase": phase, **identity}))
+            self._in_force.look(attempt.possible())
+            if fault is not None:
+                self._calls.post("/abort_weight_update", identity)
 
     def _paused(self, transport: str, missing: bool = False) -> None:
         """pause, calls, continue: of a trainer that knows neither begin nor ids."""
         label, new = self._label(), self._new_content()
         sent = _damaged(new, "a tensor missing" if missing else None, self._rng)
-        with self._refresh(transport, "paused", label, new, right=not missing) as attempt:
-            with self._pause(self._rng.choice(PAUSE_MODES)):
-                for bucket in self._split(sent, self._rng.randint(1, 3)):
-                    attempt.note(self._transports.sends[transport](bucket, {"weight_version": label}))
-                    self._in_force.look(attempt.possible(bucket))
+        mode = self._rng.choice(PAUSE_MODES)
+        with self._refresh(transport, "paused", label, new, right=not missing) as attempt, self._pause(mode):
+            for bucket in self._split(sent, self._rng.randint(1, 3)):
+                attempt.note(self._transports.sends[transport](bucket, {"weight_version": label}))
+                self._in_force.look(attempt.possible(bucket))
 
-    def _not_paused(self, transport: str, calls: int) -> None:
+    def not_paused(self, transport: str, calls: int) -> None:
         """Each call an update of its own."""
         label, new = self._label(), self._new_content()
         self._calls.post("/abort_weight_update")  # so that what was lost before is known to be lost
@@ -195,7 +196,9 @@ class Trainer:
                 sender.connect(engine_world_size=self._ranks)
                 with self._pause(self._rng.choice((None, *PAUSE_MODES))):
                     manifest = self._rng.random() < 0.5
-                    sender.refresh(new, label, bucket_bytes=self._rng.choice((1 << 16, 1 << 24)), with_manifest=manifest)
+                    sender.refresh(
+                        new, label, bucket_bytes=self._rng.choice((1 << 16, 1 << 24)), with_manifest=manifest
+                    )
             except EngineError as error:
                 attempt.refusals.append(str(error))
             finally:
@@ -209,13 +212,13 @@ class Trainer:
             new = self._new_content()
         else:
             new = {**self._folders.published, **self._new_content(part=self._rng.random() < 0.5)}
-        with self._refresh(how, "damaged" if damaged else "folder", label, new, right=not damaged) as attempt:
-            with self._pause(self._rng.choice((None, None, *PAUSE_MODES))):
-                if how == "disk":
-                    attempt.note(self._folders.load(new, label, damaged=damaged))
-                else:
-                    attempt.note(self._folders.pull(new, label, how, damaged=damaged))
-                self._in_force.look(attempt.possible())
+        mode, form = self._rng.choice((None, None, *PAUSE_MODES)), "damaged" if damaged else "folder"
+        with self._refresh(how, form, label, new, right=not damaged) as attempt, self._pause(mode):
+            if how == "disk":
+                attempt.note(self._folders.load(new, label, damaged=damaged))
+            else:
+                attempt.note(self._folders.pull(new, label, how, damaged=damaged))
+            self._in_force.look(attempt.possible())
 
     def _killed(self) -> None:
         """A trainer whose process ends in the middle of a broadcast."""
@@ -254,7 +257,7 @@ class Trainer:
             self._calls.post("/continue_generation", {"abort_below_weight_version": self._in_force.label})
         resume(self._calls)
 
-    # --- what they have in common --------------------------------------------------------------------------------------
+    # --- what they have in common ------------------------------------------------------------------------------------
 
     @contextmanager
     def _refresh(self, transport: str, form: str, label: str, new: Content, *, right: bool) -> Iterator[_Attempt]:

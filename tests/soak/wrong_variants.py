@@ -37,7 +37,7 @@ def a_mixture(sample: Sample, known: Known) -> Faulty:
 
 def another_version(sample: Sample, known: Known) -> Faulty:
     """All spans name a version that was in force, but not for this sample."""
-    mine, other = _two_epochs(sample, known)
+    _, other = _two_epochs(sample, known)
     if other is None or len({span.label for span in sample.row_spans}) > 1:
         return None
     label = min(known.labels[other])

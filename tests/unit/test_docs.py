@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 API = (ROOT / "docs" / "http_api.md").read_text()
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 # Fields of OpenAI's own documentation, and the few that have no effect.
 OPENAI_FIELDS = {
     *("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "user"),
@@ -130,10 +131,15 @@ def test_the_files_named_in_the_readme_exist() -> None:
     assert not packages - {word.strip("/") for word in tree.split()}
 
 
-@pytest.mark.parametrize("text", [README, API, ARCHITECTURE], ids=["README", "http_api", "architecture"])
-def test_links_and_paths_lead_somewhere(text: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [(README, ""), (API, "docs"), (ARCHITECTURE, "docs"), (RELIABILITY, "docs")],
+    ids=["README", "http_api", "architecture", "reliability"],
+)
+def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
+    links = [ROOT / folder / target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]
+    paths = [ROOT / path for path in re.findall(r"`([a-z_]+/[\w/]+\.py|[a-z_]+/[\w/]+/)`", text)]
+    assert [target for target in links + paths if not target.exists()] == []
 
 
 def test_the_layer_table_is_the_checked_one() -> None:
