@@ -17,6 +17,7 @@ from benchmarks import (
     delta,
     eplb_planners,
     fingerprint,
+    grpo,
     memory,
     parallel,
     parallel_stalls,
@@ -27,6 +28,7 @@ from benchmarks import (
 
 PARTS = (
     "throughput",
+    "grpo",
     "capture",
     "scaling",
     "memory",
@@ -49,6 +51,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
+    parser.add_argument("--against", type=Path, default=None, help="another checkout that takes turns in `grpo`")
+    parser.add_argument("--prompts", type=int, default=None, help="of `grpo`; default: 32 for shape S, 4 for M")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -57,6 +61,8 @@ def main() -> None:
     for shape in args.shapes:
         if "throughput" in args.only:
             rows += throughput.run(shape, args.batches, args.rounds, args.new_tokens, console)
+        if "grpo" in args.only:
+            rows += grpo.run(shape, args.rounds, console, args.against, args.prompts)
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
