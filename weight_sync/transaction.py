@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from weight_sync.content_check import check_content, matching
-from weight_sync.errors import CommitError, CoverageError, TransactionStateError, WeightRequestError
+from weight_sync.errors import CommitError, CoverageError, StagingError, TransactionStateError, WeightRequestError
 from weight_sync.ledger import Coverage, WeightLedger, listed
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import ProvenPart, Staging, load_part, load_weights, split_wire
@@ -127,7 +127,7 @@ class WeightTransaction:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
         Raises `TransactionStateError` unless OPEN, whatever `load_weights` raises, `ContentError`, `StagingError`.  Any
-        failure fails the transaction for good and is raised as it is.
+        failure fails the transaction for good and is raised; a `StagingError` says what serves then.
         """
         self._require(TransactionState.OPEN, "receive")
         try:
@@ -143,6 +143,9 @@ class WeightTransaction:
                     cast=False,
                     check=lambda named: self._found.update(check_content(named, self._fingerprints)),
                 )
+        except StagingError as error:
+            self.fail(str(error))
+            raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
         except Exception as error:
             self.fail(str(error))
             raise
@@ -163,6 +166,9 @@ class WeightTransaction:
         try:
             self._ledger.settle()
             self._staging.prepare()
+        except StagingError as error:
+            self.fail(str(error))
+            raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
         except Exception as error:
             self.fail(str(error))
             raise

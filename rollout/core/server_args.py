@@ -106,7 +106,7 @@ class ServerArgs:
     pause_timeout: float | None = _arg(
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )
-    drain_timeout: float = _arg(10.0, "seconds that running requests get to finish on SIGTERM")
+    drain_timeout: float = _arg(10.0, "seconds that running requests and weight verbs get to finish on SIGTERM")
     enable_metrics: bool = _arg(True, "serve /metrics")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
 

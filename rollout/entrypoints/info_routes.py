@@ -21,11 +21,14 @@ from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.server_info import launch_command, resolved_args, running_facts
+from rollout.tokenizer_manager.communicator import SchedulerTimeout
 from rollout.tokenizer_manager.handle import RefusedByScheduler
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 
 STATE_TIMEOUT_S = 10.0
+HEALTH_STATE_S = 4.0
+"""A rank that is stopped stops all of them; whoever asks for health gives up after a few seconds."""
 HEALTH_TIMEOUT_S = 20.0
 
 
@@ -55,8 +58,8 @@ class InfoRoutes:
             add("/metrics", self.metrics, response_class=PlainTextResponse)
         return router
 
-    async def _state(self) -> dict[str, Any]:
-        answer = await self._manager.control(GetStateReqInput, STATE_TIMEOUT_S)
+    async def _state(self, timeout_s: float = STATE_TIMEOUT_S) -> dict[str, Any]:
+        answer = await self._manager.control(GetStateReqInput, timeout_s)
         if not answer.success:
             raise LockstepError(answer.message)
         return answer.data
@@ -69,7 +72,11 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def _healthy_state(self) -> dict[str, Any]:
-        state = await self._state()
+        try:
+            state = await self._state(HEALTH_STATE_S)
+        except SchedulerTimeout:
+            reason = "a rank is stopped or lost, or a step takes that long"
+            raise Unavailable(f"the scheduler has not answered for {HEALTH_STATE_S:g} s: {reason}") from None
         if state.get("poisoned"):
             raise Unavailable(f"the weights are poisoned: {state['poisoned']}; only a complete refresh heals them")
         return state

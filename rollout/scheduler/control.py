@@ -86,6 +86,7 @@ class Control:
 
     def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput:
         scheduler = self._scheduler
+        scheduler.parallel.tp.all_agree(True)  # an answer says that all ranks are there
         queues, cache, stats = scheduler.queues, scheduler.cache, scheduler.stats
         state = scheduler.runner.state
         total = cache.allocator.num_slots

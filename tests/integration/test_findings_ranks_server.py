@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -126,6 +127,23 @@ def test_w24_an_abort_ends_other_waits_too(folder: Path, tmp_path: Path) -> None
             assert call.wait(8).status_code == 502 and time.monotonic() - started < 8
             assert server.http.get("/weight_update").json()["open"] is False
     silent.close(linger=0)
+
+
+# --- W25: a rank that is stopped --------------------------------------------------------------------------------------
+
+
+def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -> None:
+    pid = two_ranks.rank_pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        ill = two_ranks.http.get("/health")
+        assert time.monotonic() - started < 5
+        assert ill.status_code == 503 and "a rank is stopped" in ill.json()["error"]["message"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert two_ranks.http.get("/model_info").status_code == 200
+    assert two_ranks.http.get("/health").status_code == 200
 
 
 # --- W22: told to stop within a weight verb ---------------------------------------------------------------------------

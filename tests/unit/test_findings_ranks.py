@@ -37,6 +37,8 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from tests.unit.test_parallel_refresh import check_content, control_of, refresh, send
+from weight_sync.errors import StagingError
+from weight_sync.in_model import Journal
 from weight_sync.updater import WeightUpdater
 
 Tensors = dict[str, torch.Tensor]
@@ -295,3 +297,22 @@ def test_w11_one_replica_that_is_late_drops_the_verb_for_all(start: Callable[...
     monkey.undo()
     assert answer.status_code == 504
     assert labels(harness) == {"default"}
+
+
+# --- W25: a full disk ------------------------------------------------------------------------------------------------
+
+
+def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(old, dtype="float64", weight_staging="journal")
+    assert harness.control(BeginWeightUpdateReqInput, weight_version="v1").success
+    monkeypatch.setattr(Journal, "append", full_disk)
+    answers = send(harness, new)  # type: ignore[arg-type]
+    assert answers[0].status_code == 500
+    assert "No space left on device" in answers[0].message and "the old weights serve on" in answers[0].message
+    monkeypatch.undo()
+    assert harness.control(AbortWeightUpdateReqInput).success
+    assert refresh(harness, new, "v2").success  # type: ignore[arg-type]
+
+
+def full_disk(self: Journal, name: str, tensor: torch.Tensor) -> None:
+    raise StagingError(f"the journal cannot take {name} ({tensor.nbytes} bytes): [Errno 28] No space left on device")
