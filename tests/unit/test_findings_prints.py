@@ -44,6 +44,7 @@ EP2: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep": EP2,
     "split experts": {"tp_size": 2},
+    "replicas": {"dp_size": 2},
 }
 EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"
