@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,14 +34,19 @@ def io_of(harness: Harness) -> ThreadPoolExecutor:
 
 def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
     """One bucket into the open weight update."""
-    updater_of(harness).receive(LoopbackSource(list(tensors.items())))
+    updater = updater_of(harness)
+    updater.receive(
+        LoopbackSource(list(tensors.items())), update_id=updater.book.open_id if updater.book.is_bound else None
+    )
 
 
 def refresh(
     harness: Harness, tensors: Mapping[str, torch.Tensor], weight_version: str, coverage: str = "full"
 ) -> ControlReqOutput:
     """begin, one bucket, end; returns the answer to the last."""
-    begun = harness.control(BeginWeightUpdateReqInput, weight_version=weight_version, coverage=coverage)
+    update_id = uuid.uuid4().hex
+    fields = {"weight_version": weight_version, "coverage": coverage, "update_id": update_id}
+    begun = harness.control(BeginWeightUpdateReqInput, **fields)
     assert begun.success, begun.message
     deliver(harness, tensors)
-    return harness.control(EndWeightUpdateReqInput)
+    return harness.control(EndWeightUpdateReqInput, update_id=update_id)

@@ -47,7 +47,11 @@ class LoopbackTrainer:
         ]
 
     def send(
-        self, harness: Harness, names: Sequence[str] | None = None, weight_version: str | None = None
+        self,
+        harness: Harness,
+        names: Sequence[str] | None = None,
+        weight_version: str | None = None,
+        update_id: str | None = None,
     ) -> ControlReqOutput:
         """One bucket; of all tensors unless told otherwise."""
         chosen = list(self.tensors if names is None else names)
@@ -57,6 +61,7 @@ class LoopbackTrainer:
             dtypes=[str(self.tensors[name].dtype) for name in chosen],
             shapes=[list(self.tensors[name].shape) for name in chosen],
             weight_version=weight_version,
+            **({} if update_id is None else {"update_id": update_id}),
         )
 
     def refresh(self, harness: Harness, weight_version: str, buckets: int = 3) -> ControlReqOutput:

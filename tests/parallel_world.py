@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import save
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
 from rollout.core.weight_io_struct import (
+    AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -57,21 +59,31 @@ class World:
         }
 
     def begin(self, **fields: Any) -> ControlReqOutput:
-        return self.engine.control(BeginWeightUpdateReqInput, weight_version=f"v{self._versions_made}", **fields)
+        self.update_id = uuid.uuid4().hex
+        fields |= {"weight_version": f"v{self._versions_made}", "update_id": self.update_id}
+        return self.engine.control(BeginWeightUpdateReqInput, **fields)
+
+    def abort(self) -> ControlReqOutput:
+        return self.engine.control(AbortWeightUpdateReqInput, update_id=self.update_id)
 
     def send(self, tensors: Tensors, parts: int = 2) -> list[ControlReqOutput]:
         """Buckets of the tensors' bytes."""
         names = sorted(tensors)
         buckets = [{name: tensors[name] for name in names[part::parts]} for part in range(parts)]
         return [
-            self.engine.control(UpdateWeightsFromTensorReqInput, payload=_payload(bucket), format="safetensors")
+            self.engine.control(
+                UpdateWeightsFromTensorReqInput,
+                payload=_payload(bucket),
+                format="safetensors",
+                update_id=self.update_id,
+            )
             for bucket in buckets
             if bucket
         ]
 
     def end(self, tensors: Tensors) -> ControlReqOutput:
         """If it succeeds, `tensors` are in force from now on."""
-        ended = self.engine.control(EndWeightUpdateReqInput)
+        ended = self.engine.control(EndWeightUpdateReqInput, update_id=self.update_id)
         if ended.success:
             self.committed(tensors, ended.data["weight_version"])
         return ended

@@ -14,7 +14,7 @@ from weight_sync.transaction import WeightTransaction
 
 NAMES_SHOWN = 10
 _OF_THE_OPEN_ONE = (
-    *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
+    *("update_id", "state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
     *("num_bytes", "lease_s", "lease_left_s", "failed"),
 )
 
@@ -28,6 +28,7 @@ class CommitResult:
     num_bytes: int
     seconds: float  # time that the step thread spent
     content_digest: str | None = None  # of the whole content now, as far as it is known
+    update_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,22 @@ def update_status(
     transaction: WeightTransaction | None,
     lease: Lease | None,
     *,
+    update_id: str | None,
+    bound: bool,
     implicit: bool,
     staging: StagingMode,
     last_failure: UpdateFailure | None,
 ) -> dict[str, Any]:
-    """`open`, `implicit`, `state`, `weight_version`, `coverage`, `received` and `missing` (counts, and the first names
-    as `received_names` and `missing_names`), `num_bytes` (received), `lease_s`, `lease_left_s`, `failed` (reason),
-    `staging`, `last_failure`.  With nothing open all but the first two and the last two are None.
+    """`open`, `implicit`, `bound`, `update_id`, `state`, `weight_version`, `coverage`, `received` and `missing`
+    (counts, and the first names as `received_names` and `missing_names`), `num_bytes` (received), `lease_s`,
+    `lease_left_s`, `failed` (reason), `staging`, `last_failure`.  With nothing open all but the first three and the
+    last two are None.
     """
     data: dict[str, Any] = dict.fromkeys(_OF_THE_OPEN_ONE)
     if transaction is not None and lease is not None:
         received, missing = transaction.received, transaction.missing
         data = {
+            "update_id": update_id,
             "state": transaction.state.value,
             "weight_version": transaction.weight_version,
             "coverage": transaction.coverage,
@@ -70,6 +75,7 @@ def update_status(
     return {
         "open": transaction is not None,
         "implicit": transaction is not None and implicit,
+        "bound": transaction is not None and bound,
         **data,
         "staging": staging,
         "last_failure": None if last_failure is None else asdict(last_failure),

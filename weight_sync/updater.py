@@ -1,4 +1,4 @@
-"""`WeightUpdater`: the groups of one rank, its one open transaction, and the order of steps.
+"""`WeightUpdater`: the one open transaction of one rank, and the order of steps.
 
     I/O side (blocking, one worker thread)     init_group  destroy_group  begin | open_implicit
                                                receive*  verify | abort
@@ -9,40 +9,41 @@ any reason fails the open transaction for good.  Where the sender can be told no
 bucket is still received and thrown away.  An open transaction has a lease, renewed and ended on the step side, where
 all ranks go by one time.
 
+A transaction has an id.  Once its sender has used it, in `begin` or in any call, every call must carry it.  A call that
+is not of the open transaction (`foreign`) is refused and changes nothing.
+
 Knows transactions, groups and receivers.  Does not know pauses, requests, or which version is in force.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.groups import WeightUpdateGroups
+from weight_sync.group_member import GroupMember
 from weight_sync.held_memory import HeldMemory
 from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
-from weight_sync.lost_updates import LostUpdates
-from weight_sync.patience import Patience
 from weight_sync.rank_parts import Exchange, alone
-from weight_sync.receivers.base import BucketSource, deliver, refuse
-from weight_sync.receivers.distributed import DistributedSource
-from weight_sync.receivers.ipc import IpcSource
+from weight_sync.receivers.base import BucketSource, deliver, refuse, turn_away
 from weight_sync.staging import StagingMode, split_wire
 from weight_sync.staging_modes import new_staging
-from weight_sync.status import CommitResult, UpdateFailure, update_status
+from weight_sync.status import CommitResult, update_status
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 from weight_sync.transaction import TransactionState, WeightTransaction
+from weight_sync.update_book import Outcome, UpdateBook, other_version
 from weight_sync.wire import Manifest
 
 _MIN_CALL_BYTES = 64 << 20
+_Announced = tuple[str | None, Coverage, Manifest | None]  # label, coverage, manifest
 
 
-class WeightUpdater:
+class WeightUpdater(GroupMember):
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
@@ -72,17 +73,14 @@ class WeightUpdater:
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
     ) -> None:
-        self.rank, self.ranks, self._pace, self.patience = rank, ranks, pace, Patience()
+        super().__init__(torch.device(device), timeout_s, memory or HeldMemory())
+        self.rank, self.ranks, self._pace = rank, ranks, pace
         self._weights = weights
         twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
-        self._device = torch.device(device)
-        self._timeout_s = timeout_s
         self._vote, self._commit_vote = vote, commit_vote or vote
         self.exchange = exchange
         self._target = target or (lambda _: weights)
-        self._groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
-        self._held = memory or HeldMemory()
         self.content = ContentBook(weights.metas())
         self._next_digest: str | None = None
         self._staging = staging
@@ -91,30 +89,8 @@ class WeightUpdater:
         self._transaction: WeightTransaction | None = None
         self._lease: Lease | None = None
         self._is_implicit = False
-        self._last_failure: UpdateFailure | None = None
-        self._lost = LostUpdates()
+        self.book = UpdateBook()
         self._torn: str | None = None
-
-    # --- groups ------------------------------------------------------------------------------------------------
-
-    def init_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        group_name: str,
-        backend: str | None = None,
-    ) -> None:
-        """Join a group, blocking until all members have.  A group of this name is destroyed first.
-
-        Raises `WeightRequestError`, `TransportError`.
-        """
-        self._groups.init(master_address, master_port, rank, world_size, group_name, backend)
-
-    def destroy_group(self, group_name: str) -> None:
-        """Leave a group.  Raises `UnknownGroupError`."""
-        self._groups.destroy(group_name)
 
     def close(self) -> None:
         """Leave all groups and drop the open transaction."""
@@ -130,25 +106,53 @@ class WeightUpdater:
         coverage: Coverage = "full",
         manifest: Manifest | None = None,
         lease_s: float = DEFAULT_LEASE_S,
+        *,
+        update_id: str | None = None,
+        bound: bool = False,
     ) -> None:
-        """Open a transaction.  Raises `TransactionStateError` if one is open, and what `WeightTransaction` raises."""
-        self._open(weight_version, coverage, manifest, implicit=False, lease_s=lease_s)
+        """Open a transaction.  `bound`: every call must carry `update_id`.
 
-    def open_implicit(self, coverage: Coverage = "partial") -> None:
+        Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
+        `WeightTransaction` raises.
+        """
+        self._open((weight_version, coverage, manifest), lease_s, update_id, bound)
+        self._is_implicit = False
+        self.book.forget_loss()
+
+    def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
-        self._open(None, coverage, None, implicit=True, lease_s=DEFAULT_LEASE_S)
+        self._open((None, coverage, None), DEFAULT_LEASE_S, update_id)
+        self._is_implicit = True
 
-    def spoil_if_lost(self, weight_version: str | None) -> None:
-        """Fail the open transaction if the call that it is for belongs to an update that was begun and lost."""
-        if self._transaction is not None and (reason := self._lost.reason_against(weight_version)) is not None:
-            self._transaction.fail(reason)
+    def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
+        """Why a call is not of the open transaction; None where it is, or where it names none and none is open."""
+        return self.book.foreign(update_id, weight_version, self.pending_version)
 
-    def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
+    def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
+        """The open transaction, for a call that is of it.  Raises `TransactionStateError`."""
+        self.require_own(update_id)
+        self.book.bind(update_id)
+        return self._require_transaction(verb)
+
+    def require_own(self, update_id: str | None) -> None:
+        """Raises what `foreign` says."""
+        if (foreign := self.foreign(update_id)) is not None:
+            raise foreign
+
+    def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:
+        """Receive one call's tensors as far as its sender needs that, into nothing.  Raises `refusal`."""
+        turn_away(source, refusal, self._max_call_bytes)
+
+    def receive(self, source: BucketSource, weight_version: str | None = None, update_id: str | None = None) -> None:
         """Receive one call's tensors into the open transaction.
 
-        Raises `TransactionStateError` (nothing open, failed before, or another version than before), and whatever the
-        source and `WeightTransaction.receive` raise.  Every error fails the open transaction.
+        Raises `TransactionStateError` (nothing open, failed before, another version than before, or not of the open
+        transaction), and whatever the source and `WeightTransaction.receive` raise.  Every error of a call that is of
+        the open transaction fails it.
         """
+        if (foreign := self.foreign(update_id, weight_version)) is not None:
+            self.turn_away(source, foreign)
+        self.book.bind(update_id)
         try:
             refusal = self._refusal(source.announce(self._max_call_bytes), weight_version)
             deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal, self._pace)
@@ -161,40 +165,13 @@ class WeightUpdater:
         if weight_version is not None:
             self.set_pending_version(weight_version)
 
-    def distributed_source(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        load_format: str | None = None,
-    ) -> DistributedSource:
-        """One bucket that rank 0 of a joined group will broadcast, as `receivers.distributed` says.
-
-        Raises `UnknownGroupError` besides the source's own errors; a group that it breaks is destroyed.
-        """
-        return DistributedSource(
-            (names, dtypes, shapes),
-            load_format,
-            join=lambda: self._groups.get(group_name),
-            leave=lambda: self.destroy_group(group_name),
-            device=self._device,
-            timeout_s=self._timeout_s,
-            memory=self._held.receive if self.is_open else None,
-            whole=self.holds_steps,  # what is wrong with a bucket is found before any of it is written
-        )
-
-    def ipc_source(self, zmq_handles: Mapping[str, str]) -> IpcSource:
-        """A conversation with a parameter server; `zmq_handles` has its address by device."""
-        return IpcSource(zmq_handles, device=self._device, timeout_s=self._timeout_s, patience=self.patience)
-
-    def verify(self) -> None:
+    def verify(self, update_id: str | None = None) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.
 
         Raises `CoverageError`, `ContentError`, `TransactionStateError`; the transaction is dropped then, and the next
         `begin` is free.
         """
-        transaction = self._require_transaction("verify")
+        transaction = self.admit(update_id, "verify")
         if transaction.state is TransactionState.VERIFIED:
             raise TransactionStateError("cannot verify: the weight update is verified")
         failure: Exception | None = None
@@ -210,7 +187,8 @@ class WeightUpdater:
             raise
         finally:
             if not agreed or failure is not None:
-                self.drop(str(failure or "another rank could not verify the weight update"), told=True)
+                reason = str(failure or "another rank could not verify the weight update")
+                self.drop(reason, told=True, by_sender=update_id is not None)
         if failure is not None:
             raise failure
         if not agreed:
@@ -221,18 +199,27 @@ class WeightUpdater:
         """Another rank did not receive a bucket well: the open transaction cannot be verified."""
         self._require_transaction("fail").fail(reason)
 
-    def abort(self) -> None:
-        """Drop the open transaction as its sender wishes.  Raises `TransactionStateError` if none is open."""
-        transaction = self._close(told=True)
+    def abort(self, update_id: str | None = None) -> None:
+        """Drop the open transaction as somebody wishes: its sender, if the call carries its id.
+
+        Raises `TransactionStateError` if none is open; then a call without an id ends the memory of a loss.
+        """
+        try:
+            self.admit(update_id, "abort")
+        except TransactionStateError:
+            if update_id is None and not self.is_open:
+                self.book.forget_loss()
+            raise
+        transaction = self._close("it was aborted", told=True, by_sender=update_id is not None)
         transaction.abort()
         self._torn = transaction.torn or self._torn
 
-    def drop(self, reason: str, *, told: bool = False) -> None:
+    def drop(self, reason: str, *, told: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
 
-        `told`: its sender learns of it by the answer to its call.
+        `told`: in the answer to a call; `by_sender`: of one that carries its id.
         """
-        transaction = self._close(told=told)
+        transaction = self._close(reason, told=told, by_sender=by_sender)
         transaction.abort(reason)
         self._note_failure(transaction, reason)
 
@@ -264,17 +251,19 @@ class WeightUpdater:
         try:
             names = transaction.commit(self._commit_vote)
         except CommitError as error:
-            self._close(told=True)
+            self._close(str(error), told=True, by_sender=True)  # all of it had come: nothing is on its way
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
         self._held.let_go(transaction.close)
-        self._transaction = None
-        self._lost.forget(transaction.weight_version)
+        self._transaction, self.book.last_failure, update_id = None, None, self.book.open_id
+        self.book.close(Outcome("committed"))
         if len(names) == len(self._weights.metas()):
             self._torn = None
         self.content.note(transaction.fingerprints)
-        return CommitResult(transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest)
+        return CommitResult(
+            transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest, update_id
+        )
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -296,6 +285,13 @@ class WeightUpdater:
     def is_implicit(self) -> bool:
         """Whether the open transaction was opened by `open_implicit`."""
         return self._transaction is not None and self._is_implicit
+
+    def outcome(self, update_id: str) -> Outcome:
+        """What became of an update; on any thread."""
+        transaction = self._transaction
+        if transaction is None or update_id != self.book.open_id:
+            return self.book.outcome(update_id)
+        return Outcome("verified" if transaction.state is TransactionState.VERIFIED else "open", transaction.failure)
 
     @property
     def holds_steps(self) -> bool:
@@ -334,33 +330,34 @@ class WeightUpdater:
         return update_status(
             self._transaction,
             self._lease,
+            update_id=self.book.open_id,
+            bound=self.book.is_bound,
             implicit=self._is_implicit,
             staging=self._staging,
-            last_failure=self._last_failure,
+            last_failure=self.book.last_failure,
         )
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _open(
-        self, weight_version: str | None, coverage: Coverage, manifest: Manifest | None, implicit: bool, lease_s: float
-    ) -> None:
+    def _open(self, said: _Announced, lease_s: float, update_id: str | None, bound: bool = False) -> None:
         self._held.await_gone(self._timeout_s)
         if self._transaction is not None:
             raise TransactionStateError(f"a weight update is open already ({self._lease}); end or abort it first")
+        if update_id is not None and self.outcome(update_id).kind != "unknown":
+            raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
         self._lease = Lease(lease_s, self._clock)
-        target = self._target(coverage)
+        target = self._target(said[1])
         staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
-        self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging)
-        self._is_implicit = implicit
-        if not implicit:
-            self._lost.forget(weight_version)
+        self._transaction = WeightTransaction(target, *said, staging)
+        self.book.open(update_id, bound=bound)
 
-    def _close(self, *, told: bool) -> WeightTransaction:
+    def _close(self, reason: str, *, told: bool, by_sender: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
+        self.book.close(Outcome("aborted" if told else "lost", reason))
         self._transaction = None
         self._held.end()
-        if not self._is_implicit:
-            self._lost.note(transaction.weight_version, told=told)
+        if not by_sender:
+            self.book.lose(reason, told=told)
         return transaction
 
     def renew_lease(self) -> None:
@@ -374,14 +371,12 @@ class WeightUpdater:
             if more is not None and more not in told:
                 told = more if told in more else f"{told}; {more}"
         if told:
-            self._last_failure = UpdateFailure(told, transaction.weight_version, time.time())
+            self.book.note_failure(told, transaction.weight_version)
         self._torn = transaction.torn or self._torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:
-            self._lost.tell(verb)
-            last = "" if self._last_failure is None else f"; the last one failed: {self._last_failure.reason}"
-            raise TransactionStateError(f"cannot {verb}: no weight update is open{last}")
+            raise self.book.nothing_open(verb)
         return self._transaction
 
     def _refusal(self, metas: Sequence[TensorMeta], weight_version: str | None) -> WeightSyncError | None:
@@ -391,9 +386,7 @@ class WeightUpdater:
             transaction.check_receivable()
             pending = transaction.weight_version
             if None not in (pending, weight_version) and pending != weight_version:
-                raise TransactionStateError(
-                    f"the bucket is of version {weight_version!r}, the open weight update of {pending!r}"
-                )
+                raise other_version(weight_version, pending)
             split_wire(self._weights, metas, cast=False)
         except WeightSyncError as error:
             return error

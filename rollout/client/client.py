@@ -197,18 +197,25 @@ class RolloutClient:
         base_version: str | None = None,
         base_digest: str | None = None,
         lease_s: float | None = None,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
         `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
+        `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.
         """
-        call = wire.begin_weight_update(weight_version, coverage, manifest, base_version, base_digest, lease_s)
+        call = wire.begin_weight_update(
+            weight_version, coverage, manifest, base_version, base_digest, lease_s, update_id
+        )
         return self._run(call)
 
-    def weight_update(self) -> dict[str, Any]:
-        """The open refresh: what came, what is missing, its lease; and why the last one failed."""
-        return self._run(wire.weight_update())
+    def weight_update(self, update_id: str | None = None) -> dict[str, Any]:
+        """The open refresh: what came, what is missing, its lease; and why the last one failed.
+
+        With an `update_id`: what became of that one (`outcome`: open, verified, committed, lost, aborted, unknown).
+        """
+        return self._run(wire.weight_update(update_id))
 
     def update_weights_from_distributed(
         self,
@@ -219,27 +226,36 @@ class RolloutClient:
         load_format: str | None = None,
         weight_version: str | None = None,
         flush_cache: bool = False,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
         call = wire.update_weights_from_distributed(
-            names, dtypes, shapes, group_name, load_format, weight_version, flush_cache
+            names, dtypes, shapes, group_name, load_format, weight_version, flush_cache, update_id
         )
         return self._run(call)
 
     def update_weights_from_ipc(
-        self, zmq_handles: Mapping[str, str], weight_version: str | None = None, flush_cache: bool = False
+        self,
+        zmq_handles: Mapping[str, str],
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Make the server receive a checkpoint from a parameter server beside it; answers at the end of that.
 
         `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
         """
-        return self._run(wire.update_weights_from_ipc(zmq_handles, weight_version, flush_cache))
+        return self._run(wire.update_weights_from_ipc(zmq_handles, weight_version, flush_cache, update_id))
 
     def update_weights_from_disk(
-        self, model_path: str, weight_version: str | None = None, load_format: str | None = None
+        self,
+        model_path: str,
+        weight_version: str | None = None,
+        load_format: str | None = None,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
-        return self._run(wire.update_weights_from_disk(model_path, weight_version, load_format))
+        return self._run(wire.update_weights_from_disk(model_path, weight_version, load_format, update_id))
 
     def pull_weights(
         self,
@@ -248,12 +264,15 @@ class RolloutClient:
         target_version: int,
         update_memory: bool = False,
         weight_version: str | None = None,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Make the server bring a checkpoint folder of its machine to a version published in `source_dir`.
 
         `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
         """
-        call = wire.pull_weights(local_checkpoint_dir, source_dir, target_version, update_memory, weight_version)
+        call = wire.pull_weights(
+            local_checkpoint_dir, source_dir, target_version, update_memory, weight_version, update_id
+        )
         return self._run(call)
 
     def update_weights_from_tensor(
@@ -267,6 +286,7 @@ class RolloutClient:
         shm_unlink: bool = False,
         weight_version: str | None = None,
         flush_cache: bool = False,
+        update_id: str | None = None,
     ) -> dict[str, Any]:
         """Send tensors in the body, one payload a rank (bytes, or their base64), or name shared memory that holds them.
 
@@ -281,23 +301,27 @@ class RolloutClient:
             shm_unlink,
             weight_version,
             flush_cache,
+            update_id,
         )
         return self._run(call)
 
-    def end_weight_update(self, phase: wire.EndPhase | None = None) -> dict[str, Any]:
+    def end_weight_update(self, phase: wire.EndPhase | None = None, update_id: str | None = None) -> dict[str, Any]:
         """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
 
-        `phase` "verify" or "commit": only that half, so that several servers can switch together.
+        `phase` "verify" or "commit": only that half, so that several servers can switch together.  With the
+        `update_id` of a refresh that is in force already it answers as before.
         """
-        return self._run(wire.end_weight_update(phase))
+        return self._run(wire.end_weight_update(phase, update_id))
 
-    def abort_weight_update(self) -> dict[str, Any]:
+    def abort_weight_update(self, update_id: str | None = None) -> dict[str, Any]:
         """Drop an open refresh; the old weights serve on."""
-        return self._run(wire.abort_weight_update())
+        return self._run(wire.abort_weight_update(update_id))
 
-    def update_weight_version(self, new_version: str, abort_all_requests: bool = False) -> dict[str, Any]:
+    def update_weight_version(
+        self, new_version: str, abort_all_requests: bool = False, update_id: str | None = None
+    ) -> dict[str, Any]:
         """Rename the weights that serve now."""
-        return self._run(wire.update_weight_version(new_version, abort_all_requests))
+        return self._run(wire.update_weight_version(new_version, abort_all_requests, update_id))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """The first `truncate_size` entries of a tensor along its first dimension, as nested lists."""

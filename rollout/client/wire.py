@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import urlencode
 
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.types import Timeouts
@@ -196,6 +197,10 @@ def resume_memory_occupation(tags: Sequence[MemoryTag] | None) -> Call[dict[str,
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
+def _stated(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _weight_verb(path: str, body: dict[str, Any]) -> Call[dict[str, Any]]:
     return Call("POST", path, _verb_result, body, admin=True, timeout="weights")
 
@@ -226,20 +231,22 @@ def begin_weight_update(
     base_version: str | None,
     base_digest: str | None,
     lease_s: float | None,
+    update_id: str | None,
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {
+        "update_id": update_id,
         "weight_version": weight_version,
         "manifest": None if manifest is None else [dict(entry) for entry in manifest],
         "base_version": base_version,
         "base_digest": base_digest,
         "lease_s": lease_s,
     }
-    stated = {name: value for name, value in body.items() if value is not None}
-    return _weight_verb("/begin_weight_update", {"coverage": coverage} | stated)
+    return _weight_verb("/begin_weight_update", {"coverage": coverage} | _stated(body))
 
 
-def weight_update() -> Call[dict[str, Any]]:
-    return Call("GET", "/weight_update", _object)
+def weight_update(update_id: str | None) -> Call[dict[str, Any]]:
+    query = "" if update_id is None else "?" + urlencode({"update_id": update_id})
+    return Call("GET", f"/weight_update{query}", _object)
 
 
 def update_weights_from_distributed(
@@ -250,6 +257,7 @@ def update_weights_from_distributed(
     load_format: str | None,
     weight_version: str | None,
     flush_cache: bool,
+    update_id: str | None,
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {
         "names": list(names),
@@ -258,35 +266,32 @@ def update_weights_from_distributed(
         "group_name": group_name,
         "flush_cache": flush_cache,
     }
-    if load_format is not None:
-        body["load_format"] = load_format
-    if weight_version is not None:
-        body["weight_version"] = weight_version
-    return _weight_verb("/update_weights_from_distributed", body)
+    optional = {"load_format": load_format, "weight_version": weight_version, "update_id": update_id}
+    return _weight_verb("/update_weights_from_distributed", body | _stated(optional))
 
 
 def update_weights_from_ipc(
-    zmq_handles: Mapping[str, str], weight_version: str | None, flush_cache: bool
+    zmq_handles: Mapping[str, str], weight_version: str | None, flush_cache: bool, update_id: str | None
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {"zmq_handles": dict(zmq_handles), "flush_cache": flush_cache}
-    if weight_version is not None:
-        body["weight_version"] = weight_version
-    return _weight_verb("/update_weights_from_ipc", body)
+    optional = {"weight_version": weight_version, "update_id": update_id}
+    return _weight_verb("/update_weights_from_ipc", body | _stated(optional))
 
 
 def update_weights_from_disk(
-    model_path: str, weight_version: str | None, load_format: str | None
+    model_path: str, weight_version: str | None, load_format: str | None, update_id: str | None
 ) -> Call[dict[str, Any]]:
-    body: dict[str, Any] = {"model_path": model_path}
-    if weight_version is not None:
-        body["weight_version"] = weight_version
-    if load_format is not None:
-        body["load_format"] = load_format
-    return _weight_verb("/update_weights_from_disk", body)
+    optional = {"weight_version": weight_version, "load_format": load_format, "update_id": update_id}
+    return _weight_verb("/update_weights_from_disk", {"model_path": model_path} | _stated(optional))
 
 
 def pull_weights(
-    local_checkpoint_dir: str, source_dir: str, target_version: int, update_memory: bool, weight_version: str | None
+    local_checkpoint_dir: str,
+    source_dir: str,
+    target_version: int,
+    update_memory: bool,
+    weight_version: str | None,
+    update_id: str | None,
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {
         "local_checkpoint_dir": local_checkpoint_dir,
@@ -294,9 +299,7 @@ def pull_weights(
         "target_version": target_version,
         "update_memory": update_memory,
     }
-    if weight_version is not None:
-        body["weight_version"] = weight_version
-    return _weight_verb("/pull_weights", body)
+    return _weight_verb("/pull_weights", body | _stated({"weight_version": weight_version, "update_id": update_id}))
 
 
 def update_weights_from_tensor(
@@ -308,6 +311,7 @@ def update_weights_from_tensor(
     shm_unlink: bool,
     weight_version: str | None,
     flush_cache: bool,
+    update_id: str | None,
 ) -> Call[dict[str, Any]]:
     body: dict[str, Any] = {"flush_cache": flush_cache}
     if serialized_named_tensors is not None:
@@ -322,23 +326,22 @@ def update_weights_from_tensor(
         "shm_name": shm_name,
         "shm_bytes": shm_bytes,
         "weight_version": weight_version,
+        "update_id": update_id,
     }
-    body |= {name: value for name, value in optional.items() if value is not None}
-    return _weight_verb("/update_weights_from_tensor", body)
+    return _weight_verb("/update_weights_from_tensor", body | _stated(optional))
 
 
-def end_weight_update(phase: EndPhase | None) -> Call[dict[str, Any]]:
-    return _weight_verb("/end_weight_update", {} if phase is None else {"phase": phase})
+def end_weight_update(phase: EndPhase | None, update_id: str | None) -> Call[dict[str, Any]]:
+    return _weight_verb("/end_weight_update", _stated({"phase": phase, "update_id": update_id}))
 
 
-def abort_weight_update() -> Call[dict[str, Any]]:
-    return _weight_verb("/abort_weight_update", {})
+def abort_weight_update(update_id: str | None) -> Call[dict[str, Any]]:
+    return _weight_verb("/abort_weight_update", _stated({"update_id": update_id}))
 
 
-def update_weight_version(new_version: str, abort_all_requests: bool) -> Call[dict[str, Any]]:
-    return _weight_verb(
-        "/update_weight_version", {"new_version": new_version, "abort_all_requests": abort_all_requests}
-    )
+def update_weight_version(new_version: str, abort_all_requests: bool, update_id: str | None) -> Call[dict[str, Any]]:
+    body = {"new_version": new_version, "abort_all_requests": abort_all_requests}
+    return _weight_verb("/update_weight_version", body | _stated({"update_id": update_id}))
 
 
 def get_weights_by_name(name: str, truncate_size: int) -> Call[Any]:

@@ -34,7 +34,15 @@ class ManifestEntry(msgspec.Struct, kw_only=True):
     fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
 
 
-class BeginWeightUpdateReqInput(ControlReqInput):
+class OfUpdateReqInput(ControlReqInput, kw_only=True):
+    """Base of the verbs that may say to which weight update they belong: one that is not open refuses them."""
+
+    update_id: str | None = None
+
+
+class BeginWeightUpdateReqInput(OfUpdateReqInput):
+    """`update_id`: chosen by the sender, all of whose calls must carry it then; None: the request's id becomes it."""
+
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
     manifest: list[ManifestEntry] | None = None
@@ -45,15 +53,19 @@ class BeginWeightUpdateReqInput(ControlReqInput):
     lease_s: float | None = None  # seconds that the next bucket or the end may take; None: 600
 
 
-class EndWeightUpdateReqInput(ControlReqInput):
+class EndWeightUpdateReqInput(OfUpdateReqInput):
     phase: Literal["verify", "commit"] | None = None  # None: both
 
 
-class AbortWeightUpdateReqInput(ControlReqInput):
+class AbortWeightUpdateReqInput(OfUpdateReqInput):
     pass
 
 
-class UpdateWeightsReqInput(ControlReqInput, kw_only=True):
+class GetWeightUpdateReqInput(OfUpdateReqInput):
+    """The open update, or, with an id, what became of that one.  Answered at once."""
+
+
+class UpdateWeightsReqInput(OfUpdateReqInput, kw_only=True):
     """Base of the verbs that bring tensors.  `weight_version` names what they make up."""
 
     weight_version: str | None = None
@@ -66,7 +78,17 @@ class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket", "pieces", "delta"] | None = None
+    load_format: str | None = None
+
+
+class RefusedBucketReqInput(UpdateWeightsReqInput, kw_only=True):
+    """A call of `UpdateWeightsFromDistributedReqInput` that could not be read, and why.
+
+    Its broadcast may be on its way.  `group_name` None: not even that could be read.
+    """
+
+    reason: str
+    group_name: str | None
 
 
 class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput, kw_only=True):
@@ -74,7 +96,7 @@ class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput, kw_only=True):
     load_format: str | None = None
 
 
-class PullWeightsReqInput(ControlReqInput, kw_only=True):
+class PullWeightsReqInput(OfUpdateReqInput, kw_only=True):
     local_checkpoint_dir: str
     source_dir: str
     target_version: int
@@ -102,7 +124,7 @@ class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput, kw_only=True):
     shm_unlink: bool = False
 
 
-class UpdateWeightVersionReqInput(ControlReqInput):
+class UpdateWeightVersionReqInput(OfUpdateReqInput, kw_only=True):
     new_version: str
     abort_all_requests: bool = True
 
@@ -124,7 +146,9 @@ WeightVerb = (
     | BeginWeightUpdateReqInput
     | EndWeightUpdateReqInput
     | AbortWeightUpdateReqInput
+    | GetWeightUpdateReqInput
     | UpdateWeightsFromDistributedReqInput
+    | RefusedBucketReqInput
     | UpdateWeightsFromDiskReqInput
     | PullWeightsReqInput
     | UpdateWeightsFromIPCReqInput

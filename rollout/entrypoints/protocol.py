@@ -33,6 +33,7 @@ UNSUPPORTED_GENERATE_FIELDS = frozenset(
         "return_entropy",
         "return_flat_raw_top_logprobs",
         "return_flat_raw_output_top_logprobs",
+        "replay_routed_experts",
         "session_params",
         "lora_path",
         "custom_logit_processor",
@@ -196,7 +197,13 @@ class ManifestEntryBody(Body):
     fingerprint: str | None = None
 
 
-class BeginWeightUpdateRequest(Body):
+class OfUpdateRequest(Body):
+    """A call that may say to which weight update it belongs."""
+
+    update_id: str | None = Field(default=None, min_length=1, max_length=64)
+
+
+class BeginWeightUpdateRequest(OfUpdateRequest):
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
     manifest: list[ManifestEntryBody] | None = None
@@ -208,23 +215,32 @@ class BeginWeightUpdateRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
-class EndWeightUpdateRequest(Body):
+class EndWeightUpdateRequest(OfUpdateRequest):
     phase: Literal["verify", "commit"] | None = None
 
 
-class UpdateWeightsFromDistributedRequest(Body):
+class AbortWeightUpdateRequest(OfUpdateRequest):
+    pass
+
+
+class BucketAddress(OfUpdateRequest):
+    """Where a broadcast bucket belongs: what is read first of a body that is wrong elsewhere."""
+
+    group_name: str = "weight_update_group"
+    weight_version: str | None = None
+
+
+class UpdateWeightsFromDistributedRequest(BucketAddress):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[Size]]
-    group_name: str = "weight_update_group"
-    load_format: Literal["flattened_bucket", "pieces", "delta"] | None = None
-    weight_version: str | None = None
+    load_format: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
     selector: Literal["all", "target"] = "all"
 
 
-class UpdateWeightsFromIPCRequest(Body):
+class UpdateWeightsFromIPCRequest(OfUpdateRequest):
     zmq_handles: dict[str, str]
     weight_version: str | None = None
     flush_cache: bool = True
@@ -232,7 +248,7 @@ class UpdateWeightsFromIPCRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
-class UpdateWeightsFromDiskRequest(Body):
+class UpdateWeightsFromDiskRequest(OfUpdateRequest):
     """POST /update_weights_from_disk.  The fields from `is_async` on are SGLang's and change nothing here."""
 
     model_path: str = Field(min_length=1)
@@ -248,7 +264,7 @@ class UpdateWeightsFromDiskRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
-class PullWeightsRequest(Body):
+class PullWeightsRequest(OfUpdateRequest):
     """POST /pull_weights, as slime and miles send it; the last two fields are our own."""
 
     local_checkpoint_dir: str = Field(min_length=1)
@@ -258,7 +274,7 @@ class PullWeightsRequest(Body):
     weight_version: str | None = None
 
 
-class UpdateWeightsFromTensorRequest(Body):
+class UpdateWeightsFromTensorRequest(OfUpdateRequest):
     serialized_named_tensors: list[str] | None = None
     load_format: str | None = None
     format: Literal["safetensors"] | None = None
@@ -271,7 +287,7 @@ class UpdateWeightsFromTensorRequest(Body):
     selector: Literal["all", "target"] = "all"
 
 
-class UpdateWeightVersionRequest(Body):
+class UpdateWeightVersionRequest(OfUpdateRequest):
     new_version: str = Field(min_length=1)
     abort_all_requests: bool = True
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from rollout.core.io_struct import GetStateReqInput
+from rollout.core.errors import LockstepError
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -20,9 +21,11 @@ from rollout.core.weight_io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
+    GetWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     ManifestEntry,
     PullWeightsReqInput,
+    RefusedBucketReqInput,
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -32,7 +35,7 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.entrypoints import protocol
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
-from rollout.entrypoints.http_io import json_body, json_response
+from rollout.entrypoints.http_io import json_body, json_response, parse_body, read_limited
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.tensor_body import read_tensor_body
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -40,7 +43,6 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 WEIGHT_MARGIN_S = 30.0
 """Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that speaks."""
 
-EmptyBody = Annotated[protocol.EmptyRequest, Depends(json_body(protocol.EmptyRequest))]
 InitGroupBody = Annotated[
     protocol.InitWeightsUpdateGroupRequest, Depends(json_body(protocol.InitWeightsUpdateGroupRequest))
 ]
@@ -49,9 +51,7 @@ DestroyGroupBody = Annotated[
 ]
 BeginBody = Annotated[protocol.BeginWeightUpdateRequest, Depends(json_body(protocol.BeginWeightUpdateRequest))]
 EndBody = Annotated[protocol.EndWeightUpdateRequest, Depends(json_body(protocol.EndWeightUpdateRequest))]
-BucketBody = Annotated[
-    protocol.UpdateWeightsFromDistributedRequest, Depends(json_body(protocol.UpdateWeightsFromDistributedRequest))
-]
+AbortBody = Annotated[protocol.AbortWeightUpdateRequest, Depends(json_body(protocol.AbortWeightUpdateRequest))]
 IpcBody = Annotated[protocol.UpdateWeightsFromIPCRequest, Depends(json_body(protocol.UpdateWeightsFromIPCRequest))]
 DiskBody = Annotated[protocol.UpdateWeightsFromDiskRequest, Depends(json_body(protocol.UpdateWeightsFromDiskRequest))]
 PullBody = Annotated[protocol.PullWeightsRequest, Depends(json_body(protocol.PullWeightsRequest))]
@@ -77,7 +77,7 @@ class WeightRoutes:
         router.add_api_route("/weight_update", self.update_state, methods=["GET"])
         add_route(router, "/begin_weight_update", self.begin, protocol.BeginWeightUpdateRequest)
         add_route(router, "/end_weight_update", self.end, protocol.EndWeightUpdateRequest)
-        add_route(router, "/abort_weight_update", self.abort_update, protocol.EmptyRequest)
+        add_route(router, "/abort_weight_update", self.abort_update, protocol.AbortWeightUpdateRequest)
         add_route(router, "/update_weights_from_distributed", self.bucket, protocol.UpdateWeightsFromDistributedRequest)
         add_route(router, "/update_weights_from_ipc", self.from_ipc, protocol.UpdateWeightsFromIPCRequest)
         add_route(router, "/update_weights_from_disk", self.from_disk, protocol.UpdateWeightsFromDiskRequest)
@@ -106,6 +106,7 @@ class WeightRoutes:
             manifest = [ManifestEntry(**entry.model_dump()) for entry in body.manifest]
         return await self._weights(
             BeginWeightUpdateReqInput,
+            update_id=body.update_id,
             weight_version=body.weight_version,
             coverage=body.coverage,
             manifest=manifest,
@@ -116,18 +117,40 @@ class WeightRoutes:
             adopt_placement=body.adopt_placement,
         )
 
-    async def update_state(self) -> Response:
-        """The open weight update: what came, what is missing, its lease; and why the last one failed."""
-        answer = await self._manager.control(GetStateReqInput, self._weight_timeout_s)
-        return reply(answer) if not answer.success else json_response(answer.data["weight_update"])
+    async def update_state(
+        self, update_id: Annotated[str | None, Query(min_length=1, max_length=64)] = None
+    ) -> Response:
+        """The open weight update: what came, what is missing, its lease; and why the last one failed.
 
-    async def bucket(self, body: BucketBody) -> Response:
+        With an `update_id`: what became of that one.
+        """
+        answer = await self._manager.control(GetWeightUpdateReqInput, self._weight_timeout_s, update_id=update_id)
+        return json_response(answer.data) if answer.success else reply(answer)
+
+    async def bucket(self, request: Request) -> Response:
         """Receive tensors by broadcast from rank 0 of the group."""
+        data = b"unread"
+        try:
+            data = await read_limited(request)
+            body = await asyncio.to_thread(parse_body, protocol.UpdateWeightsFromDistributedRequest, data)
+        except LockstepError as error:
+            await self._refuse_bucket(data, error)
+            raise
         fields = body.model_dump(exclude={"selector"})
         started = time.monotonic()
         answer = await self._manager.control(UpdateWeightsFromDistributedReqInput, self._weight_timeout_s, **fields)
         self._metrics.on_weight_load("distributed", time.monotonic() - started)
         return reply(answer)
+
+    async def _refuse_bucket(self, data: bytes, error: LockstepError) -> None:
+        """Its sender broadcasts all the same, and the next bucket would be taken for what comes: the engine leaves the
+        group that the body names, or all if it names none that can be read.
+        """
+        address: dict[str, Any] = {"group_name": None}
+        with suppress(LockstepError):
+            address = (await asyncio.to_thread(parse_body, protocol.BucketAddress, data)).model_dump()
+        with suppress(LockstepError):
+            await self._manager.control(RefusedBucketReqInput, self._weight_timeout_s, reason=str(error), **address)
 
     async def from_ipc(self, body: IpcBody) -> Response:
         """Receive tensors from a parameter server on this machine, as a worker of checkpoint-engine does."""
@@ -162,10 +185,11 @@ class WeightRoutes:
 
     async def end(self, body: EndBody) -> Response:
         """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two."""
-        return await self._weights(EndWeightUpdateReqInput, phase=body.phase)
+        return await self._weights(EndWeightUpdateReqInput, **body.model_dump())
 
-    async def abort_update(self, _: EmptyBody) -> Response:
-        return await self._weights(AbortWeightUpdateReqInput)
+    async def abort_update(self, body: AbortBody) -> Response:
+        """Drop the open weight update: the previous weights serve."""
+        return await self._weights(AbortWeightUpdateReqInput, **body.model_dump())
 
     async def update_version(self, body: VersionBody) -> Response:
         """Rename the version in force, or the one being received."""

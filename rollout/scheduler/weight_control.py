@@ -6,20 +6,24 @@ Knows verbs and the order of a refresh.  What a transaction is belongs to `weigh
 `weight_queue`, and what happens without a verb (leases, pauses) to `weight_watch`.
 
 Clients without begin/end: paused, their first bucket opens a transaction and `continue_generation` settles it, with
-full coverage; running, each call is a transaction of its own on the tensors that it names.  A bucket that comes after
-another pause opens a new one: what the pause before it left is dropped.
+full coverage; running, each call is a transaction of its own on the tensors that it names, and its label says so until
+all have come.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
+
+A call that is not of the open update is turned away and changes nothing; one without an id that may be of an update
+that was lost, too.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from rollout.core.errors import Conflict, FatalError, NotFound, TooLarge
-from rollout.core.io_struct import ContinueGenerationReqInput
+from rollout.core.errors import BadRequest, Conflict, FatalError, NotFound, TooLarge
+from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -27,6 +31,7 @@ from rollout.core.weight_io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
+    GetWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
@@ -35,15 +40,16 @@ from rollout.scheduler.kv_age import abort_below, require_known_version
 from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_labels import PartialLabel, successor
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
 from weight_sync.checker import live_fingerprints
-from weight_sync.errors import BaseMismatchError, UnknownTensorError, WeightSyncError
+from weight_sync.errors import BaseMismatchError, TransactionStateError, UnknownTensorError, WeightSyncError
 from weight_sync.lease import DEFAULT_LEASE_S
 from weight_sync.rank_parts import first_rows
-from weight_sync.receivers.base import refuse
 from weight_sync.tensor_meta import parts_of
+from weight_sync.update_book import Outcome
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -52,6 +58,12 @@ __all__ = ["Answer", "Job", "WeightControl"]
 _MOST_NUMBERS_SHOWN = 4_000_000
 CONTINUE_WAITS_S = 10.0
 """A continue waits so long for a bucket on its way: of a trainer that is there, it is short of that by far."""
+
+
+class _Continue(ContinueGenerationReqInput, kw_only=True):
+    """A continue as it arrived: `pauses` came before it."""
+
+    pauses: int
 
 
 class WeightControl:
@@ -71,9 +83,10 @@ class WeightControl:
         self._adoption = adoption
         self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(
-            scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=_hurry
+            scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=self._hurry
         )
         self._num_pauses = 0
+        self._partial = PartialLabel()
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
         self._last_status: Answer = updater.status()
@@ -86,10 +99,11 @@ class WeightControl:
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
                 GetWeightsByNameReqInput: self._get_by_name,
-                ContinueGenerationReqInput: self._continue,
+                _Continue: self._continue,
                 **dict.fromkeys(SOURCES, self._receive),
             }
         )
+        scheduler.add_verbs({ContinueGenerationReqInput: self._on_continue, GetWeightUpdateReqInput: self._get_update})
 
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Further verbs that take their turn in the queue, by message type."""
@@ -118,7 +132,26 @@ class WeightControl:
     def on_pause(self) -> None:
         """Generation was paused."""
         self._num_pauses += 1
+        self._updater.book.forget_loss()
         self._watch.on_pause()
+
+    def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
+        """It ends no pause that comes while it waits for its turn."""
+        self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._num_pauses))
+
+    def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput:
+        if verb.update_id is None:
+            data = self.status()
+        else:
+            found = self._updater.outcome(verb.update_id)
+            data = {"update_id": verb.update_id, "outcome": found.kind, "reason": found.reason, **found.answer}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+
+    def _hurry(self, verb: ControlReqInput) -> float | None:
+        """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
+        if isinstance(verb, AbortWeightUpdateReqInput):
+            return 0.0 if self._updater.foreign(verb.update_id) is None else None
+        return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
     def status(self) -> Answer:
         """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
@@ -171,6 +204,14 @@ class WeightControl:
         )
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
+        update_id = verb.update_id or verb.request_id  # the same on all ranks
+        begun = _says("Weight update begun.", update_id=update_id)
+        if update_id == self._updater.book.open_id:  # sent again, as its answer did not arrive
+            return Job(verb, _nothing, begun)
+        if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
+            raise BadRequest(
+                "coverage partial without a manifest takes whatever comes: give an update_id, so that only yours does"
+            )
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
             adopts = False  # deltas will come, which go where their base lies
@@ -180,9 +221,11 @@ class WeightControl:
             self._require_base(verb)
             manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
-            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s)
+            bound = verb.update_id is not None
+            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
 
-        return Job(verb, io, _says("Weight update begun."), take_back=self._updater.drop, renews_lease=True)
+        take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+        return Job(verb, io, begun, take_back=take_back, renews_lease=True)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
@@ -208,11 +251,19 @@ class WeightControl:
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
     def _receive(self, verb: UpdateWeightsReqInput) -> Job:
+        updater = self._updater
+        is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
+        stale = verb.update_id is None and updater.is_implicit and not is_latest
+        opens = stale or (verb.update_id is None and not updater.is_open)
+        settles = opens and not self._scheduler.paused
+        refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
+        if settles:
+            refusal = updater.book.against_loss()
+        source = functools.partial(SOURCES[type(verb)], verb, updater)
+        if refusal is not None:
+            return Job(verb, lambda: updater.turn_away(source(), refusal), _says(""))
         if verb.abort_all_requests:
             self._scheduler.abort(None)
-        stale = self._updater.is_implicit and self._opened_in_pause != self._num_pauses
-        opens = stale or not self._updater.is_open
-        settles = opens and not self._scheduler.paused
         if opens:
             self._opened_in_pause = self._num_pauses
             self._adoption.opening()
@@ -220,55 +271,61 @@ class WeightControl:
         def io() -> None:
             try:
                 if stale:
-                    self._updater.drop("a new pause and a new bucket came before the update was settled")
+                    updater.drop("a new pause and a new bucket came before the update was settled")
                 if opens:
-                    self._updater.open_implicit("partial" if settles else "full")
+                    updater.open_implicit("partial" if settles else "full", verb.request_id)
             except Exception as error:
-                refuse(SOURCES[type(verb)](verb, self._updater), str(error))
-                raise
-            if settles:
-                self._updater.spoil_if_lost(verb.weight_version)
+                updater.turn_away(source(), error)
             try:
-                source = SOURCES[type(verb)](verb, self._updater)
-                self._updater.receive(source, verb.weight_version)
+                updater.receive(source(), verb.weight_version, verb.request_id if settles else verb.update_id)
             except Exception:
                 if settles:
-                    self._updater.abort()
+                    updater.abort(verb.request_id)
                 raise
             if settles:
-                self._updater.verify()
+                updater.verify(verb.request_id)
 
         def step(_: Any) -> tuple[str, Answer]:
             if settles:
-                return self._commit()
-            return "Succeeded to receive weights.", {"weight_update": self._updater.status()}  # I/O thread is idle
+                return self._commit(alone=True)
+            return "Succeeded to receive weights.", {"weight_update": updater.status()}  # I/O thread is idle
 
-        holds = self._updater.holds_steps
         return Job(
             verb,
             io,
             step,
-            holds_steps=holds,
-            take_back=self._updater.fail,
+            holds_steps=updater.holds_steps,
+            take_back=updater.fail,
             renews_lease=True,
-            waits=self._updater.patience,
+            waits=updater.patience,
         )
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
+        update_id = verb.update_id
+        if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
+            answer = dict(ended.answer)
+            return Job(verb, _nothing, lambda _: (_committed(answer), answer))
         if verb.phase == "verify":
-            return Job(verb, self._updater.verify, _says("Weight update verified; commit or abort it."))
-        io = _nothing if verb.phase == "commit" else self._updater.verify
-        return Job(verb, io, lambda _: self._commit())
+            says = _says("Weight update verified; commit or abort it.")
+            return Job(verb, lambda: self._updater.verify(update_id), says)
+        if verb.phase == "commit":
+            take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+            admit = functools.partial(self._updater.admit, update_id, "commit")
+            return Job(verb, admit, lambda _: self._commit(), take_back=take_back)
+        return Job(verb, lambda: self._updater.verify(update_id), lambda _: self._commit())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
-        return Job(verb, self._updater.abort, _says("Weight update aborted; the previous weights serve."))
+        says = _says("Weight update aborted; the previous weights serve.")
+        return Job(verb, lambda: self._updater.abort(verb.update_id), says)
 
-    def _continue(self, verb: ContinueGenerationReqInput) -> Job:
+    def _continue(self, verb: _Continue) -> Job:
         settles = self._updater.is_open and self._updater.is_implicit
 
         def io() -> None:
+            if not settles and (loss := self._updater.book.tell()) is not None:
+                raise TransactionStateError(f"the weight update was lost: {loss}; another continue just continues")
             state = self._scheduler.runner.state
-            coming = self._updater.pending_version or _successor(state.epoch.weight_version)
+            coming = self._updater.pending_version or successor(state.epoch.weight_version)
             require_known_version(state, verb.abort_below_weight_version, coming if settles else None)
             if settles:
                 self._updater.verify()
@@ -276,6 +333,9 @@ class WeightControl:
         def step(_: Any) -> tuple[str, Answer]:
             data = self._commit()[1] if settles else {}
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
+            if verb.pauses != self._num_pauses:
+                message = "Generation stays paused: another pause came after this call."
+                return message, data | {"paused": self._scheduler.paused, "num_aborted": aborted}
             self._scheduler.paused = False
             return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
@@ -293,7 +353,7 @@ class WeightControl:
                     state.relabel(verb.new_version)
             return f"Weight version updated to {verb.new_version}.", {"new_version": verb.new_version}
 
-        return Job(verb, _nothing, step)
+        return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
 
     def _get_by_name(self, verb: GetWeightsByNameReqInput) -> Job:
         shows_staged = self._scheduler.paused or self._scheduler.held
@@ -327,19 +387,23 @@ class WeightControl:
 
     # --- step part ------------------------------------------------------------------------------------------------
 
-    def _commit(self) -> tuple[str, Answer]:
+    def _commit(self, *, alone: bool = False) -> tuple[str, Answer]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
 
-        Raises `TransactionStateError` and `CommitError`, with nothing in force on any rank; `FatalError`, in doubt.
+        `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
+        force on any rank; `FatalError`, in doubt.
         """
         scheduler = self._scheduler
         state = scheduler.runner.state
         try:
             with state.mutate("weight refresh"):
                 result = self._updater.commit()
-                if len(result.names) == len(state.model.weights.metas()):
+                total = len(state.model.weights.metas())
+                if len(result.names) == total:
                     state.heal()
-                version = result.weight_version or _successor(state.epoch.weight_version)
+                version = result.weight_version or successor(state.epoch.weight_version)
+                if alone and result.weight_version is not None:
+                    version = self._partial.after(version, result.names, total, state.epoch.weight_epoch)
                 placement = self._adoption.adopt()
                 whole = state.poisoned is None and not state.content_lost
                 state.publish_weights(version, result.content_digest if whole else None)
@@ -348,35 +412,27 @@ class WeightControl:
         except Exception as error:
             raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        return f"Succeeded to update parameter online. Weight version updated to {version}.", {
+        answer = {
             "weight_version": version,
             "weight_epoch": state.epoch.weight_epoch,
+            "content_digest": state.epoch.content_digest,
             "placement_epoch": state.epoch.placement_epoch,
             **placement,
             "num_tensors": len(result.names),
             "num_bytes": result.num_bytes,
             "stall_seconds": result.seconds,
         }
+        self._updater.book.note(result.update_id, Outcome("committed", answer=answer))
+        return _committed(answer), answer
 
 
-def _successor(version: str) -> str:
-    """A label for new content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content."""
-    stem, plus, count = version.rpartition("+")
-    if plus and count.isdigit():
-        return f"{stem}+{int(count) + 1}"
-    return f"{version}+1"
-
-
-def _hurry(verb: ControlReqInput) -> float | None:
-    """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
-    if isinstance(verb, AbortWeightUpdateReqInput):
-        return 0.0
-    return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
+def _committed(answer: Answer) -> str:
+    return f"Succeeded to update parameter online. Weight version updated to {answer['weight_version']}."
 
 
 def _nothing() -> None:
     """The I/O part of a verb that has none; it still takes its turn in the queue."""
 
 
-def _says(message: str) -> Callable[[Any], tuple[str, Answer]]:
-    return lambda _: (message, {})
+def _says(message: str, **data: Any) -> Callable[[Any], tuple[str, Answer]]:
+    return lambda _: (message, data)

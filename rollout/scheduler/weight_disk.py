@@ -66,16 +66,19 @@ class DiskRefresh:
     # --- update_weights_from_disk ---------------------------------------------------------------------------------
 
     def _from_disk(self, verb: UpdateWeightsFromDiskReqInput) -> Job:
-        if verb.abort_all_requests:
+        foreign = self._updater.foreign(verb.update_id, verb.weight_version)
+        if verb.abort_all_requests and foreign is None:
             self._scheduler.abort(None)
         opens = not self._updater.is_open
-        if opens:
+        if opens and foreign is None:
             self._weights.opening()
         is_implicit = self._updater.is_implicit
         path = Path(verb.model_path)
         model = self._scheduler.runner.state.model
 
         def io() -> LocalVersion | None:
+            if foreign is not None:
+                raise foreign
             if is_implicit:
                 raise TransactionStateError("buckets without begin are open; continue, or abort them, first")
             if verb.load_format not in LOAD_FORMATS:
@@ -85,9 +88,9 @@ class DiskRefresh:
             source = DiskSource(path, model.weights, complete=opens, timeout_s=self._timeout_s)
             try:
                 if opens:
-                    self._refresh(source, "full", verb.weight_version)
+                    self._refresh(source, "full", verb.weight_version, verb.request_id)
                 else:
-                    self._updater.receive(source, verb.weight_version)
+                    self._updater.receive(source, verb.weight_version, verb.update_id)
             finally:
                 source.close()
             return source.local_version
@@ -111,12 +114,15 @@ class DiskRefresh:
 
     def _pull(self, verb: PullWeightsReqInput) -> Job:
         is_open = self._updater.is_open
-        if not is_open:
+        foreign = None if verb.update_id is None else self._updater.foreign(verb.update_id)
+        if not is_open and foreign is None:
             self._weights.opening()
         local, source = Path(verb.local_checkpoint_dir), Path(verb.source_dir)
         weights = self._scheduler.runner.state.model.weights
 
         def io() -> tuple[PullResult, str | None]:
+            if foreign is not None:
+                raise foreign
             if verb.update_memory and is_open:
                 raise TransactionStateError("a weight update is open; end or abort it first")
             result = pull(
@@ -159,7 +165,7 @@ class DiskRefresh:
             version=verb.target_version,
         )
         try:
-            self._refresh(folder, "full" if changed is None else "partial", version)
+            self._refresh(folder, "full" if changed is None else "partial", version, verb.request_id)
         finally:
             folder.close()
         return "full" if changed is None else "delta"
@@ -173,15 +179,15 @@ class DiskRefresh:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None) -> None:
+    def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
         """Receive and verify in a transaction of its own, which is gone if anything fails."""
-        self._updater.open_implicit(coverage)
+        self._updater.open_implicit(coverage, update_id)
         try:
-            self._updater.receive(source, weight_version)
+            self._updater.receive(source, weight_version, update_id)
         except Exception:
-            self._updater.abort()
+            self._updater.abort(update_id)
             raise
-        self._updater.verify()
+        self._updater.verify(update_id)
 
     def _note_origin(self, version: int, source: str | None) -> None:
         if source is not None:

@@ -131,9 +131,10 @@ class WeightQueue:
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Verbs that take their turn here, by message type."""
         self._planners.update(planners)
-        self._scheduler.add_verbs(dict.fromkeys(planners, self._take), queued=True)
+        self._scheduler.add_verbs(dict.fromkeys(planners, self.put), queued=True)
 
-    def _take(self, verb: ControlReqInput) -> None:
+    def put(self, verb: ControlReqInput) -> None:
+        """The verb takes its turn."""
         self._waiting.append((self._scheduler.now, verb))
 
     def advance(self) -> bool:

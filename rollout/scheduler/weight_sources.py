@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.core.weight_io_struct import (
+    RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -32,6 +33,10 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
     return updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name, verb.load_format)
 
 
+def _refused(verb: RefusedBucketReqInput, updater: WeightUpdater) -> BucketSource:
+    return updater.refused_source(verb.reason, verb.group_name)
+
+
 def _ipc(verb: UpdateWeightsFromIPCReqInput, updater: WeightUpdater) -> BucketSource:
     return updater.ipc_source(verb.zmq_handles)
 
@@ -53,6 +58,7 @@ def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> Bu
 
 SOURCES: dict[type[UpdateWeightsReqInput], SourceFactory] = {
     UpdateWeightsFromDistributedReqInput: _distributed,
+    RefusedBucketReqInput: _refused,
     UpdateWeightsFromTensorReqInput: _tensor,
     UpdateWeightsFromIPCReqInput: _ipc,
 }

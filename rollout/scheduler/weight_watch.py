@@ -70,6 +70,8 @@ class WeightWatch:
         print(f"lockstep: {reason}; serving again", file=sys.stderr, flush=True)
         if self._updater.is_open:
             self._updater.drop(reason)
+        else:
+            self._updater.book.lose(reason, told=False)
         self._pause = None
         self._scheduler.paused = False
         return True

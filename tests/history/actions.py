@@ -121,6 +121,7 @@ class Refresh(Action, frozen=True):
     labelled: bool = True
     manifest: bool = False  # with begin
     phased: bool = False  # verify and commit by two calls of end
+    named: bool = False  # every call says of which update it is
     fault: Fault | None = None
     at: int = 0  # which call the fault hits
     meanwhile: list[Small] = []
@@ -219,6 +220,7 @@ def refreshes(transports: tuple[str, ...]) -> st.SearchStrategy[Refresh]:
         labelled=st.sampled_from([True, True, True, False]),
         manifest=st.booleans(),
         phased=st.sampled_from([False, False, True]),
+        named=st.booleans(),
         fault=st.one_of(st.none(), st.none(), st.sampled_from(FAULTS)),
         at=st.integers(0, 2),
         meanwhile=_meanwhile(),

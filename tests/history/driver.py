@@ -7,6 +7,7 @@ fail when they are told to.  So a history always runs the same way.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -47,10 +48,10 @@ class ScriptedExecutor:
     def waits(self) -> bool:
         return bool(self._calls)
 
-    def submit(self, call: Callable[[], Any]) -> Future:
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
         self._on_submit()
         future: Future = Future()
-        self._calls.append((future, call))
+        self._calls.append((future, functools.partial(call, *arguments)))
         return future
 
     def run(self) -> None:
@@ -180,7 +181,8 @@ class Driver(Harness):
     def _make_updater(self, updater_class: type[WeightUpdater]) -> Callable[..., WeightUpdater]:
         def make(weights: LogicalWeights, **settings: Any) -> WeightUpdater:
             settings["clock"] = lambda: self.now
-            settings["vote"] = lambda mine: self.failures.vote(mine, verifying=self.executor.running)
+            settings["vote"] = lambda mine: self.failures.vote(mine, verifying=True)
+            settings["commit_vote"] = lambda mine: self.failures.vote(mine, verifying=False)
             self.updater = updater_class(FailingWeights(weights, self.failures), **settings)  # type: ignore[arg-type]
             return self.updater
 

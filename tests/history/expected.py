@@ -27,6 +27,7 @@ class SentBegin:
     label: str | None
     names: frozenset[str] | None  # that must come; None: the set is what comes
     base: str | None = None  # the label that must be in force
+    update_id: str | None = None  # of which all its calls must be, then
     stated: Tensors = field(default_factory=dict)  # content that the manifest has fingerprints of
 
 
@@ -41,6 +42,7 @@ class SentTensors:
     tensors: Tensors
     label: str | None
     refused: str | None = None
+    update_id: str | None = None
     is_refresh: bool = False
     is_pull: bool = False
     is_delta: bool = False
@@ -49,21 +51,26 @@ class SentTensors:
 @dataclass(frozen=True)
 class SentEnd:
     phase: Literal["verify", "commit"] | None = None
+    update_id: str | None = None
 
 
 @dataclass(frozen=True)
 class SentAbort:
-    pass
+    update_id: str | None = None
 
 
 @dataclass(frozen=True)
 class SentContinue:
+    """`pauses`: how many came before it."""
+
+    pauses: int
     below: str | None = None  # label: what began before it is to be aborted
 
 
 @dataclass(frozen=True)
 class SentRelabel:
     label: str
+    update_id: str | None = None
 
 
 Sent = SentBegin | SentTensors | SentEnd | SentAbort | SentContinue | SentRelabel
@@ -71,11 +78,13 @@ Sent = SentBegin | SentTensors | SentEnd | SentAbort | SentContinue | SentRelabe
 
 @dataclass
 class Draft:
-    """An open transaction as it should be."""
+    """An open transaction as it should be.  `update_id`: it takes only calls that carry it; `alone`: one call."""
 
     label: str | None
     names: frozenset[str] | None
     implicit: bool
+    update_id: str | None = None
+    alone: bool = False
     stated: Tensors = field(default_factory=dict)
     pause: int = 0  # the last pause before it was opened
     staged: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -109,13 +118,14 @@ class Expected:
         self.poisoned = False
         self.num_refusals = 0
         self.num_poisonings = 0
-        self._num_pauses = 0
+        self.num_pauses = 0
         self._staging = staging
         self.draft: Draft | None = None
         self._all = frozenset(content)
-        self._lost: set[str] = set()  # labels that were begun, and dropped
-        self._untold = False  # one without a label was dropped, and nobody who meant to end it was told
-        self._started: tuple[Sent, bool] | None = None  # and whether it settles a transaction
+        self._is_lost = False  # an update was dropped by no call of its sender, and nobody has started anew
+        self._untold = False  # and nobody was told of that
+        self._part: tuple[str, int, frozenset[str]] = ("", -1, frozenset())  # label, version, what came by itself
+        self._started: tuple[Sent, bool, str | None, int] | None = None  # settles a transaction; refused; pauses
 
     @property
     def is_torn(self) -> bool:
@@ -129,36 +139,58 @@ class Expected:
 
     def pause(self) -> None:
         self.paused = True
-        self._num_pauses += 1
+        self.num_pauses += 1
+        self._is_lost = self._untold = False
 
     def lapse(self) -> None:
         """More time than a lease has passed without a verb."""
-        self._untold |= self.draft is not None and not self.draft.implicit and self.draft.label is None
-        self._drop()
+        self._drop(untold=True)
 
     def start(self, sent: Sent, paused: bool) -> None:
         """The engine takes up a verb; what it means depends on the state now."""
-        settles = False
-        if isinstance(sent, SentTensors):
-            settles = self._open_for(sent, paused)
+        settles, refused = False, None
         if isinstance(sent, SentContinue):
             settles = self.draft is not None and self.draft.implicit
+            if not settles and self._untold:
+                refused, self._untold = "of a loss nobody was told", False
+        elif not isinstance(sent, SentBegin):
+            refused = self._foreign(sent)
+        if isinstance(sent, SentTensors) and refused is None:
+            settles, refused = self._open_for(sent, paused)
         assert self._started is None, "one verb at a time"
-        self._started = (sent, settles)
+        self._started = (sent, settles, refused, self.num_pauses)
 
-    def _open_for(self, sent: SentTensors, paused: bool) -> bool:
-        """Open a draft for a call that needs one of its own; whether the call also settles it."""
-        stale = self.draft is not None and self.draft.implicit and self.draft.pause != self._num_pauses
-        if stale and not sent.is_refresh:
-            self._drop()  # of a sender that never came to its end
+    def _is_stale(self, sent: SentTensors) -> bool:
+        """Whether it drops a draft whose sender never came to its end."""
+        draft = self.draft
+        return draft is not None and draft.implicit and draft.pause != self.num_pauses and not sent.is_refresh
+
+    def _foreign(self, sent: SentTensors | SentEnd | SentAbort | SentRelabel) -> str | None:
+        """Why a call is not of the draft, and changes nothing."""
+        draft = self.draft
+        if sent.update_id is not None:
+            return None if draft is not None and draft.update_id == sent.update_id else "its refresh is not open"
+        if draft is None or (isinstance(sent, SentTensors) and (sent.is_pull or self._is_stale(sent))):
+            return None
+        if draft.update_id is not None:
+            return "it does not say that it is of the refresh"
+        if isinstance(sent, SentTensors) and None not in (draft.label, sent.label) and draft.label != sent.label:
+            return f"it is of {sent.label}, the refresh of {draft.label}"
+        return None
+
+    def _open_for(self, sent: SentTensors, paused: bool) -> tuple[bool, str | None]:
+        """Open a draft for a call that needs one of its own; whether the call also settles it, or why it must not."""
+        if self._is_stale(sent):
+            self._drop(untold=True)
         if self.draft is not None:
-            return False
+            return False, None
         settles = sent.is_refresh or not paused
+        if settles and not sent.is_refresh and self._is_lost:
+            self._untold = False
+            return False, "it may be a part of a refresh that was lost"
         names = self._all if sent.is_refresh or not settles else None
-        self.draft = Draft(None, names, implicit=True, pause=self._num_pauses)
-        if settles and not sent.is_refresh and (self._untold if sent.label is None else sent.label in self._lost):
-            self.draft.broken = "it is a part of a refresh that was dropped"
-        return settles
+        self.draft = Draft(None, names, implicit=True, alone=settles and not sent.is_refresh, pause=self.num_pauses)
+        return settles, None
 
     def finish(self, answer: ControlReqOutput, failed: str | None, poisoned: str | None) -> None:
         """The engine's answer to the verb taken up last, and why it says that its weights are poisoned.
@@ -166,14 +198,18 @@ class Expected:
         `failed`: what was made to fail while the verb was carried out.
         """
         assert self._started is not None
-        (sent, settles), self._started = self._started, None
+        (sent, settles, refused, pauses), self._started = self._started, None
         healthy = not self.poisoned
-        if isinstance(sent, SentTensors):
+        if isinstance(sent, SentContinue) and refused and answer.success and pauses != self.num_pauses:
+            refused = None  # a pause that came meanwhile is a new start
+        if refused is not None:
+            reason: str | None = refused
+        elif isinstance(sent, SentTensors):
             reason = self._receive(sent, settles, answer, failed, poisoned is not None)
         else:
             reason = self._apply(sent, answer, failed)
         if settles:
-            reason = self._verify(reason, failed) or self._commit(answer, failed)
+            reason = self._verify(reason, failed, sent) or self._commit(answer, failed)
         if answer.success == (reason is not None):
             verdict = f"succeeded although {reason}" if reason else f"was refused without need: {answer.message}"
             raise Violation(f"{type(sent).__name__} {verdict}")
@@ -182,7 +218,9 @@ class Expected:
         self.num_refusals += not answer.success
         self.num_poisonings += healthy and self.poisoned
         if isinstance(sent, SentContinue) and answer.success:
-            self.paused = False
+            self.paused = self.paused and sent.pauses != self.num_pauses
+            if answer.data["paused"] != self.paused:
+                raise Violation(f"continue says paused={answer.data['paused']}")
 
     def _apply(self, sent: Sent, answer: ControlReqOutput, failed: str | None) -> str | None:
         """The verb's effect short of settling what it opened itself; why it must be refused."""
@@ -192,16 +230,17 @@ class Expected:
                 return "a refresh is open"
             if sent.base is not None and (self.poisoned or sent.base != self.label):
                 return f"{sent.base} is not in force"
-            self.draft = Draft(sent.label, sent.names, implicit=False, stated=sent.stated)
-            self._found(sent.label)
+            self.draft = Draft(sent.label, sent.names, False, sent.update_id, stated=sent.stated)
+            self._is_lost = self._untold = False
         elif isinstance(sent, SentEnd):
             self._untold = self._untold and draft is not None
-            reason = None if sent.phase == "commit" else self._verify(None, failed)
+            reason = None if sent.phase == "commit" else self._verify(None, failed, sent)
             return reason if reason or sent.phase == "verify" else self._commit(answer, failed)
         elif isinstance(sent, SentAbort):
-            self._untold = self._untold and draft is not None
-            self._drop()
-            return None if draft else "no refresh is open"
+            if draft is None:
+                self._is_lost = self._untold = False
+                return "no refresh is open"
+            self._drop(lost=sent.update_id is None)
         elif isinstance(sent, SentRelabel):
             if draft is not None:
                 draft.label = sent.label
@@ -249,19 +288,15 @@ class Expected:
         draft.broken = reason
         draft.staged.clear()
 
-    def _drop(self) -> None:
+    def _drop(self, *, lost: bool = True, untold: bool = False) -> None:
+        """`lost`: not by a call that is certainly its sender's."""
         if self.draft is not None:
             self._break(self.draft, "dropped")
-            if not self.draft.implicit and self.draft.label is not None:
-                self._lost.add(self.draft.label)
+            if lost:
+                self._is_lost, self._untold = True, untold
         self.draft = None
 
-    def _found(self, label: str | None) -> None:
-        """A refresh of this label is begun, or in force."""
-        self._untold = False
-        self._lost -= {label}
-
-    def _verify(self, reason: str | None, failed: str | None) -> str | None:
+    def _verify(self, reason: str | None, failed: str | None, sent: Sent) -> str | None:
         """Why the draft cannot be committed; it is dropped then."""
         draft = self.draft
         if draft is None:
@@ -270,7 +305,8 @@ class Expected:
             return "the refresh is verified"
         reason = reason or draft.fault() or (failed if failed == "vote_verify" else None)
         if reason is not None:
-            self._drop()
+            is_its_own = isinstance(sent, SentTensors) or (isinstance(sent, SentEnd) and sent.update_id is not None)
+            self._drop(lost=not is_its_own)
         draft.verified = True
         return reason
 
@@ -282,7 +318,7 @@ class Expected:
             return "the refresh is not verified"
         if failed is not None:
             self.poisoned |= failed == "restore"
-            self._drop()
+            self._drop(lost=False)
             return failed
         self.draft = None
         if answer.success:
@@ -290,11 +326,12 @@ class Expected:
         return None
 
     def _publish(self, draft: Draft, label: str) -> None:
-        if draft.label not in (None, label):
-            raise Violation(f"{draft.label} was committed as {label}")
+        if draft.label is not None and label != self._label_of(draft):
+            raise Violation(f"{self._label_of(draft)} was committed as {label}")
         if draft.label is None and label in self.labels:
             raise Violation(f"the engine made up {label}, which already names other content")
-        self._found(draft.label)
+        if draft.alone and draft.label is not None:
+            self._part = (draft.label, len(self.versions), self._names_so_far(draft))
         base = self.versions[self.current]
         if draft.staged.keys() == self._all:
             self.poisoned = False
@@ -303,6 +340,16 @@ class Expected:
         self.versions.append({**(base or {}), **draft.staged} if known else None)
         self.current = len(self.versions) - 1
         self._name(label)
+
+    def _names_so_far(self, draft: Draft) -> frozenset[str]:
+        """What came under the draft's label by calls of their own, right after each other."""
+        label, version, names = self._part
+        goes_on = (label, version) == (draft.label, self.current) and names.isdisjoint(draft.staged)
+        return (names if goes_on else frozenset()) | draft.staged.keys()
+
+    def _label_of(self, draft: Draft) -> str | None:
+        count = len(self._names_so_far(draft)) if draft.alone else len(self._all)
+        return draft.label if count == len(self._all) else f"{draft.label}~{count}of{len(self._all)}"
 
     def _name(self, label: str) -> None:
         self.label = label

@@ -117,7 +117,8 @@ class Machine:
         self.driver = driver
         self._contents = contents
         self._meanwhile: deque[AnyAction] = deque()
-        self._num_labels = 0
+        self._num_labels = self._num_ids = 0
+        self._update_id: str | None = None  # that the sender of the refresh under way gives to its calls
         self._num_calls = 0
 
     def play(self, action: AnyAction) -> None:
@@ -150,8 +151,7 @@ class Machine:
         """Whatever happened: the engine goes on, answers everything, and takes a good refresh."""
         driver = self.driver
         self._resume()
-        if driver.expected.draft is not None:
-            self.play(AbortUpdate())
+        self._clear()
         driver.run(max_ticks=_MAX_TICKS)
         self._refresh(Refresh("distributed", content=1, calls=1))
         driver.start(Submit([1, 2, 3, 4], new=4))
@@ -171,7 +171,8 @@ class Machine:
             case Continue():
                 labels = list(driver.expected.labels)
                 below = labels[action.below % len(labels)] if action.below >= 0 else None
-                driver.post_weights(SentContinue(below), ContinueGenerationReqInput, abort_below_weight_version=below)
+                sent = SentContinue(driver.expected.num_pauses, below)
+                driver.post_weights(sent, ContinueGenerationReqInput, abort_below_weight_version=below)
             case Relabel():
                 label = self._new_label()
                 fields = {"new_version": label, "abort_all_requests": action.abort}
@@ -211,6 +212,13 @@ class Machine:
         if self.driver.expected.paused:
             raise Violation("generation does not continue")
 
+    def _clear(self) -> None:
+        """Abort what is open, whoever began it."""
+        draft = self.driver.expected.draft
+        if draft is not None:
+            self.driver.post_weights(SentAbort(draft.update_id), AbortWeightUpdateReqInput, update_id=draft.update_id)
+            self._finish()
+
     def _new_label(self) -> str:
         self._num_labels += 1
         return f"v{self._num_labels}"
@@ -224,13 +232,14 @@ class Machine:
             action = msgspec.structs.replace(action, bracket=False)
         if action.pause is not None:
             self.play(Pause(action.pause))
-        if action.bracket and driver.expected.draft is not None:
-            self.play(AbortUpdate())
+        if action.bracket:
+            self._clear()
         driver.failures.arm(action.fault if action.fault in FAILURES else None)  # type: ignore[arg-type]
         goes_on = self._transfer(action) and action.fault != "no_end"
         if goes_on and action.bracket:
             for phase in ("verify", "commit") if action.phased else (None,):
-                driver.post_weights(SentEnd(phase), EndWeightUpdateReqInput, phase=phase)  # type: ignore[arg-type]
+                sent = SentEnd(phase, self._update_id)  # type: ignore[arg-type]
+                driver.post_weights(sent, EndWeightUpdateReqInput, phase=phase, update_id=self._update_id)
                 self._finish()
         if action.fault != "no_end" and action.pause is not None:
             self._resume()
@@ -244,6 +253,7 @@ class Machine:
         random.Random(action.order).shuffle(names)
         content = self._contents[action.content]
         label = self._new_label() if action.labelled else None
+        self._update_id = None
         if action.bracket:
             self._begin(action, label, [(name, content[name]) for name in names])
             if action.fault == "wrong_base":
@@ -252,8 +262,8 @@ class Machine:
         num_calls = 1 if transport.is_refresh and not action.bracket else action.calls
         cuts = [[(name, content[name]) for name in names[number::num_calls]] for number in range(num_calls)]
         for number, named in enumerate(cuts):
-            if not action.bracket and label is not None and self.driver.expected.draft is None:
-                label = self._new_label()  # each call may become a version of its own
+            if not action.bracket and label is not None and self.driver.expected.draft is None and action.order % 2:
+                label = self._new_label()  # each call may become a version of its own, or a part of one
             self._send(transport, action if number == action.at % num_calls else None, named, cuts[0][0], label)
         return True
 
@@ -280,10 +290,9 @@ class Machine:
             tensors = {name: tensor.to(first[1].dtype) for name, tensor in tensors.items()}
         if refused is None and not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             refused = "a value is not finite"
-        sent = SentTensors(
-            tensors, label, refused, transport.is_refresh, transport.is_pull, is_delta=transport.is_delta
-        )
-        driver.post_weights(sent, verb, weight_version=label, **fields)
+        kind = {"is_refresh": transport.is_refresh, "is_pull": transport.is_pull, "is_delta": transport.is_delta}
+        sent = SentTensors(tensors, label, refused, self._update_id, **kind)
+        driver.post_weights(sent, verb, weight_version=label, update_id=self._update_id, **fields)
         self._finish()
 
     def _begin(self, action: Refresh, label: str | None, named: Named) -> None:
@@ -293,8 +302,12 @@ class Machine:
             fields["manifest"] = [_manifest_entry(name, tensor) for name, tensor in named]
         stated = dict(named) if action.manifest else {}
         base = "nowhere" if action.fault == "wrong_base" else None
-        fields |= {"base_version": base, "lease_s": LEASE_S}
-        self.driver.post_weights(SentBegin(label, announced, base, stated), BeginWeightUpdateReqInput, **fields)
+        if action.named or announced is None:
+            self._num_ids += 1
+            self._update_id = f"u{self._num_ids}"
+        fields |= {"base_version": base, "lease_s": LEASE_S, "update_id": self._update_id}
+        sent = SentBegin(label, announced, base, self._update_id, stated)
+        self.driver.post_weights(sent, BeginWeightUpdateReqInput, **fields)
         self._finish()
 
 

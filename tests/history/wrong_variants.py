@@ -23,6 +23,7 @@ from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_queue import WeightQueue
 from weight_sync.transaction import TransactionState, WeightTransaction
+from weight_sync.update_book import UpdateBook
 
 Variant = Callable[[], AbstractContextManager[None]]
 
@@ -39,11 +40,11 @@ def publishes_before_the_vote() -> AbstractContextManager[None]:
     """The new label is in force before all ranks have written."""
     commit = WeightControl._commit
 
-    def wrong(self: WeightControl) -> Any:
+    def wrong(self: WeightControl, **how: Any) -> Any:
         state = self._scheduler.runner.state
         with state.mutate("weight refresh"):
             state.relabel(self._updater.pending_version or "unnamed")
-        return commit(self)
+        return commit(self, **how)
 
     return _patched((WeightControl, "_commit", wrong))
 
@@ -94,6 +95,16 @@ def believes_that_restoring_worked() -> AbstractContextManager[None]:
         self.torn = None
 
     return _patched((WeightTransaction, "_take_back", wrong))
+
+
+def takes_every_call() -> AbstractContextManager[None]:
+    """Whoever sends a bucket, an end or an abort, it is of the update that is open."""
+    return _patched((UpdateBook, "foreign", lambda *_: None))  # type: ignore[arg-type]
+
+
+def forgets_what_was_lost() -> AbstractContextManager[None]:
+    """What comes after an update was dropped is taken for updates of its own."""
+    return _patched((UpdateBook, "against_loss", lambda self: None), (UpdateBook, "tell", lambda self: None))  # type: ignore[arg-type]
 
 
 class _OneNamespace(CacheManager):
@@ -168,6 +179,8 @@ WRONG_VARIANTS: dict[str, Variant] = {
         writes_buckets_in_place,
         end_after_a_failure_commits,
         believes_that_restoring_worked,
+        takes_every_call,
+        forgets_what_was_lost,
         shares_kv_across_versions,
         recomputes_routes_after_a_retraction,
         commits_in_the_middle_of_a_step,

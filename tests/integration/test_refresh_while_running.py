@@ -278,7 +278,7 @@ def test_a_failed_bucket_dooms_the_session(folders, trainer) -> None:
     """A short bucket inside begin/end: the bucket is refused, end is refused, and a new session works."""
     harness = start(folders, trainer)
     old = live_checksums(harness)
-    harness.control(BeginWeightUpdateReqInput, weight_version="v2", coverage="partial")
+    harness.control(BeginWeightUpdateReqInput, weight_version="v2")
     first, second = halves(trainer)
     assert harness.control(UpdateWeightsFromDistributedReqInput, **trainer.send(first)).success
     short = harness.control(UpdateWeightsFromDistributedReqInput, **trainer.send(second, cut_bytes=8))

@@ -314,7 +314,7 @@ def test_bad_buckets_change_nothing(server: ServerProcess, folder: Path, referen
             ({}, 8, "shorter than"),
         ]
         for change, cut, reason in changes:
-            assert server.http.post("/begin_weight_update", json={"coverage": "partial"}).status_code == 200
+            assert server.http.post("/begin_weight_update", json={}).status_code == 200
             second = server.http.post("/begin_weight_update", json={})
             assert second.status_code == 409, "a second begin"
             refused = server.http.post(

@@ -248,7 +248,7 @@ def test_announced_sizes_take_no_memory(engine: Engine) -> None:
     names = sorted(engine.tensors)[:2]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for size in (2**31, 2**38, 2**45, 2**62):
-        engine.http.post("/begin_weight_update", json={"coverage": "partial"})
+        engine.http.post("/begin_weight_update", json={})
         metas = {"names": names, "dtypes": ["float32"] * 2, "shapes": [[size], [size]]}
         for load_format in (None, "flattened_bucket"):
             assert engine.http.post(

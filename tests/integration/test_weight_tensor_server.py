@@ -217,7 +217,7 @@ def test_a_bad_bucket_changes_nothing(
 ) -> None:
     fault, reason = FAULTS[name]
     before = answer(server)
-    server.client.begin_weight_update("never", coverage="partial")
+    server.client.begin_weight_update("never")
     if when == "last":
         rest = {other: tensor * 9 for other, tensor in tensors.items() if other != NORM}
         assert server.http.post(PATH, json=file_of(rest)).status_code == 200

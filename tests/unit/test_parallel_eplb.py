@@ -120,9 +120,10 @@ def location(harness: ParallelHarness) -> tuple[int, list[list[int]]]:
     return data["placement_epoch"], data["physical_to_logical_map"]
 
 
-def deliver(harness: ParallelHarness, tensors: Tensors) -> ControlReqOutput:
+def deliver(harness: ParallelHarness, tensors: Tensors, **fields: Any) -> ControlReqOutput:
     payload = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    return harness.control(UpdateWeightsFromTensorReqInput, payload=bytearray(payload), format="safetensors")
+    fields |= {"payload": bytearray(payload), "format": "safetensors"}
+    return harness.control(UpdateWeightsFromTensorReqInput, **fields)
 
 
 def eplb_of(scheduler: Scheduler) -> EplbControl:
@@ -273,10 +274,11 @@ def test_a_full_refresh_adopts_a_placement_for_the_counted_loads(
     ended = engine.control(EndWeightUpdateReqInput)
     assert ended.success and ended.data["placement_adopted"], ended.data
     check(engine, other)
-    assert engine.control(BeginWeightUpdateReqInput, weight_version="v2", coverage="partial").success
+    fields = {"weight_version": "v2", "coverage": "partial", "update_id": "u"}
+    assert engine.control(BeginWeightUpdateReqInput, **fields).success
     some = {name: weights[name] for name in sorted(weights)[::3]}
-    assert deliver(engine, some).success
-    assert engine.control(EndWeightUpdateReqInput).success
+    assert deliver(engine, some, update_id="u").success
+    assert engine.control(EndWeightUpdateReqInput, update_id="u").success
     check(engine, other | some)
 
 

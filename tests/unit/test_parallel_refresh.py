@@ -6,6 +6,7 @@ every shard of a matrix.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,22 +87,23 @@ def check_content(harness: ParallelHarness, tensors: Tensors) -> None:
     assert all(covered[name] >= whole.numel() for name, whole in tensors.items())
 
 
-def send(harness: ParallelHarness, tensors: Tensors, parts: int = 2) -> list[Any]:
+def send(harness: ParallelHarness, tensors: Tensors, parts: int = 2, update_id: str | None = None) -> list[Any]:
     names = sorted(tensors)
     answers = []
     for part in range(parts):
         payload = save({name: tensors[name].contiguous() for name in names[part::parts]})
-        verb = {"payload": bytearray(payload), "format": "safetensors"}
+        verb = {"payload": bytearray(payload), "format": "safetensors", "update_id": update_id}
         answers.append(harness.control(UpdateWeightsFromTensorReqInput, **verb))
     return answers
 
 
 def refresh(harness: ParallelHarness, tensors: Tensors, version: str, **begin: Any) -> Any:
-    begun = harness.control(BeginWeightUpdateReqInput, weight_version=version, **begin)
+    update_id = uuid.uuid4().hex
+    begun = harness.control(BeginWeightUpdateReqInput, weight_version=version, update_id=update_id, **begin)
     assert begun.success, begun.message
-    for answer in send(harness, tensors):
+    for answer in send(harness, tensors, update_id=update_id):
         assert answer.success, answer.message
-    return harness.control(EndWeightUpdateReqInput)
+    return harness.control(EndWeightUpdateReqInput, update_id=update_id)
 
 
 def same_as_one_rank(harness: ParallelHarness, tensors: Tensors, old: Path) -> None:

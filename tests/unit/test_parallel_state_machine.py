@@ -29,7 +29,7 @@ from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import AbortWeightUpdateReqInput, PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.layers.moe.router import TopKRouter
 from rollout.models.weight_loading import WeightIndex
 from rollout.scheduler.weight_control import WeightControl
@@ -133,7 +133,7 @@ class Ranks(RuleBasedStateMachine):
         tensors, self.open = self.open, None
         assert tensors is not None
         if not commit:
-            assert self.world.engine.control(AbortWeightUpdateReqInput).success
+            assert self.world.abort().success
             return
         for answer in self.world.send(tensors):
             assert answer.success, answer.message

@@ -111,9 +111,9 @@ def test_a_reset_engine_refuses_until_a_complete_refresh(
     )
 
     name = sorted(trainer.tensors)[0]
-    assert harness.control(BeginWeightUpdateReqInput, coverage="partial").success
-    assert trainer.send(harness, [name]).success
-    assert harness.control(AbortWeightUpdateReqInput).success
+    assert harness.control(BeginWeightUpdateReqInput, coverage="partial", update_id="u").success
+    assert trainer.send(harness, [name], update_id="u").success
+    assert harness.control(AbortWeightUpdateReqInput, update_id="u").success
     assert state(harness)["poisoned"]
     assert trainer.refresh(harness, "v2").success
     assert state(harness)["poisoned"] is None
@@ -155,7 +155,7 @@ def test_every_version_has_the_digest_of_its_content(
     assert [(entry["weight_version"], entry["weight_epoch"]) for entry in history] == [
         ("v1", 0),
         ("v2", 1),
-        ("v3", 2),
+        (f"v3~1of{len(new)}", 2),
         ("v4", 3),
     ]
     assert [entry["content_digest"] for entry in history] == [
@@ -168,4 +168,4 @@ def test_sixteen_versions_are_remembered(harness: Harness, trainer: LoopbackTrai
     for number in range(20):
         assert trainer.send(harness, weight_version=f"w{number}").success
     history = state(harness)["weight_versions"]
-    assert [entry["weight_version"] for entry in history] == [f"w{number}" for number in range(4, 20)]
+    assert [entry["weight_version"] for entry in history] == [f"w{number}~1of68" for number in range(4, 20)]

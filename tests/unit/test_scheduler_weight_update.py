@@ -24,6 +24,7 @@ from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
+    GetWeightUpdateReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
@@ -316,9 +317,9 @@ def test_in_place_failures_poison_until_a_complete_refresh(
     assert harness.results[refused].finished.reason.status_code == 503  # type: ignore[union-attr]
     base = trainer(BeginWeightUpdateReqInput, base_version="v1")
     assert base.status_code == 409 and "poisoned" in base.message
-    trainer.ok(BeginWeightUpdateReqInput, weight_version="v3", coverage="partial")
-    assert trainer.bucket(halves(new)[0]).success
-    trainer.ok(EndWeightUpdateReqInput)
+    trainer.ok(BeginWeightUpdateReqInput, weight_version="v3", coverage="partial", update_id="u3")
+    assert trainer.bucket(halves(new)[0], update_id="u3").success
+    trainer.ok(EndWeightUpdateReqInput, update_id="u3")
     assert trainer.update()["poisoned"], "a part of the tensors cannot heal it"
     refresh(trainer, new, "v4")
     assert trainer.update()["poisoned"] is None
@@ -404,10 +405,12 @@ def test_a_client_that_died_before_continue_does_not_spoil_the_next(
     """The first one left half an update and a pause; the second starts with a pause of its own."""
     trainer = engine()
     trainer.ok(PauseGenerationReqInput, mode="in_place")
-    assert trainer.bucket(halves(old)[0], weight_version="v9").success
+    lost = trainer.bucket(halves(old)[0], weight_version="v9").data["weight_update"]["update_id"]
     assert client(trainer, new, "v2").success
     assert trainer.digest() == digest_of(new) and trainer.state()["weight_version"] == "v2"
-    assert "new pause" in trainer.update()["last_failure"]["reason"]
+    ended = trainer.ok(GetWeightUpdateReqInput, update_id=lost)
+    assert ended["outcome"] == "lost" and "new pause" in ended["reason"]
+    assert trainer.update()["last_failure"] is None, "nothing has failed since the last success"
 
 
 def test_a_pause_in_the_middle_is_not_an_update_lost_in_silence(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
-from tests.loopback_updater import LoopbackUpdater
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import (
     CoverageError,
@@ -33,7 +33,8 @@ def test_status_through_a_refresh() -> None:
     closed = {
         "open": False,
         "implicit": False,
-        **dict.fromkeys(("state", "weight_version", "coverage", "received", "missing", "received_names")),
+        "bound": False,
+        **dict.fromkeys(("update_id", "state", "weight_version", "coverage", "received", "missing", "received_names")),
         **dict.fromkeys(("missing_names", "num_bytes", "lease_s", "lease_left_s", "failed", "last_failure")),
         "staging": "host",
     }
@@ -44,13 +45,13 @@ def test_status_through_a_refresh() -> None:
         None,
         None,
     )
-    updater.begin("v1", lease_s=60)
+    updater.begin("v1", lease_s=60, update_id="u1")
     sent = version(1)
     updater.send([(NORM, sent[NORM])])
     now[0] += 20
     opened = {"state": "open", "weight_version": "v1", "coverage": "full", "received": 1, "missing": 10}
     names = {"received_names": [NORM], "missing_names": sorted(set(sent) - {NORM})[:10]}
-    rest = {"open": True, "num_bytes": 16, "lease_s": 60, "lease_left_s": 40.0}
+    rest = {"open": True, "update_id": "u1", "num_bytes": 16, "lease_s": 60, "lease_left_s": 40.0}
     assert updater.status() == closed | opened | names | rest
     assert torch.equal(updater.staged(NORM)[0].content, sent[NORM])  # type: ignore[index]
     with pytest.raises(CoverageError):
@@ -122,13 +123,16 @@ def test_commit_tells_what_it_wrote() -> None:
 
 
 def test_buckets_of_two_versions_do_not_mix() -> None:
+    """One that names another version is of another sender, unless it says that it is not."""
     updater = loopback()
-    updater.begin()
+    updater.begin(update_id="u1")
     updater.send([(EMBED, version(1)[EMBED])], weight_version="v1")
-    with pytest.raises(TransactionStateError, match="'v2', the open weight update of 'v1'"):
-        updater.send([(NORM, version(1)[NORM])], weight_version="v2")
+    for update_id in (None, "u1"):
+        with pytest.raises(TransactionStateError, match="'v2', the open weight update of 'v1'"):
+            updater.receive(LoopbackSource([(NORM, version(1)[NORM])]), "v2", update_id)
+        assert (updater.status()["failed"] is None) == (update_id is None)
     with pytest.raises(TransactionStateError, match="failed"):
-        updater.verify()
+        updater.verify("u1")
 
 
 def test_implicit_transactions() -> None:

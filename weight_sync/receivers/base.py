@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from contextlib import suppress
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 
+from weight_sync.errors import UnknownGroupError, WeightRequestError
 from weight_sync.staging import ProvenPart
 from weight_sync.tensor_meta import TensorMeta
 
@@ -52,6 +54,26 @@ class RefusableSource(BucketSource, Protocol):
         """
 
 
+class RefusedSource:
+    """A call that is refused for what it asks: nothing of it is received.  `leave`: the groups that it may concern."""
+
+    must_drain = False
+
+    def __init__(self, reason: str, leave: Callable[[], None]) -> None:
+        self._reason = reason
+        self._leave = leave
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        raise WeightRequestError(self._reason)
+
+    def receive(self) -> Iterable[Named]:
+        raise WeightRequestError(self._reason)
+
+    def refuse(self, reason: str) -> None:
+        with suppress(UnknownGroupError):
+            self._leave()
+
+
 def refuse(source: BucketSource, reason: str) -> None:
     """Tell the source's sender, if it can be told."""
     if isinstance(source, RefusableSource):
@@ -84,3 +106,14 @@ def deliver(
             refusal = error
     if refusal is not None:
         raise refusal
+
+
+def turn_away(source: BucketSource, refusal: Exception, max_bytes: int) -> NoReturn:
+    """Receive a call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
+    try:
+        source.announce(max_bytes)
+        deliver(source, lambda _: None, refusal)
+    except Exception as error:
+        refuse(source, str(error))
+        raise
+    raise refusal
