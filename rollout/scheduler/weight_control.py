@@ -16,13 +16,12 @@ that was lost, too.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from rollout.core.errors import BadRequest, Conflict, FatalError, NotFound, TooLarge
+from rollout.core.errors import BadRequest, FatalError
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
@@ -42,20 +41,18 @@ from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_labels import PartialLabel, successor
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
+from rollout.scheduler.weight_reading import shown_weights
 from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
 from weight_sync.checker import live_fingerprints
-from weight_sync.errors import BaseMismatchError, TransactionStateError, UnknownTensorError, WeightSyncError
+from weight_sync.errors import BaseMismatchError, TransactionStateError, WeightSyncError
 from weight_sync.lease import DEFAULT_LEASE_S
-from weight_sync.rank_parts import first_rows
-from weight_sync.tensor_meta import parts_of
 from weight_sync.update_book import Outcome
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
 __all__ = ["Answer", "Job", "WeightControl"]
 
-_MOST_NUMBERS_SHOWN = 4_000_000
 CONTINUE_WAITS_S = 10.0
 """A continue waits so long for a bucket on its way: of a trainer that is there, it is short of that by far."""
 
@@ -98,7 +95,7 @@ class WeightControl:
                 EndWeightUpdateReqInput: self._end,
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
-                GetWeightsByNameReqInput: self._get_by_name,
+                GetWeightsByNameReqInput: lambda verb: shown_weights(verb, scheduler, updater),
                 _Continue: self._continue,
                 **dict.fromkeys(SOURCES, self._receive),
             }
@@ -354,36 +351,6 @@ class WeightControl:
             return f"Weight version updated to {verb.new_version}.", {"new_version": verb.new_version}
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
-
-    def _get_by_name(self, verb: GetWeightsByNameReqInput) -> Job:
-        shows_staged = self._scheduler.paused or self._scheduler.held
-
-        def io() -> Any:
-            weights = self._scheduler.runner.state.model.weights
-            try:
-                name = weights.canonical_name(verb.name)
-            except UnknownTensorError as error:
-                raise NotFound(str(error)) from None
-            staged = self._updater.staged(name) if shows_staged else None
-            if staged is None and self._scheduler.runner.state.content_lost:
-                raise Conflict("the weights' memory is released; there is nothing to read")
-            meta = weights.metas()[name]
-            count = min(max(0, verb.truncate_size), meta.shape[0])
-            num_shown = count * math.prod(meta.shape[1:])
-            if num_shown > _MOST_NUMBERS_SHOWN:
-                raise TooLarge(
-                    f"{count} rows of {name} have {num_shown} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
-                    "give a smaller truncate_size"
-                )
-            parts = parts_of(weights, name) if staged is None else staged
-            rows = first_rows(meta, parts, count, self._updater.exchange)
-            return rows.double().tolist(), staged is not None
-
-        def step(result: Any) -> tuple[str, Answer]:
-            parameter, is_staged = result
-            return "", {"parameter": parameter, "staged": is_staged}
-
-        return Job(verb, io, step)
 
     # --- step part ------------------------------------------------------------------------------------------------
 

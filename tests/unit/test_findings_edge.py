@@ -18,7 +18,7 @@ from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput,
 from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
-from rollout.scheduler import weight_control
+from rollout.scheduler import weight_reading
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
@@ -306,7 +306,7 @@ def test_engine_13_poisoned_weights_are_not_healthy(live: Live) -> None:
 def test_engine_17_get_weights_by_name_shows_a_bounded_count_of_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_control, "_MOST_NUMBERS_SHOWN", 1000, raising=False)
+    monkeypatch.setattr(weight_reading, "_MOST_NUMBERS_SHOWN", 1000, raising=False)
     harness = Harness(tiny_checkpoint(tmp_path / "model"))
     name = "model.embed_tokens.weight"
     shown = harness.control(GetWeightsByNameReqInput, name=name, truncate_size=2)

@@ -1,0 +1,53 @@
+"""`get_weights_by_name`: a tensor's first rows, as they serve, or, while no step may run, as they were sent.
+
+Knows one verb.  Does not know what opens or settles an update.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rollout.core.errors import Conflict, NotFound, TooLarge
+from rollout.core.weight_io_struct import GetWeightsByNameReqInput
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_queue import Answer, Job
+from weight_sync.errors import UnknownTensorError
+from weight_sync.rank_parts import first_rows
+from weight_sync.tensor_meta import parts_of
+from weight_sync.updater import WeightUpdater
+
+_MOST_NUMBERS_SHOWN = 4_000_000
+
+
+def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
+    """The verb's job.  Its I/O part raises `NotFound`, `Conflict`, `TooLarge`."""
+    shows_staged = scheduler.paused or scheduler.held
+    state = scheduler.runner.state
+
+    def io() -> Any:
+        weights = state.model.weights
+        try:
+            name = weights.canonical_name(verb.name)
+        except UnknownTensorError as error:
+            raise NotFound(str(error)) from None
+        staged = updater.staged(name) if shows_staged else None
+        if staged is None and state.content_lost:
+            raise Conflict("the weights' memory is released; there is nothing to read")
+        meta = weights.metas()[name]
+        count = min(max(0, verb.truncate_size), meta.shape[0])
+        num_shown = count * math.prod(meta.shape[1:])
+        if num_shown > _MOST_NUMBERS_SHOWN:
+            raise TooLarge(
+                f"{count} rows of {name} have {num_shown} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
+                "give a smaller truncate_size"
+            )
+        parts = parts_of(weights, name) if staged is None else staged
+        rows = first_rows(meta, parts, count, updater.exchange)
+        return rows.double().tolist(), staged is not None
+
+    def step(result: Any) -> tuple[str, Answer]:
+        parameter, is_staged = result
+        return "", {"parameter": parameter, "staged": is_staged}
+
+    return Job(verb, io, step)
