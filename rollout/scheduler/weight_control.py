@@ -287,15 +287,8 @@ class WeightControl:
                 return self._commit(alone=True)
             return "Succeeded to receive weights.", {"weight_update": updater.status()}  # I/O thread is idle
 
-        return Job(
-            verb,
-            io,
-            step,
-            holds_steps=updater.holds_steps,
-            take_back=updater.fail,
-            renews_lease=True,
-            waits=updater.patience,
-        )
+        holds, waits = updater.holds_steps, updater.patience
+        return Job(verb, io, step, holds_steps=holds, take_back=updater.fail, renews_lease=True, waits=waits)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
