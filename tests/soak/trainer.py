@@ -150,9 +150,10 @@ class Trainer:
         mode = None if rng.random() < 0.4 else rng.choice(PAUSE_MODES)
         right = fault is None
         with self._refresh(transport, fault or "begun", label, new, right=right) as attempt, self._pause(mode):
-            if not attempt.note(self._calls.post("/begin_weight_update", begin)):
+            begun = self._calls.post("/begin_weight_update", begin)
+            if not attempt.note(begun):
                 return
-            attempt.safe = bound
+            attempt.safe = bound and begun.json().get("update_id") == identity["update_id"]
             for number, bucket in enumerate(self._split(_damaged(new, fault, rng), rng.randint(1, 3))):
                 attempt.note(self._transports.sends[transport](bucket, {"weight_version": label, **identity}))
                 self._in_force.look(attempt.possible(() if bound else bucket))
