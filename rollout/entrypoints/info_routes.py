@@ -58,8 +58,8 @@ class InfoRoutes:
             add("/metrics", self.metrics, response_class=PlainTextResponse)
         return router
 
-    async def _state(self, timeout_s: float = STATE_TIMEOUT_S) -> dict[str, Any]:
-        answer = await self._manager.control(GetStateReqInput, timeout_s)
+    async def _state(self, timeout_s: float | None = None) -> dict[str, Any]:
+        answer = await self._manager.control(GetStateReqInput, timeout_s or STATE_TIMEOUT_S)
         if not answer.success:
             raise LockstepError(answer.message)
         return answer.data

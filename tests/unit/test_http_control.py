@@ -197,7 +197,8 @@ def test_no_answer_in_time_is_504_and_the_late_answer_is_dropped(live: Live, mon
 def test_a_scheduler_that_says_nothing_is_not_healthy(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.scheduler.answers[io_struct.GetStateReqInput] = lambda verb: None
     monkeypatch.setattr(info_routes, "STATE_TIMEOUT_S", 0.1)
-    assert live.client.get("/health").status_code == 504
+    monkeypatch.setattr(info_routes, "HEALTH_STATE_S", 0.1)
+    assert live.client.get("/health").status_code == 503
     metrics = live.client.get("/metrics")
     assert metrics.status_code == 200 and "lockstep:state_age_seconds" in metrics.text
 
