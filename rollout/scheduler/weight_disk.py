@@ -22,7 +22,7 @@ from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_queue import Answer, Job
 from weight_sync.checkpoint_folder import require_folder
-from weight_sync.delta.local_checkpoint import PullResult, collect_patches, pull
+from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
 from weight_sync.delta.local_state import LocalVersion
 from weight_sync.delta.version_dir import chain_of
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
@@ -198,7 +198,7 @@ def _changed_since(start: int, source: Path, target: int) -> Collection[str]:
     """The tensors that change from `start` to `target`; none where that is no longer published, or was never."""
     try:
         deltas, _, found = chain_of(source, target, lambda number: number == start)
-        return collect_patches(deltas).keys() if found == start else ()
+        return patched_in(deltas) if found == start else ()
     except (WeightRequestError, TransportError):
         return ()  # all of the local checkpoint, which is at the target, is read instead
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 
-from weight_sync.errors import WeightRequestError
+from weight_sync.delta.compression import compress
+from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
+from weight_sync.delta.frame import DeltaFrame, FrameEntry
+from weight_sync.delta.local_checkpoint import pull
+from weight_sync.delta.planes import PlaneSizes
+from weight_sync.delta.publisher import publish_encoded
+from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
 from weight_sync.shared_segment import SharedSegment
+from weight_sync.tensor_meta import TensorMeta
 
 MANY = 1 << 30
 
@@ -55,3 +63,59 @@ def test_w15_only_names_with_our_prefix_are_unlinked(segment: SharedMemory) -> N
             source.announce(MANY)
         source.refuse("refused")
         assert _file(segment)
+
+
+# --- W10: zip bombs in published deltas -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """The block holds no more bytes, arrays and objects of Python than that, at any time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["stranger", "x"])
+def test_w10_a_delta_unpacks_nothing_that_the_base_does_not_have(tmp_path: Path, name: str) -> None:
+    """A few kB that unpack to 128 MiB, of a tensor that the model lacks or has smaller: refused unopened."""
+    base, source = checkpoint(tmp_path / "base", {"x": torch.ones(8, dtype=torch.bfloat16)}), tmp_path / "source"
+    numel = 64 << 20
+    entry = FrameEntry(TensorMeta(name, torch.bfloat16, (numel,)), PlaneSizes(0, True, (0, 0, 0, 0, 2 * numel)), 1, 1)
+    frame = DeltaFrame((entry,), "0" * 64, "1" * 64, (*[compress(b"")] * 4, compress(bytes(2 * numel))))
+    publish_encoded(source, 1, EncodedDelta((frame,), "0" * 64, "1" * 64, 2 * numel, numel, {}))
+    assert sum(file.stat().st_size for file in source.rglob("*")) < 64 << 10
+    with at_most(32 << 20), pytest.raises(ContentError, match=name):
+        pull(tmp_path / "local", base, source, 1, timeout_s=5)
+
+
+def test_w10_a_chain_is_unpacked_tensor_by_tensor(tmp_path: Path) -> None:
+    """Five versions in which all of twelve tensors of 128 KiB change: a few tensors are unpacked at a time."""
+    tensors = {f"t{number:02}": torch.zeros(64 << 10, dtype=torch.int16) for number in range(12)}
+    base, source = checkpoint(tmp_path / "base", tensors), tmp_path / "source"
+    encoder = DeltaEncoder(tensors.items())
+    for version in range(1, 6):
+        tensors = {name: tensor + version * 257 for name, tensor in tensors.items()}
+        delta = encoder.encode(tensors.items())
+        publish_encoded(source, version, delta)
+        encoder.advance(delta)
+    with at_most(4 << 20):
+        pull(tmp_path / "local", base, source, 5, timeout_s=5)
+    pulled = load_file(tmp_path / "local" / "model.safetensors")
+    assert all(torch.equal(pulled[name], tensor) for name, tensor in tensors.items())
+
+
+def test_w10_planes_are_no_larger_than_their_tensor() -> None:
+    """Else the tensor would be written densely."""
+    assert PlaneSizes.check(90, False, (90, 12, 0, 0, 0), numel=100, itemsize=2)
+    with pytest.raises(ContentError):
+        PlaneSizes.check(90, False, (90, 12, 90, 90, 180), numel=100, itemsize=2)

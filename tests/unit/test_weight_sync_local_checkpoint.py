@@ -34,6 +34,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.safetensors_file import read_header
+from weight_sync.tensor_meta import TensorMeta
 
 torch.set_num_threads(1)
 
@@ -250,7 +251,8 @@ def test_a_checksum_is_what_refuses_a_wrong_base(stream: Stream, monkeypatch: py
 def _applied_blindly(stream: Stream, version: int) -> dict[str, torch.Tensor]:
     folder = version_dir.read_version(stream.source, version)
     tensors = dict(stream.versions[0])
-    for name, patch in version_dir.read_patches(folder).items():
+    metas = {name: TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    for name, patch in version_dir.read_patches(folder, metas):
         assert isinstance(patch, version_dir.BytePatch)
         tensors[name] = dataclasses.replace(patch, stated="same").apply(tensors[name])
     return tensors
@@ -272,17 +274,17 @@ def test_a_full_disk_leaves_the_old_version(stream: Stream, monkeypatch: pytest.
     pulled(stream, 1)
     stream.publish("xor")
     before = contents(stream.local)
-    real, calls = local_checkpoint.write_new, 0
+    real, calls = local_checkpoint.write_at, 0
 
-    def fills_up(path: Path, chunks: object) -> None:
+    def fills_up(path: Path, start: int, chunks: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             path.write_bytes(b"part")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, chunks)  # type: ignore[arg-type]
+        real(path, start, chunks)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local_checkpoint, "write_new", fills_up)
+    monkeypatch.setattr(local_checkpoint, "write_at", fills_up)
     with pytest.raises(LocalCheckpointError, match="No space left"):
         pulled(stream, 2)
     assert contents(stream.local) == before

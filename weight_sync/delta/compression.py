@@ -44,6 +44,35 @@ def decompress_exactly(data: bytes | memoryview, nbytes: int, what: str) -> byte
     return content
 
 
+class Unpacker:
+    """The content of one zstd frame, taken part by part: no more than a part is held, and a window of the frame's."""
+
+    def __init__(self, data: bytes | memoryview, what: str) -> None:
+        self._what = what
+        self._reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data)
+
+    def take(self, nbytes: int) -> bytes:
+        """The next `nbytes`.  Raises `ContentError` for a frame that is damaged, or that ends before."""
+        content = self._read(nbytes)
+        if len(content) != nbytes:
+            raise ContentError(f"{self._what}: it ends when unpacked, {nbytes - len(content)} bytes too early")
+        return content
+
+    def finish(self) -> None:
+        """Raises `ContentError` if there is more."""
+        if self._read(1):
+            raise ContentError(f"{self._what}: more bytes when unpacked than its tensors have")
+
+    def _read(self, nbytes: int) -> bytes:
+        content = bytearray()
+        try:
+            while len(content) < nbytes and (chunk := self._reader.read(nbytes - len(content))):
+                content += chunk
+        except zstandard.ZstdError as error:
+            raise ContentError(f"{self._what}: not a whole zstd frame ({error})") from None
+        return bytes(content)
+
+
 def _decompress_unstated(data: bytes | memoryview, limit: int, what: str) -> bytes:
     content = bytearray()
     unpacker = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)

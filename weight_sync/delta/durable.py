@@ -6,6 +6,7 @@ Knows files and folders.  Does not know what is in them.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,21 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to the disk; what was there is gone.  Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with open(descriptor, "wb", buffering=0) as file:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            while view:
-                view = view[file.write(view) :]
+        _write_all(file, chunks)
         os.fsync(descriptor)
+
+
+def write_at(path: Path, start: int, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write into a file from byte `start` on, which is made where it is missing; `flush` it.  Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "wb", buffering=0) as file:
+        file.seek(start)
+        _write_all(file, chunks)
+
+
+def flush(path: Path) -> None:
+    """Flush what was written into a file to the disk.  Raises `OSError`."""
+    _sync(path, os.O_RDONLY)
 
 
 def replace_durably(path: Path, content: bytes) -> None:
@@ -38,11 +49,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Flush renames and removals in a folder to the disk.  Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 @contextmanager
@@ -63,5 +70,20 @@ def locked(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
                     raise TransactionStateError(f"{path} is held by another for more than {timeout_s:g} s") from None
                 time.sleep(_POLL_S)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(file: io.FileIO, chunks: Iterable[bytes | memoryview]) -> None:
+    for chunk in chunks:
+        view = memoryview(chunk)
+        while view:
+            view = view[file.write(view) :]
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from weight_sync.delta.changes import Changes, apply_changes
-from weight_sync.delta.compression import compress, decompress_exactly
+from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
 from weight_sync.delta.planes import PLANES, PlaneSizes, invert_planes, read_planes, write_planes
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
@@ -109,7 +109,12 @@ class DeltaFrame:
 
     def open(self) -> dict[str, TensorDelta]:
         """The deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
-        return {entry.meta.name: TensorDelta(entry, tuple(planes)) for entry, planes in self._planes()}
+        return {delta.entry.meta.name: delta for delta in self.deltas()}
+
+    def deltas(self) -> Iterator[TensorDelta]:
+        """The same one by one: only what is kept of them is held.  Raises `ContentError`."""
+        for entry, planes in self._planes():
+            yield TensorDelta(entry, tuple(planes))
 
     def invert(self) -> DeltaFrame:
         """The way back: applied to the result it gives the base.  Raises `ContentError`."""
@@ -124,18 +129,12 @@ class DeltaFrame:
         return DeltaFrame(entries, self.digest, self.base_digest, _pack_planes(inverted))
 
     def _planes(self) -> Iterator[tuple[FrameEntry, list[np.ndarray]]]:
-        totals = [sum(entry.sizes.counts[at] for entry in self.entries) for at in range(len(PLANES))]
-        planes = [
-            np.frombuffer(decompress_exactly(packed, total, f"delta plane {name!r}"), dtype=np.uint8)
-            for packed, total, name in zip(self.packed, totals, PLANES, strict=True)
-        ]
-        starts = [0] * len(PLANES)
+        unpackers = [Unpacker(packed, f"delta plane {name!r}") for packed, name in zip(self.packed, PLANES)]
         for entry in self.entries:
-            parts = []
-            for at, count in enumerate(entry.sizes.counts):
-                parts.append(planes[at][starts[at] : starts[at] + count])
-                starts[at] += count
-            yield entry, parts
+            parts = [unpacker.take(count) for unpacker, count in zip(unpackers, entry.sizes.counts, strict=True)]
+            yield entry, [np.frombuffer(part, dtype=np.uint8) for part in parts]
+        for unpacker in unpackers:
+            unpacker.finish()
 
 
 def make_frame(
@@ -177,8 +176,8 @@ def write_frame(frame: DeltaFrame) -> bytes:
     return b"".join([head, packed_index, fingerprints.tobytes(), *frame.packed])
 
 
-def read_frame(data: bytes | memoryview, max_bytes: int) -> DeltaFrame:
-    """Read and check the index of a frame of tensors of at most `max_bytes` in all.
+def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
+    """Read and check the index of a frame of tensors of at most `max_bytes` in all; None: the caller compares each.
 
     The planes stay views of `data`.  Raises `ContentError` for bytes that are no frame, `WeightRequestError` for
     tensors that are out of range.
@@ -255,9 +254,9 @@ def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEn
     return FrameEntry(meta, sizes, base_fingerprint, result_fingerprint)
 
 
-def _check_entries(entries: Sequence[FrameEntry], max_bytes: int) -> None:
+def _check_entries(entries: Sequence[FrameEntry], max_bytes: int | None) -> None:
     total = sum(entry.meta.nbytes for entry in entries)
-    if total > max_bytes:
+    if max_bytes is not None and total > max_bytes:
         raise WeightRequestError(f"the delta is of {total} bytes of tensors; at most {max_bytes} are taken in one call")
     if len({entry.meta.name for entry in entries}) != len(entries):
         raise ContentError("a tensor comes twice in a delta frame")

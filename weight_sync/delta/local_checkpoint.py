@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from weight_sync.checkpoint_folder import homes_of, open_checkpoint_folder, require_folder
+from weight_sync.checkpoint_folder import CheckpointFolder, homes_of, open_checkpoint_folder, require_folder
 from weight_sync.delta.checksums import tensor_bytes
-from weight_sync.delta.durable import locked, sync_folder, write_new
+from weight_sync.delta.durable import flush, locked, sync_folder, write_at, write_new
 from weight_sync.delta.local_state import (
     LOCK_FILE,
     NEXT_FOLDER,
@@ -30,7 +31,14 @@ from weight_sync.delta.local_state import (
     read_state,
     write_state,
 )
-from weight_sync.delta.version_dir import MAX_VERSION, TensorPatch, VersionFolder, chain_of, read_patches, read_version
+from weight_sync.delta.version_dir import (
+    MAX_VERSION,
+    VersionFolder,
+    chain_of,
+    patched_names,
+    read_patches,
+    read_version,
+)
 from weight_sync.errors import ContentError, LocalCheckpointError, TransactionStateError, WeightRequestError
 from weight_sync.safetensors_file import SafetensorsFile, open_regular, read_at, read_tensor
 from weight_sync.tensor_meta import TensorMeta
@@ -135,33 +143,29 @@ def _pull(
     folder = open_checkpoint_folder(origin)
     if full is not None:
         (check or _like(base))(folder.metas)
-    patches = collect_patches(deltas)
-    strangers = sorted(patches.keys() - homes_of(folder.files).keys())
+    patched = patched_in(deltas)
+    strangers = sorted(patched - homes_of(folder.files).keys())
     if strangers:
         raise ContentError(f"the deltas change tensors that {origin} does not have: {', '.join(strangers[:10])}")
     headers = {file.path.name: file for file in folder.files}
     changed = [
         name
         for name in names
-        if not from_local or (name in headers and any(meta.name in patches for meta in headers[name].metas))
+        if not from_local or (name in headers and any(meta.name in patched for meta in headers[name].metas))
     ]
     identity = deltas[-1].identity if deltas else full.identity if full is not None else _base_identity(base)
-    written = _write_next(local, origin, changed, headers, patches)
+    written = _write_next(local, folder, changed, deltas, patched)
     new = LocalVersion(target, tuple(names), identity, str(source.resolve()))
     state = LocalState(applied, new, tuple(changed))
     write_state(local, state)
     _move_into_place(local, state)
     _next(local).rmdir()
-    return PullResult(target, previous, start if from_local else None, len(deltas), len(patches), written)
+    return PullResult(target, previous, start if from_local else None, len(deltas), len(patched), written)
 
 
-def collect_patches(deltas: Sequence[VersionFolder]) -> dict[str, list[TensorPatch]]:
-    """The patches of each tensor, in the order in which they are to be applied.  Raises as `read_patches`."""
-    patches: dict[str, list[TensorPatch]] = {}
-    for folder in deltas:
-        for name, patch in read_patches(folder).items():
-            patches.setdefault(name, []).append(patch)
-    return patches
+def patched_in(deltas: Sequence[VersionFolder]) -> set[str]:
+    """The tensors that a chain of deltas changes.  Raises as `patched_names`."""
+    return set().union(*map(patched_names, deltas))
 
 
 def _is_at(applied: LocalVersion | None, version: int, source: Path, base: Path) -> bool:
@@ -205,51 +209,67 @@ def _files_of(origin: Path, within: Path | None) -> list[str]:
 
 
 def _write_next(
-    local: Path,
-    origin: Path,
-    names: Sequence[str],
-    headers: Mapping[str, SafetensorsFile],
-    patches: Mapping[str, Sequence[TensorPatch]],
+    local: Path, origin: CheckpointFolder, names: Sequence[str], deltas: Sequence[VersionFolder], patched: set[str]
 ) -> int:
     """Write the files of the next version and flush them; returns their bytes.  On failure nothing is left of them."""
     folder = _next(local)
     folder.mkdir()
+    headers = {file.path.name: file for file in origin.files}
     try:
-        total = 0
         for name in names:
-            header = headers.get(name)
-            chunks = _copy(origin / name) if header is None else _patched(header, patches)
-            write_new(folder / name, chunks)
-            total += (folder / name).stat().st_size
+            if name in headers:
+                _write_unpatched(folder / name, headers[name], patched)
+            else:
+                write_new(folder / name, _copy(origin.path / name))
+        if _write_patched(folder, origin, deltas) != patched:
+            raise ContentError("the published versions changed while they were read")
+        origin.require_unchanged()
+        for name in names:
+            flush(folder / name)
         sync_folder(folder)
         sync_folder(folder.parent)
+        return sum((folder / name).stat().st_size for name in names)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return total
 
 
-def _patched(header: SafetensorsFile, patches: Mapping[str, Sequence[TensorPatch]]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file with its tensors patched."""
+def _write_unpatched(target: Path, header: SafetensorsFile, patched: set[str]) -> None:
+    """A safetensors file without its tensors that are patched."""
     with open_regular(header.path) as file:
-        yield read_at(file, header.path, 0, header.content_start).numpy().data
+        write_at(target, 0, [read_at(file, header.path, 0, header.content_start).numpy().data])
         for tensor in header.tensors:
-            if tensor.meta.name not in patches:
-                for start in range(0, tensor.meta.nbytes, _CHUNK_BYTES):
-                    count = min(_CHUNK_BYTES, tensor.meta.nbytes - start)
-                    yield read_at(file, header.path, tensor.start + start, count).numpy().data
-                continue
-            content = read_tensor(file, header.path, tensor)
-            for patch in patches[tensor.meta.name]:
-                content = patch.apply(content)
-            yield tensor_bytes(content).numpy().data
+            if tensor.meta.name not in patched:
+                write_at(target, tensor.start, _chunks(file, header.path, tensor.start, tensor.meta.nbytes))
+
+
+def _write_patched(folder: Path, origin: CheckpointFolder, deltas: Sequence[VersionFolder]) -> set[str]:
+    """Version by version, tensor by tensor: of a whole chain no more than one tensor is unpacked at a time.
+
+    Returns the names of the tensors.
+    """
+    homes = {tensor.meta.name: (file, tensor) for file in origin.files for tensor in file.tensors}
+    metas = {name: tensor.meta for name, (_, tensor) in homes.items()}
+    written: set[str] = set()
+    for version in deltas:
+        for name, patch in read_patches(version, metas):
+            header, tensor = homes[name]
+            path = folder / header.path.name if name in written else header.path
+            with open_regular(path) as file:
+                content = patch.apply(read_tensor(file, path, tensor))
+            write_at(folder / header.path.name, tensor.start, [tensor_bytes(content).numpy().data])
+            written.add(name)
+    return written
 
 
 def _copy(path: Path) -> Iterator[bytes | memoryview]:
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        for start in range(0, size, _CHUNK_BYTES):
-            yield read_at(file, path, start, min(_CHUNK_BYTES, size - start)).numpy().data
+        yield from _chunks(file, path, 0, os.fstat(file.fileno()).st_size)
+
+
+def _chunks(file: BinaryIO, path: Path, start: int, nbytes: int) -> Iterator[bytes | memoryview]:
+    for done in range(0, nbytes, _CHUNK_BYTES):
+        yield read_at(file, path, start + done, min(_CHUNK_BYTES, nbytes - done)).numpy().data
 
 
 def _move_into_place(local: Path, state: LocalState) -> LocalState:

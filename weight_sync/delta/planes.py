@@ -49,6 +49,7 @@ class PlaneSizes:
             and magnitudes <= num_changes
             and wide % itemsize == 0
             and wide <= magnitudes * itemsize
+            and sum(counts) <= numel * itemsize  # else it is written densely
         )
         dense = is_dense and wide == numel * itemsize and not (gaps or directions or strides or magnitudes)
         if not (0 <= num_changes <= numel and min(counts) >= 0 and (sparse or dense)):

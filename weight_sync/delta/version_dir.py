@@ -14,17 +14,17 @@ Knows the layout and checks it.  Does not know what deltas are applied to.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from weight_sync.checkpoint_folder import INDEX_FILE, homes_of, open_checkpoint_folder, read_index
+from weight_sync.checkpoint_folder import INDEX_FILE, open_checkpoint_folder, read_index
 from weight_sync.delta.byte_patches import APPLIERS
 from weight_sync.delta.checksums import checksum, require_checksum
-from weight_sync.delta.frame import TensorDelta, read_frame
+from weight_sync.delta.frame import DeltaFrame, TensorDelta, read_frame
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.safetensors_file import (
     FileTensor,
@@ -34,13 +34,13 @@ from weight_sync.safetensors_file import (
     read_header,
     read_tensor,
 )
+from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 ULP_GAP = "ulp-gap"
 FRAME_TENSOR = "frame"
 MAX_VERSION = 10**12
 _COMPRESSION = "zstd"
 _IDENTITY_BYTES = 4096  # of the content
-_MAX_FRAME_TENSORS_BYTES = 1 << 42  # of what one file describes; what is really there is checked tensor by tensor
 
 
 class TensorPatch(Protocol):
@@ -135,28 +135,36 @@ def read_version(source: Path, version: int) -> VersionFolder:
     return VersionFolder(path, version, base, encoding, checksum_format, _identity(_delta_files(path)))
 
 
-def read_patches(folder: VersionFolder) -> dict[str, TensorPatch]:
-    """The patches of a delta version by tensor name; every file that the index names, and no other, is there and whole.
+def patched_names(folder: VersionFolder) -> set[str]:
+    """The tensors of which a delta version tells; every file that its index names, and no other, is there and whole.
 
-    Raises `WeightRequestError`, `ContentError`, `TransportError`.
+    Nothing is unpacked.  Raises `WeightRequestError`, `ContentError`, `TransportError`.
     """
     assert not folder.is_full, folder
     weight_map = read_index(folder.path)[1]
-    files = _delta_files(folder.path)
-    patches: dict[str, TensorPatch] = {}
     homes: dict[str, str] = {}
-    if folder.encoding != ULP_GAP:
-        homes_of(files)
-    for file in files:
-        found = _frame_patches(file) if folder.encoding == ULP_GAP else _byte_patches(file, folder)
-        for name, patch in found.items():
-            if name in patches:
+    for file in _delta_files(folder.path):
+        for name in _frame_names(file) if folder.encoding == ULP_GAP else _byte_patches(file, folder):
+            if name in homes:
                 raise ContentError(f"{folder.path}: {name} is in two files")
-            patches[name], homes[name] = patch, file.path.name
+            homes[name] = file.path.name
     if homes != weight_map:
         odd = sorted(name for name in homes.keys() | weight_map.keys() if homes.get(name) != weight_map.get(name))
         raise ContentError(f"{folder.path}: {INDEX_FILE} and the files disagree on {', '.join(odd[:10])}")
-    return patches
+    return set(homes)
+
+
+def read_patches(folder: VersionFolder, metas: Mapping[str, TensorMeta]) -> Iterator[tuple[str, TensorPatch]]:
+    """The patches of a delta version, tensor by tensor, in any order; one of them is unpacked at a time.
+
+    `metas`: what the base version has; what a patch unpacks is bounded by it.  Raises as `patched_names`.
+    """
+    for file in _delta_files(folder.path):
+        found = _frame_patches(file, metas) if folder.encoding == ULP_GAP else _byte_patches(file, folder).items()
+        for name, patch in found:
+            if name not in metas:
+                raise ContentError(f"{file.path}: the base has no tensor {name}")
+            yield name, patch
 
 
 def chain_of(
@@ -191,16 +199,32 @@ def _byte_patches(file: SafetensorsFile, folder: VersionFolder) -> dict[str, Ten
     return patches
 
 
-def _frame_patches(file: SafetensorsFile) -> dict[str, TensorPatch]:
-    if [meta.name for meta in file.metas] != [FRAME_TENSOR] or file.metas[0].dtype != torch.uint8:
-        raise ContentError(f"{file.path} does not hold one delta frame")
-    with open_regular(file.path) as opened:
-        content = read_at(opened, file.path, file.tensors[0].start, file.metas[0].nbytes)
+def _frame_names(file: SafetensorsFile) -> list[str]:
     try:
-        deltas: dict[str, TensorDelta] = read_frame(content.numpy().data, _MAX_FRAME_TENSORS_BYTES).open()
+        return [meta.name for meta in _read_frame(file).metas]
     except WeightRequestError as error:
         raise ContentError(f"{file.path}: {error}") from None
-    return {name: _FramePatch(file.path, delta) for name, delta in deltas.items()}
+
+
+def _frame_patches(file: SafetensorsFile, metas: Mapping[str, TensorMeta]) -> Iterator[tuple[str, TensorPatch]]:
+    try:
+        frame = _read_frame(file)
+        for meta in frame.metas:
+            if metas.get(meta.name) != meta:
+                described = f"{dtype_name(meta.dtype)} {list(meta.shape)}"
+                raise ContentError(f"{meta.name}: the delta is of {described}, which its base does not have")
+        for delta in frame.deltas():
+            yield delta.entry.meta.name, _FramePatch(file.path, delta)
+    except WeightRequestError as error:
+        raise ContentError(f"{file.path}: {error}") from None
+
+
+def _read_frame(file: SafetensorsFile) -> DeltaFrame:
+    if [meta.name for meta in file.metas] != [FRAME_TENSOR] or file.metas[0].dtype != torch.uint8:
+        raise ContentError("it does not hold one delta frame")
+    with open_regular(file.path) as opened:
+        content = read_at(opened, file.path, file.tensors[0].start, file.metas[0].nbytes)
+    return read_frame(content.numpy().data, None)
 
 
 @dataclass(frozen=True)
