@@ -119,6 +119,20 @@ def test_engine_04_an_unhandled_error_is_a_json_answer_and_the_connection_lives(
             assert client.get("/ping").status_code == 200, "over the same connection"
 
 
+# --- 9 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "new_tokens", "most"), [(64, 64, 66), (256, 128, 132)])
+def test_engine_09_samples_of_one_call_run_together(live: Live, n: int, new_tokens: int, most: int) -> None:
+    stats = live.scheduler.scheduler.stats
+    before = stats.num_steps
+    prompt = [n % 300] * 40
+    body = {"input_ids": prompt, "sampling_params": GREEDY | {"max_new_tokens": new_tokens, "n": n}}
+    answer = live.client.post("/generate", json=body, timeout=120).json()
+    assert [len(sample["output_ids"]) for sample in answer] == [new_tokens] * n
+    assert stats.num_steps - before <= most
+
+
 # --- 20 ----------------------------------------------------------------------------------------------------------
 
 
