@@ -93,6 +93,11 @@ class ServerArgs:
     max_weight_call_bytes: int | None = _arg(
         None, "most bytes of tensors that one call of a weight update may bring; default: twice the model's"
     )
+    weight_folders: str | None = _arg(
+        None,
+        "folders, joined by ':', in which model_path, source_dir and local_checkpoint_dir of weight calls must lie; "
+        "default: any, but without a key local_checkpoint_dir in temporary folders or beside the model",
+    )
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
         "host", "where a weight update waits for its end: in a copy in host or device memory, or in the model itself"

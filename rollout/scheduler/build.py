@@ -63,6 +63,7 @@ from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_checker import WeightChecker
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_disk import DiskRefresh
+from rollout.scheduler.weight_folders import WeightFolders
 from rollout.scheduler.weight_queue import pause_between_parts
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
@@ -148,7 +149,14 @@ def build_scheduler(
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
     WeightChecker(scheduler, updater, weights)
-    DiskRefresh(scheduler, weights, updater, base_path=args.model_path, timeout_s=args.weight_update_timeout)
+    DiskRefresh(
+        scheduler,
+        weights,
+        updater,
+        base_path=args.model_path,
+        folders=WeightFolders.of(args),
+        timeout_s=args.weight_update_timeout,
+    )
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(
         {

@@ -20,6 +20,7 @@ from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
+from rollout.scheduler.weight_folders import WeightFolders
 from rollout.scheduler.weight_queue import Answer, Job
 from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
@@ -53,12 +54,20 @@ class DiskRefresh:
     """
 
     def __init__(
-        self, scheduler: Scheduler, weights: WeightControl, updater: WeightUpdater, *, base_path: str, timeout_s: float
+        self,
+        scheduler: Scheduler,
+        weights: WeightControl,
+        updater: WeightUpdater,
+        *,
+        base_path: str,
+        folders: WeightFolders,
+        timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
         self._updater = updater
         self._base = Path(base_path)
+        self._folders = folders
         self._timeout_s = timeout_s
         self._origin = MemoryOrigin(scheduler.runner.state.epoch.weight_epoch, 0, None)
         weights.add_jobs({UpdateWeightsFromDiskReqInput: self._from_disk, PullWeightsReqInput: self._pull})
@@ -73,7 +82,6 @@ class DiskRefresh:
         if opens and foreign is None:
             self._weights.opening()
         is_implicit = self._updater.is_implicit
-        path = Path(verb.model_path)
         model = self._scheduler.runner.state.model
 
         def io() -> LocalVersion | None:
@@ -84,6 +92,7 @@ class DiskRefresh:
             if verb.load_format not in LOAD_FORMATS:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
+            path = self._folders.readable(verb.model_path)
             require_same_model(path, model.config)
             source = DiskSource(path, model.weights, complete=opens, timeout_s=self._timeout_s)
             try:
@@ -117,7 +126,6 @@ class DiskRefresh:
         foreign = None if verb.update_id is None else self._updater.foreign(verb.update_id)
         if not is_open and foreign is None:
             self._weights.opening()
-        local, source = Path(verb.local_checkpoint_dir), Path(verb.source_dir)
         weights = self._scheduler.runner.state.model.weights
 
         def io() -> tuple[PullResult, str | None]:
@@ -125,6 +133,8 @@ class DiskRefresh:
                 raise foreign
             if verb.update_memory and is_open:
                 raise TransactionStateError("a weight update is open; end or abort it first")
+            local = self._folders.writable(verb.local_checkpoint_dir)
+            source = self._folders.readable(verb.source_dir)
             result = pull(
                 local,
                 self._base,
@@ -140,7 +150,7 @@ class DiskRefresh:
             data: Answer = dataclasses.asdict(result) | {"memory": memory}
             if memory in ("delta", "full"):
                 data |= self._weights.commit()[1]
-                self._note_origin(verb.target_version, str(source.resolve()))
+                self._note_origin(verb.target_version, str(Path(verb.source_dir).resolve()))
             return "Success.", data
 
         holds = verb.update_memory and self._updater.holds_steps

@@ -44,6 +44,8 @@ from weight_sync.safetensors_file import SafetensorsFile, open_regular, read_at,
 from weight_sync.tensor_meta import TensorMeta
 
 _CHUNK_BYTES = 16 << 20
+_SUFFIXES = {".safetensors", ".json", ".model", ".tiktoken", ".jinja"}
+_TEXT_FILES = {"merges.txt", "vocab.txt"}
 Check = Callable[[Sequence[TensorMeta]], object]
 
 
@@ -200,12 +202,20 @@ def _base_identity(base: Path) -> str:
 
 
 def _files_of(origin: Path, within: Path | None) -> list[str]:
-    """The files of a checkpoint folder by name.  Raises `ContentError` for a link that leads out of `within`."""
-    names = sorted(item.name for item in origin.iterdir() if item.is_file())
+    """The files of a checkpoint folder by name; others may lie beside them, and are left.
+
+    Raises `ContentError` for a link that leads out of `within`.
+    """
+    names = sorted(item.name for item in origin.iterdir() if _is_checkpoint_file(item.name) and item.is_file())
     for name in names:
         if within is not None and not (origin / name).resolve().is_relative_to(within.resolve()):
             raise ContentError(f"{origin / name} leads out of {within}")
     return names
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    """Weights, settings, and what tokenizers are made of."""
+    return not name.startswith(".") and (Path(name).suffix in _SUFFIXES or name in _TEXT_FILES)
 
 
 def _write_next(
