@@ -207,14 +207,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class SseResponse(Response):
-    """Server-sent events from a generator of JSON-like contents, ended by `data: [DONE]`.
+    """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`.
 
     An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Any, None], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
         """`on_close` is called however the stream ends, also when it never began."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -233,7 +233,7 @@ class SseResponse(Response):
         async with contextlib.aclosing(self._events):
             try:
                 async for event in self._events:
-                    await _send_data(send, encode_json(event))
+                    await _send_data(send, event)
             except OSError:
                 raise
             except Exception as error:

@@ -5,20 +5,23 @@ Knows their bodies and replies.  Does not know how text is made: `TokenizerManag
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, TooLarge
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
-from rollout.tokenizer_manager.response import encode_json
 from rollout.tokenizer_manager.validation import check_token_ids
+
+MAX_DECODED_IDS = 1 << 20
 
 GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
@@ -47,7 +50,7 @@ class NativeRoutes:
         if body.stream:
             return SseResponse(_events(handle), on_close=handle.abort)
         result = await until_disconnect(request.receive, handle.result())
-        return Response(encode_json(result), media_type="application/json")
+        return Response(await handle.encode(lambda: result), media_type="application/json")
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a prompt, a list of prompts, or a chat under the model's template."""
@@ -61,22 +64,26 @@ class NativeRoutes:
         else:
             tokens = await tokenizer.encode(body.prompt or [], add_special_tokens=body.add_special_tokens)
         count: Any = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
-        return json_response({"tokens": tokens, "count": count, "max_model_len": limits.context_length})
+        content = {"tokens": tokens, "count": count, "max_model_len": limits.context_length}
+        return await asyncio.to_thread(json_response, content)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """Text of token ids, or of each list of them."""
         tokenizer, vocab_size = self._manager.tokenizer, self._manager.limits.vocab_size
         is_batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         batch: list[Any] = list(body.tokens) if is_batch else [body.tokens]  # of lists of ids
-        texts = []
+        size = sum(map(len, batch))
+        if size > MAX_DECODED_IDS:
+            raise TooLarge(f"at most {MAX_DECODED_IDS} token ids are decoded in a call, got {size}")
         for token_ids in batch:
             check_token_ids(token_ids, vocab_size, "tokens")
-            texts.append(tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens))
+        texts = await tokenizer.decode_each(batch, skip_special_tokens=body.skip_special_tokens)
         return json_response({"text": texts if is_batch else texts[0]})
 
 
-async def _events(handle: GenerateHandle) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:
     """Cumulative responses as they grow; those of a list say which sample they are."""
     async with contextlib.aclosing(handle.stream()) as stream:
         async for index, response in stream:
-            yield response | {"index": index} if handle.replies_with_list else response
+            content = response | {"index": index} if handle.replies_with_list else response
+            yield await handle.encode(functools.partial(dict, content), index)

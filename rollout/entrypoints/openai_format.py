@@ -7,6 +7,7 @@ A native log-probability entry is `[log-probability or None, token id, text or N
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,32 +87,38 @@ def finish_fields(native: Native) -> dict[str, Any]:
 
 def completion_choice(request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
     """One choice; `prompt_text` is empty unless echoed."""
-    logprobs = None if request.logprobs is None else completion_logprobs(request, native["meta_info"], 0)
+    logprobs = None if request.logprobs is None else completion_logprobs(request, native["meta_info"])
     choice = {"index": index, "text": prompt_text + native.get("text", ""), "logprobs": logprobs}
     return choice | finish_fields(native) | choice_extras(request, native)
 
 
-def completion_logprobs(request: CompletionRequest, meta: dict[str, Any], first: int) -> dict[str, Any]:
-    """Parallel lists over the tokens from `first` on; with echo the prompt's tokens come before the output's."""
-    entries: list[Entry] = list(meta["output_token_logprobs"])
-    tops: list[list[Entry] | None] = list(meta.get("output_top_logprobs", [[] for _ in entries]))
+def completion_logprobs(
+    request: CompletionRequest, meta: dict[str, Any], first: int = 0, position: int = 0
+) -> dict[str, Any]:
+    """Parallel lists over the output tokens from `first` on, whose text begins at `position`.
+
+    With echo, where `first` is 0, the prompt's tokens come before them.
+    """
+    entries: list[Entry] = meta["output_token_logprobs"][first:]
+    tops: list[list[Entry] | None] = _tops(meta, "output_top_logprobs", first, entries)
     if request.echo:
         prompt = meta["input_token_logprobs"]
         entries = prompt + entries
-        tops = meta.get("input_top_logprobs", [[] for _ in prompt]) + tops
-    offsets, position = [], 0
-    for entry in entries:
-        offsets.append(position)
-        position += len(_token_text(entry))
-    entries, tops = entries[first:], tops[first:]
+        tops = _tops(meta, "input_top_logprobs", 0, prompt) + tops
+    tokens = [_token_text(entry) for entry in entries]
     return {
-        "tokens": [_token_text(entry) for entry in entries],
+        "tokens": tokens,
         "token_logprobs": [None if entry[0] is None else _finite(entry[0]) for entry in entries],
         "top_logprobs": [
             None if entry[0] is None else _top_dict(entry, top or []) for entry, top in zip(entries, tops)
         ],
-        "text_offset": offsets[first:],
+        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=position)) if tokens else [],
     }
+
+
+def _tops(meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry]) -> list[Any]:
+    """The most probable tokens beside `entries`, none where nobody asked for them."""
+    return meta[name][first:] if name in meta else [[] for _ in entries]
 
 
 def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
@@ -134,11 +141,10 @@ def chat_choice(request: ChatCompletionRequest, index: int, native: Native) -> d
 
 def chat_logprobs(meta: dict[str, Any], first: int) -> dict[str, Any]:
     """One object per output token from `first` on."""
-    entries = meta["output_token_logprobs"]
-    tops = meta.get("output_top_logprobs", [[] for _ in entries])
+    entries = meta["output_token_logprobs"][first:]
     content = [
         _chat_entry(entry) | {"top_logprobs": [_chat_entry(item) for item in top]}
-        for entry, top in zip(entries[first:], tops[first:])
+        for entry, top in zip(entries, _tops(meta, "output_top_logprobs", first, entries))
     ]
     return {"content": content, "refusal": None}
 
@@ -160,6 +166,7 @@ class StreamCursor:
         self._num_chars = 0
         self._num_tokens = 0
         self._num_logprobs = 0
+        self._position = 0  # in the text of those tokens
 
     def completion_chunk(
         self, request: CompletionRequest, index: int, native: Native, prompt_text: str
@@ -170,8 +177,9 @@ class StreamCursor:
         logprobs = None
         # The prompt's log-probabilities come first but are known last: with echo all go into the last chunk.
         if request.logprobs is not None and (not request.echo or _is_finished(native)):
-            logprobs = completion_logprobs(request, native["meta_info"], self._num_logprobs)
+            logprobs = completion_logprobs(request, native["meta_info"], self._num_logprobs, self._position)
             self._num_logprobs += len(logprobs["tokens"])
+            self._position += sum(map(len, logprobs["tokens"]))
         choice = {"index": index, "text": text, "logprobs": logprobs}
         return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
 

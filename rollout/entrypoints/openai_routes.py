@@ -6,6 +6,7 @@ Knows the order of a response's parts.  Their layout is `openai_format`, their r
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
@@ -21,6 +22,7 @@ from rollout.entrypoints.openai_protocol import ChatCompletionRequest, Completio
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
+from rollout.tokenizer_manager.response import encode_json
 
 CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 ChatBody = Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))]
@@ -57,10 +59,11 @@ class OpenAIRoutes:
             events = self._events(handle, body, "text_completion", chunk_of)
             return SseResponse(events, on_close=handle.abort)
         natives = await until_disconnect(request.receive, handle.results())
-        choices = [
-            fmt.completion_choice(body, index, native, prompt_texts[index]) for index, native in enumerate(natives)
-        ]
-        return self._response(body, "text_completion", natives, choices)
+
+        def choice_of(index: int, native: fmt.Native) -> dict[str, Any]:
+            return fmt.completion_choice(body, index, native, prompt_texts[index])
+
+        return await self._response(handle, body, "text_completion", natives, choice_of)
 
     def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
         """The text to put before each choice."""
@@ -84,8 +87,8 @@ class OpenAIRoutes:
             events = self._events(handle, body, "chat.completion.chunk", chunk_of, opens_with_role=True)
             return SseResponse(events, on_close=handle.abort)
         natives = await until_disconnect(request.receive, handle.results())
-        choices = [fmt.chat_choice(body, index, native) for index, native in enumerate(natives)]
-        return self._response(body, "chat.completion", natives, choices)
+        choice_of = functools.partial(fmt.chat_choice, body)
+        return await self._response(handle, body, "chat.completion", natives, choice_of)
 
     async def _submit_chat(self, body: ChatCompletionRequest) -> GenerateHandle:
         prompt_ids = body.input_ids
@@ -104,11 +107,21 @@ class OpenAIRoutes:
     def _model_name(self, body: OpenAIRequest) -> str:
         return body.model or self._manager.server_args.name
 
-    def _response(
-        self, body: OpenAIRequest, object_name: str, natives: list[fmt.Native], choices: list[dict[str, Any]]
+    async def _response(
+        self,
+        handle: GenerateHandle,
+        body: OpenAIRequest,
+        object_name: str,
+        natives: list[fmt.Native],
+        choice_of: Callable[[int, fmt.Native], dict[str, Any]],
     ) -> Response:
         head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
-        return json_response(head | {"choices": choices} | fmt.response_tail(body, natives))
+
+        def content() -> dict[str, Any]:
+            choices = [choice_of(index, native) for index, native in enumerate(natives)]
+            return head | {"choices": choices} | fmt.response_tail(body, natives)
+
+        return Response(await handle.encode(content), media_type="application/json")
 
     async def _events(
         self,
@@ -118,7 +131,7 @@ class OpenAIRoutes:
         chunk_of: ChunkOf,
         *,
         opens_with_role: bool = False,
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Chunks of every choice as they come, then the routes of the first choice, then the usage."""
         created = int(time.time())
         cursors: defaultdict[int, fmt.StreamCursor] = defaultdict(fmt.StreamCursor)
@@ -127,19 +140,21 @@ class OpenAIRoutes:
         async with contextlib.aclosing(handle.stream()) as stream:
             async for index, native in stream:
                 if opens_with_role and index not in cursors:
-                    yield head | {"choices": [_role_choice(index)]}
-                chunk = head | {"choices": [chunk_of(cursors[index], index, native)]}
-                if native["meta_info"]["finish_reason"] is not None:
+                    yield encode_json(head | {"choices": [_role_choice(index)]})
+                choice_of = functools.partial(chunk_of, cursors[index], index, native)
+                if native["meta_info"]["finish_reason"] is None:
+                    yield encode_json(_chunk(head, choice_of))
+                else:
                     finals[index] = native
-                    chunk["metadata"] = fmt.metadata(native)
-                yield chunk
+                    last = head | {"metadata": fmt.metadata(native)}
+                    yield await handle.encode(functools.partial(_chunk, last, choice_of), index)
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)
         closing = head | {"choices": [], "metadata": tail["metadata"]}
         if "sglext" in tail:
-            yield closing | {"sglext": tail["sglext"]}
+            yield encode_json(closing | {"sglext": tail["sglext"]})
         if body.stream_options.include_usage:
-            yield closing | {"usage": tail["usage"]}
+            yield encode_json(closing | {"usage": tail["usage"]})
 
     # --- models --------------------------------------------------------------------------------------------------
 
@@ -162,6 +177,10 @@ class OpenAIRoutes:
             "parent": None,
             "max_model_len": self._manager.limits.context_length,
         }
+
+
+def _chunk(head: dict[str, Any], choice_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return head | {"choices": [choice_of()]}
 
 
 def _first_native(handle: GenerateHandle) -> fmt.Native:

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from rollout.core.detokenizer import IncrementalDetokenizer, final_text
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishReason
-from rollout.tokenizer_manager.response import RouteShape, build_response, is_heavy
+from rollout.tokenizer_manager.response import (
+    HEAVY,
+    HEAVY_JSON,
+    OutputEntries,
+    RouteShape,
+    build_response,
+    encode_json,
+    weight,
+)
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 
 class RefusedByScheduler(LockstepError):
@@ -62,6 +72,7 @@ class SampleText:
 class Sample:
     record: SampleRecord
     text: SampleText | None
+    entries: OutputEntries = field(default_factory=OutputEntries)
 
 
 class GenerateHandle:
@@ -120,7 +131,8 @@ class GenerateHandle:
                     if self._samples[index].record.finished is not None:
                         self._raise_if_refused(self._samples[index].record)
                         done.add(index)
-            return [await self._respond(index) for index in range(len(self._samples))]
+            is_heavy = sum(weight(sample.record) for sample in self._samples) > HEAVY
+            return await _run(lambda: [self._build(sample) for sample in self._samples], is_heavy)
         except BaseException:
             self.abort()
             raise
@@ -145,6 +157,16 @@ class GenerateHandle:
             self.abort()
             raise
 
+    async def encode(self, make: Callable[[], Any], index: int | None = None) -> bytes:
+        """`make()` as JSON, off the event loop if it holds much: all of sample `index`, or of all samples.
+
+        `make` reads responses, not records.
+        """
+        samples = self._samples if index is None else [self._samples[index]]
+        is_over = all(sample.record.finished is not None for sample in samples)
+        total = sum(weight(sample.record) for sample in samples)
+        return await _run(lambda: _encode(make()), total > (HEAVY if is_over else HEAVY_JSON))
+
     async def _next_news(self) -> list[int]:
         """Waits without a deadline: every request ends, or `fail` is called when the scheduler is gone."""
         await self._news.wait()
@@ -163,16 +185,22 @@ class GenerateHandle:
 
     async def _respond(self, index: int) -> dict[str, Any]:
         sample = self._samples[index]
-        if is_heavy(sample.record):
-            return await asyncio.to_thread(self._build, sample)
-        return self._build(sample)
+        # Never in another thread while the record can still grow.
+        is_heavy = sample.record.finished is not None and weight(sample.record) > HEAVY
+        return await _run(lambda: self._build(sample), is_heavy)
 
     def _build(self, sample: Sample) -> dict[str, Any]:
         text = None if sample.text is None else sample.text.update()
-        return build_response(sample.record, text, self._route_shape, self._token_text())
+        token_text = None if self._tokenizer is None else self._tokenizer.token_text
+        return build_response(sample.record, text, self._route_shape, token_text, sample.entries)
 
-    def _token_text(self) -> Callable[[int], str] | None:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return None
-        return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
+
+async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
+    return await asyncio.to_thread(work) if is_heavy else work()
+
+
+def _encode(content: Any) -> bytes:
+    """Part by part: nothing else runs while one is encoded, in whatever thread."""
+    if isinstance(content, list):
+        return b"[" + b",".join(map(encode_json, content)) + b"]"
+    return encode_json(content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,8 +23,10 @@ from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPa
 from rollout.core.model_config import ModelConfig
 from rollout.tokenizer_manager.sample import SampleRecord, TopLogprobs
 
-HEAVY_BYTES = 1 << 16
-HEAVY_TOKENS = 4096
+HEAVY = 4096
+"""Weight from which on a response is built off the event loop: some milliseconds of work."""
+HEAVY_JSON = 1 << 15
+"""The same for making JSON of what is built already."""
 
 TokenText = Callable[[int], str]
 Entry = list[Any]
@@ -44,39 +46,59 @@ class RouteShape:
         return cls(config.num_experts, config.num_experts_per_tok, config.moe_layer_ids, config.num_hidden_layers)
 
 
+@dataclass
+class OutputEntries:
+    """Entries of the output tokens, made once each: the responses of a stream are cumulative."""
+
+    sampled: list[Entry] = field(default_factory=list)
+    top: list[list[Entry]] = field(default_factory=list)
+    chosen: list[list[Entry]] = field(default_factory=list)
+
+    def extend(self, record: SampleRecord, text_of: TokenText | None) -> None:
+        """Take in the tokens that are new."""
+        first, options = len(self.sampled), record.options
+        self.sampled += _entries(record.output_logprobs[first:], record.output_ids[first:], text_of)
+        if options.top_logprobs_num:
+            self.top += [_top_entries(top, text_of) for top in record.output_top[first:]]
+        if options.token_ids_logprob:
+            ids = options.token_ids_logprob
+            self.chosen += [_entries(values, ids, text_of) for values in record.output_chosen[first:]]
+
+
 def build_response(
-    record: SampleRecord, text: str | None, route_shape: RouteShape, token_text: TokenText | None
+    record: SampleRecord,
+    text: str | None,
+    route_shape: RouteShape,
+    token_text: TokenText | None,
+    entries: OutputEntries,
 ) -> dict[str, Any]:
     """The response of `record` as it stands; `text` None leaves the key out (a server without a tokenizer).
 
-    `token_text` gives the text of a single token id, for `return_text_in_logprobs`.
+    `token_text` gives the text of a single token id, for `return_text_in_logprobs`; `entries` are the record's own.
     """
     response: dict[str, Any] = {} if text is None else {"text": text}
     # Copies: the record grows while an earlier response of a stream is still being sent.
     response["output_ids"] = list(record.output_ids)
     if record.options.return_prompt_token_ids:
         response["prompt_token_ids"] = record.prompt_ids
-    response["meta_info"] = build_meta_info(record, route_shape, token_text)
+    response["meta_info"] = build_meta_info(record, route_shape, token_text, entries)
     return response
 
 
-def is_heavy(record: SampleRecord) -> bool:
-    """Whether building the response takes long enough to leave the event loop for it.
-
-    Never while the record can still grow: another thread must not read it then.
-    """
-    finished = record.finished
-    if finished is None:
-        return False
-    if len(record.output_ids) > HEAVY_TOKENS:
-        return True
-    routes, prompt = finished.routed_experts, finished.prompt_logprobs
-    return (routes is not None and len(routes.data) > HEAVY_BYTES) or (
-        prompt is not None and len(prompt.values) > HEAVY_TOKENS
-    )
+def weight(record: SampleRecord) -> int:
+    """How much the response holds: its tokens, their entries, and the bytes of routes over 16."""
+    options, finished = record.options, record.finished
+    entries = 1 + options.top_logprobs_num + len(options.token_ids_logprob or ()) if options.return_logprob else 0
+    total = len(record.output_ids) * (1 + entries)
+    if finished is not None:
+        total += len(finished.prompt_logprobs.values) * entries if finished.prompt_logprobs is not None else 0
+        total += len(finished.routed_experts.data) // 16 if finished.routed_experts is not None else 0
+    return total
 
 
-def build_meta_info(record: SampleRecord, route_shape: RouteShape, token_text: TokenText | None) -> dict[str, Any]:
+def build_meta_info(
+    record: SampleRecord, route_shape: RouteShape, token_text: TokenText | None, entries: OutputEntries
+) -> dict[str, Any]:
     """`meta_info`: the counters always, the rest as the request asked and as far as the sample has come."""
     finished = record.finished
     meta: dict[str, Any] = {
@@ -89,7 +111,8 @@ def build_meta_info(record: SampleRecord, route_shape: RouteShape, token_text: T
     }
     if record.options.return_logprob:
         text_of = token_text if record.options.return_text_in_logprobs else None
-        _add_output_logprobs(meta, record, text_of)
+        entries.extend(record, text_of)
+        _add_output_logprobs(meta, record, entries)
         _add_input_logprobs(meta, record, text_of)
     if finished is not None:
         _add_finished(meta, record, finished)
@@ -128,14 +151,13 @@ def _span_dicts(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
     return [msgspec.structs.asdict(span) for span in spans]
 
 
-def _add_output_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:
-    meta["output_token_logprobs"] = _entries(record.output_logprobs, record.output_ids, text_of)
-    meta["output_token_logprobs_length"] = len(record.output_logprobs)
+def _add_output_logprobs(meta: dict[str, Any], record: SampleRecord, entries: OutputEntries) -> None:
+    meta["output_token_logprobs"] = list(entries.sampled)  # copies, like the ids
+    meta["output_token_logprobs_length"] = len(entries.sampled)
     if record.options.top_logprobs_num:
-        meta["output_top_logprobs"] = [_top_entries(top, text_of) for top in record.output_top]
+        meta["output_top_logprobs"] = list(entries.top)
     if record.options.token_ids_logprob:
-        ids = record.options.token_ids_logprob
-        meta["output_token_ids_logprobs"] = [_entries(values, ids, text_of) for values in record.output_chosen]
+        meta["output_token_ids_logprobs"] = list(entries.chosen)
 
 
 def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:

@@ -41,6 +41,7 @@ class Tokenizer:
         self._longest_token = max(map(len, backend.get_vocab()))
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-short")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._token_texts: dict[int, str] = {}
         self._backend(["."])  # sets what a Hugging Face tokenizer sets at its first call, before there are threads
 
     @classmethod
@@ -129,6 +130,22 @@ class Tokenizer:
         )
         assert isinstance(text, str), "a flat list of ids decodes to one text"
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special ones too; kept, as the same few thousand are asked for again and again."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    async def decode_each(self, batch: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Text of each list of ids."""
+        size = sum(map(len, batch))
+
+        def decode() -> list[str]:
+            return [self.decode(token_ids, skip_special_tokens=skip_special_tokens) for token_ids in batch]
+
+        return decode() if size <= INLINE_CHARS else await self._in_thread(decode, size)
 
     async def render_chat(
         self, messages: list[dict[str, Any]], *, tools: list[Any] | None, continue_final: bool, extra: dict[str, Any]

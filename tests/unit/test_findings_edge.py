@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,28 @@ import httpx
 import pytest
 
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, FinishReason, GetStateReqInput
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    FinishReason,
+    GetStateReqInput,
+    LogprobDelta,
+    ReqOutput,
+)
+from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
 from rollout.scheduler import weight_reading
+from rollout.tokenizer_manager import response
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.request import OutputOptions
+from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
+from tests.stand_in_scheduler import StandInScheduler
 from tests.tiny_tokenizer import write_model_folder
 
 ONE_TOKEN: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
@@ -313,3 +327,81 @@ def test_engine_17_get_weights_by_name_shows_a_bounded_count_of_numbers(
     assert shown.success and len(shown.data["parameter"]) == 2
     refused = harness.control(GetWeightsByNameReqInput, name=name, truncate_size=2**31 - 1)
     assert not refused.success and refused.status_code == 413 and "truncate_size" in refused.message
+
+
+# --- big answers -------------------------------------------------------------------------------------------------
+
+
+def ping_while(live: Live, work: Callable[[], Any]) -> float:
+    """Seconds of the slowest /ping beside `work`."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    times = []
+    with httpx.Client(base_url=live.url, timeout=60.0) as client:
+        while thread.is_alive():
+            started = time.monotonic()
+            assert client.get("/ping").status_code == 200
+            times.append(time.monotonic() - started)
+    thread.join()
+    return max(times)
+
+
+@pytest.fixture(scope="module")
+def long_context(folder: Path) -> Iterator[Live]:
+    def engine(args: ServerArgs, input_addr: str, output_addr: str) -> StandInScheduler:
+        scheduler = StandInScheduler(input_addr, output_addr)
+        scheduler.context_length = scheduler.max_total_num_tokens = 100_000
+        return scheduler
+
+    with live_server(folder, engine=engine) as server:
+        yield server
+
+
+def test_engine_12_log_probabilities_with_text_do_not_hold_up_others(long_context: Live) -> None:
+    params = {"max_new_tokens": 400, "n": 4}
+    body = {"input_ids": [1, 2, 3], "sampling_params": params, "return_logprob": True, "return_text_in_logprobs": True}
+    body["top_logprobs_num"] = 200
+    replies: list[Any] = []
+    slowest = ping_while(
+        long_context, lambda: replies.append(httpx.post(f"{long_context.url}/generate", json=body, timeout=60))
+    )
+    assert [len(reply["meta_info"]["output_top_logprobs"]) for reply in replies[0].json()] == [400] * 4
+    assert slowest < 1.0, slowest
+
+
+def test_engine_12_detokenize_is_capped_and_does_not_hold_up_others(long_context: Live) -> None:
+    ids = [[100] * 50_000] * 20
+    replies: list[Any] = []
+    slowest = ping_while(
+        long_context,
+        lambda: replies.append(httpx.post(f"{long_context.url}/detokenize", json={"tokens": ids}, timeout=60)),
+    )
+    assert replies[0].status_code == 200 and len(replies[0].json()["text"]) == 20
+    assert slowest < 0.7, slowest
+    assert long_context.refused("/detokenize", tokens=[100] * ((1 << 20) + 1))[0] == 413
+
+
+def test_engine_12_a_stream_makes_each_entry_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    original = response._entries
+
+    def counting(values: Any, ids: Any, text_of: Any) -> Any:
+        nonlocal made
+        made += len(values)
+        return original(values, ids, text_of)
+
+    monkeypatch.setattr(response, "_entries", counting)
+    options = OutputOptions(return_logprob=True, top_logprobs_num=2)
+    record = SampleRecord("r", [1], SamplingParams(), options, 0.0, "v")
+    shape = response.RouteShape(8, 2, (0,), 1)
+    handle = GenerateHandle(
+        [record], replies_with_list=False, tokenizer=None, route_shape=shape, abort=lambda rids: None
+    )
+    for count in range(1, 101):
+        logprobs = LogprobDelta(values=[-1.0], top=[([-1.0, -2.0], [5, 6])])
+        record.append(
+            ReqOutput(rid="r", token_ids=[5], num_output_tokens=count, weight_version="v", logprobs=logprobs), 0.0
+        )
+        meta = handle._build(handle._samples[0])["meta_info"]
+        assert len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == count
+    assert made == 300
