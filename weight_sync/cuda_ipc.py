@@ -3,11 +3,15 @@
 A handle opens on the same machine and the same device only, while its owner keeps the memory.  SGLang's clients put the
 device's UUID where torch puts its index, as two processes may number devices differently; both are read.
 
+torch takes a handle at its word: it counts down the counter that the handle names, wherever that is, and gives a tensor
+of the size that it states.  So both are checked here, against the file of counters and the allocation.
+
 Nothing here runs without a CUDA device: a process that sees none refuses the payload and says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +19,10 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.shared_segment import torch_shared_file
+
+_COUNTERS = 10_000  # in one file; torch's CUDA_IPC_REF_COUNTER_FILE_SIZE
+_COUNTER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,12 @@ class CudaHandle:
     counter_offset: int
     event: bytes
     event_sync_required: bool
+
+    def check_counter(self) -> None:
+        """Raises `WeightRequestError` unless the counter lies in a file of counters, as torch makes them."""
+        if not 0 <= self.counter_offset < _COUNTERS:
+            raise WeightRequestError(f"a CUDA handle names counter {self.counter_offset} of {_COUNTERS}")
+        torch_shared_file(self.counter.decode("ascii", "replace"), _COUNTERS * _COUNTER_BYTES).check()
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,9 @@ class CudaStorage:
     @cached_property
     def _content(self) -> torch.Tensor:
         handle = self.handle
+        handle.check_counter()
         try:
-            return rebuild_cuda_tensor(
+            content = rebuild_cuda_tensor(
                 torch.Tensor,
                 (handle.nbytes,),
                 (1,),
@@ -68,6 +83,25 @@ class CudaStorage:
             )
         except RuntimeError as error:
             raise TransportError(f"the sender's CUDA memory cannot be opened: {error}") from error
+        opened = content.data_ptr() - handle.offset_bytes
+        base, size = allocation_of(opened)
+        if content.data_ptr() + handle.nbytes > base + size:
+            raise WeightRequestError(
+                f"a CUDA handle tells of bytes {handle.offset_bytes} to {handle.offset_bytes + handle.nbytes} of an "
+                f"allocation of {base + size - opened}"
+            )
+        return content
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """Address and bytes of the allocation on a device that holds `address`.  Raises `TransportError`."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    found = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+    )
+    if found != 0:
+        raise TransportError(f"the sender's CUDA memory cannot be looked at: error {found}")
+    return base.value, size.value
 
 
 def require_cuda() -> None:
