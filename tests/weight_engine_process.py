@@ -62,6 +62,12 @@ class Engine:
     def call(self, verb: str, **arguments: Any) -> Any:
         return self._ask({"verb": verb, "arguments": arguments})
 
+    def settle(self) -> None:
+        """Drop what is open, whoever began it."""
+        status = self.call("status")
+        if status["open"]:
+            self.call("abort", update_id=status["update_id"])
+
     def init_weights_update_group(self, **arguments: Any) -> dict[str, Any]:
         return {"success": self.call("init_group", **arguments)}
 
@@ -74,11 +80,14 @@ class Engine:
     def update_weights_from_distributed(self, **arguments: Any) -> dict[str, Any]:
         return {"success": self.call("receive_distributed", **arguments)}
 
-    def end_weight_update(self, phase: str | None = None) -> dict[str, Any]:
-        return self.call("end", phase=phase)
+    def end_weight_update(self, phase: str | None = None, update_id: str | None = None) -> dict[str, Any]:
+        return self.call("end", phase=phase, update_id=update_id)
 
-    def abort_weight_update(self) -> dict[str, Any]:
-        return {"success": self.call("abort")}
+    def abort_weight_update(self, update_id: str | None = None) -> dict[str, Any]:
+        return {"success": self.call("abort", update_id=update_id)}
+
+    def weight_update(self, update_id: str) -> dict[str, Any]:
+        return self.call("outcome", update_id=update_id)
 
     def _ask(self, request: dict[str, Any]) -> Any:
         with self._lock:
@@ -108,10 +117,13 @@ class _Server:
             return self.updater.init_group(rank=rank, **arguments)
         if verb == "begin":
             manifest = arguments.pop("manifest", None)
+            arguments["bound"] = arguments.get("update_id") is not None
             return self.updater.begin(manifest=None if manifest is None else parse_manifest(manifest), **arguments)
+        if verb == "outcome":
+            return {"outcome": self.updater.outcome(arguments["update_id"]).kind}
         if verb == "end":
             if arguments["phase"] != "commit":
-                self.updater.verify()
+                self.updater.verify(arguments["update_id"])
             if arguments["phase"] == "verify":
                 return {}
             result = self.updater.commit()
@@ -119,11 +131,14 @@ class _Server:
         if verb == "content":
             return [block.hex() for block in self.weights.snapshot()]
         if verb == "receive_distributed":
-            version = arguments.pop("weight_version", None)
-            return self.updater.receive(self.updater.distributed_source(**arguments), version)
+            version, update_id = (arguments.pop(name, None) for name in ("weight_version", "update_id"))
+            return self.updater.receive(self.updater.distributed_source(**arguments), version, update_id)
         if verb == "checksums":
             return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
-        if verb in ("status", "content_digest", "abort", "destroy_group"):
+        if verb == "content_digest":
+            self.updater.content.note(live_fingerprints(self.weights))
+            return self.updater.content.digest
+        if verb in ("status", "abort", "destroy_group"):
             return getattr(self.updater, verb)(**arguments)
         raise ValueError(verb)
 

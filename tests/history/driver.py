@@ -183,7 +183,9 @@ class Driver(Harness):
             settings["clock"] = lambda: self.now
             settings["vote"] = lambda mine: self.failures.vote(mine, verifying=True)
             settings["commit_vote"] = lambda mine: self.failures.vote(mine, verifying=False)
-            self.updater = updater_class(FailingWeights(weights, self.failures), **settings)  # type: ignore[arg-type]
+            failing: Any = FailingWeights(weights, self.failures)
+            settings["target"] = lambda _: failing
+            self.updater = updater_class(failing, **settings)
             return self.updater
 
         return make

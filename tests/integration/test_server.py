@@ -323,6 +323,9 @@ def test_bad_buckets_change_nothing(server: ServerProcess, folder: Path, referen
             assert refused.status_code == 400 and reason in refused.json()["message"], refused.text
             assert server.http.post("/end_weight_update", json={}).status_code == 409
             assert fingerprints(server) == reference[0]
+        lost = server.http.post("/update_weights_from_distributed", json=trainer.send([name]))
+        assert lost.status_code == 409, "it may be of the update that was refused"
+        assert server.http.post("/abort_weight_update", json={}).status_code == 409, "a new start"
         ok = server.http.post("/update_weights_from_distributed", json=trainer.send([name]))
         assert ok.status_code == 200, "after all that a good bucket is taken"
         assert fingerprints(server) != reference[0]

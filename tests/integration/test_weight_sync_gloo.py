@@ -30,8 +30,7 @@ def shared_engine() -> Iterator[Engine]:
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     yield shared_engine
-    if shared_engine.call("status")["open"]:
-        shared_engine.call("abort")
+    shared_engine.settle()
 
 
 @pytest.fixture

@@ -62,8 +62,7 @@ def shared_engines() -> Iterator[dict[str, Engine]]:
 def engines(shared_engines: dict[str, Engine]) -> Iterator[dict[str, Engine]]:
     yield shared_engines
     for engine in shared_engines.values():
-        if engine.call("status")["open"]:
-            engine.call("abort")
+        engine.settle()
 
 
 def sender_for(controls: dict[str, Any], timeout_s: float = TIMEOUT_S, **options: Any) -> WeightSender:
@@ -160,12 +159,64 @@ def test_one_engine_fails_to_commit(engines: dict[str, Engine], policy: Any) -> 
     if policy == "abort_all":
         with pytest.raises(EngineError, match=r"engine b: .* committed all the same: a") as caught:
             sender.refresh(version(seed))
-        assert caught.value.committed == ["a"]
+        assert caught.value.committed == ["a"] and caught.value.unknown == []
     else:
         assert sender.refresh(version(seed)).left_out == ["b"]
     assert contents(engines) == {"a": content_of(seed), "b": before["b"]}
     assert not engines["b"].call("status")["open"]
     sender.close()
+
+
+class Late(Meddling):
+    """The engine does what it is asked, and its answers to some calls take `seconds`."""
+
+    def __init__(self, engine: Engine, verbs: tuple[str, ...], seconds: float) -> None:
+        super().__init__(engine, lambda verb, arguments: None)
+        self._verbs, self._seconds = verbs, seconds
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        passed_on = super().__getattr__(verb)
+
+        def call(**arguments: Any) -> Any:
+            reply = passed_on(**arguments)
+            if self.calls[-1] in self._verbs:
+                time.sleep(self._seconds)
+            return reply
+
+        return call
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_w12_an_engine_that_commits_after_the_deadline_has_committed(engines: dict[str, Engine], policy: Any) -> None:
+    late = Late(engines["b"], ("end_weight_update:commit",), 1.5)
+    sender = sender_for({"a": engines["a"], "b": late}, on_engine_failure=policy)
+    seed = next(seeds)
+    with_deadline(sender, 0.7)
+    report = sender.refresh(version(seed), f"v{seed}")
+    assert report.left_out == [] and report.engines["b"].committed and not report.engines["b"].unknown
+    assert "weight_update" in late.calls and contents(engines) == dict.fromkeys(engines, content_of(seed))
+    with_deadline(sender, TIMEOUT_S).close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
+    engines: dict[str, Engine], policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weight_sync.sender.fleet._ASK_S", 0.3)
+    verbs = ("end_weight_update:commit", "abort_weight_update", "weight_update")
+    sender = sender_for({"a": engines["a"], "b": Late(engines["b"], verbs, 3.0)}, on_engine_failure=policy)
+    seed = next(seeds)
+    with_deadline(sender, 0.7)
+    if policy == "abort_all":
+        with pytest.raises(EngineError, match="not known whether committed: b") as caught:
+            sender.refresh(version(seed))
+        assert caught.value.committed == ["a"] and caught.value.unknown == ["b"]
+        assert engines["b"].weight_update(update_id=str(caught.value.update_id))["outcome"] == "committed"
+    else:
+        report = sender.refresh(version(seed))
+        assert report.left_out == ["b"] and report.engines["b"].unknown and not report.engines["a"].unknown
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    with_deadline(sender, TIMEOUT_S).close()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +427,7 @@ def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() ->
         engines["b"].freeze()
         content = torch.zeros(4 << 20, dtype=torch.uint8)
         bucket = Bucket([TensorMeta("x", torch.uint8, (content.numel(),))], [content])
-        older, newer = link.start(bucket, None), link.start(bucket, None)
+        older, newer = link.start(bucket, None, "u"), link.start(bucket, None, "u")
         start = time.monotonic()
         while not older.poll():
             time.sleep(0.01)

@@ -168,6 +168,32 @@ def test_bad_control_bodies_are_refused_before_the_scheduler(live: Live, path: s
     assert live.scheduler.received == []
 
 
+@pytest.mark.parametrize(
+    ("body", "group"),
+    [
+        ({"group_name": "g", "names": "w"}, "g"),
+        ({"group_name": "g", "names": [], "dtypes": [], "shapes": [[-1]]}, "g"),
+        ({"names": []}, "weight_update_group"),
+        ({"group_name": 7}, None),
+        (b"{", None),
+    ],
+)
+def test_w17_a_bucket_that_cannot_be_read_is_refused_by_the_scheduler_too(live: Live, body: Any, group: Any) -> None:
+    """It has to leave the group, as the broadcast may be on its way."""
+    fields = {"content": body} if isinstance(body, bytes) else {"json": body}
+    reply = live.client.post("/update_weights_from_distributed", **fields)
+    assert reply.status_code == 400
+    [message] = live.sent(weight_io_struct.RefusedBucketReqInput)
+    assert message.group_name == group and message.reason == reply.json()["message"]
+
+
+def test_engine_18_routes_to_follow_are_refused(live: Live) -> None:
+    """They are not followed yet, and a score that ignores them would be wrong in silence."""
+    for path, body in (("generate", {"text": "a"}), ("v1/completions", {"prompt": "a"})):
+        reply = live.client.post(f"/{path}", json=body | {"replay_routed_experts": "AAAA"})
+        assert reply.status_code == 400 and "replay_routed_experts" in reply.json()["error"]["message"]
+
+
 def test_a_refusal_keeps_its_status_type_and_message(live: Live) -> None:
     live.scheduler.answers[weight_io_struct.EndWeightUpdateReqInput] = refusing(409, "no update is open")
     reply = live.client.post("/end_weight_update")

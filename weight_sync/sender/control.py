@@ -29,7 +29,7 @@ class EngineControl(Protocol):
     def destroy_weights_update_group(self, *, group_name: str) -> Mapping[str, Any]: ...
 
     def begin_weight_update(
-        self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None
+        self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
     ) -> Mapping[str, Any]: ...
 
     def update_weights_from_distributed(
@@ -41,11 +41,15 @@ class EngineControl(Protocol):
         group_name: str,
         load_format: str | None,
         weight_version: str | None,
+        update_id: str,
     ) -> Mapping[str, Any]: ...
 
-    def end_weight_update(self, *, phase: Phase | None = None) -> Mapping[str, Any]: ...
+    def end_weight_update(self, *, update_id: str, phase: Phase | None = None) -> Mapping[str, Any]: ...
 
-    def abort_weight_update(self) -> Mapping[str, Any]: ...
+    def abort_weight_update(self, *, update_id: str) -> Mapping[str, Any]: ...
+
+    def weight_update(self, *, update_id: str) -> Mapping[str, Any]:
+        """What became of an update: its `outcome`, with the answer of its end where that is `committed`."""
 
 
 def refusal(call: Future[Any]) -> BaseException | None:
@@ -53,6 +57,10 @@ def refusal(call: Future[Any]) -> BaseException | None:
     return call.exception() if call.done() else None
 
 
-def says_nothing_is_open(error: BaseException) -> bool:
-    """Whether a refusal is a 409: to an abort, that there is nothing to abort."""
-    return 409 in (getattr(error, "status_code", None), getattr(error, "status", None))
+def was_refused(error: BaseException) -> bool:
+    """Whether the engine has answered that it did not do what it was asked: a status of 4xx.
+
+    Anything else leaves open whether it does: silence, a broken connection, an error on the way.
+    """
+    status = getattr(error, "status_code", getattr(error, "status", None))
+    return isinstance(status, int) and 400 <= status < 500

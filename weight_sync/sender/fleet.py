@@ -4,7 +4,8 @@
 
 An engine fails by refusing, by breaking its connection or by letting a deadline pass.  Then, by choice, the whole
 refresh is aborted (`abort_all`), or that engine is left out and the others go on (`leave_out`).  No engine commits
-before all that take part have verified.  An engine on its own verifies and commits in one call.
+before all that take part have verified.  An engine on its own verifies and commits in one call.  One that does not
+answer to its commit is asked what became of it: it may have the new version all the same.
 
 Knows links, calls and deadlines.  Does not know tensors.
 """
@@ -18,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError, TransportError
-from weight_sync.sender.control import refusal, says_nothing_is_open
+from weight_sync.sender.control import refusal, was_refused
 from weight_sync.sender.errors import EngineError
 from weight_sync.sender.link import Bucket, EngineLink, Sending
 from weight_sync.sender.report import EngineReport
@@ -29,13 +30,16 @@ _POLL_S = 0.0005
 _MOST_POLL_S = 0.005
 _ABORT_S = 10.0
 """At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
+_ASK_S = 5.0
+"""For engines in doubt to drop what they have not committed, and again to say what became of it."""
 
 
 class Fleet:
     """One refresh over `links`, once.  `abort` is the way out of every failure, of one in here and of any other."""
 
-    def __init__(self, links: Mapping[str, EngineLink], on_engine_failure: OnEngineFailure) -> None:
+    def __init__(self, links: Mapping[str, EngineLink], on_engine_failure: OnEngineFailure, update_id: str) -> None:
         self._links = links
+        self._update_id = update_id
         self._policy = on_engine_failure
         self._active = list(links)
         self._open: set[str] = set()  # engines that hold a transaction of ours
@@ -66,7 +70,9 @@ class Fleet:
 
         So an engine takes buckets in their order, and finds the next one waiting.
         """
-        self._sending.append({name: self._links[name].start(bucket, weight_version) for name in self._active})
+        self._sending.append(
+            {name: self._links[name].start(bucket, weight_version, self._update_id) for name in self._active}
+        )
 
     def await_begun(self) -> None:
         """Wait until the engines have taken up the buckets on their way."""
@@ -84,6 +90,8 @@ class Fleet:
             self._settle(self._ask({"phase": "verify"})[1])
             phase = {"phase": "commit"}
         replies, failed = self._ask(phase)
+        replies |= self._committed_of(failed)
+        failed = {name: error for name, error in failed.items() if name not in replies}
         for name, reply in replies.items():
             self._open.discard(name)
             self.reports[name].committed = True
@@ -101,9 +109,9 @@ class Fleet:
                 one.hurry(0.0)
         while self._sending:
             self._drain(self._sending.popleft())
-        calls = {name: self._links[name].call("abort_weight_update") for name in self._open}
+        calls = self._call("abort_weight_update", self._open)
         for name, error in self._failed("abort_weight_update", calls, _ABORT_S).items():
-            if cause is not None and not says_nothing_is_open(error):
+            if cause is not None and not was_refused(error):
                 cause.add_note(f"engine {name}: aborting the weight update failed as well: {_described(error)}")
         self._open.clear()
 
@@ -119,17 +127,37 @@ class Fleet:
 
     def _ask(self, phase: dict[str, Any]) -> tuple[dict[str, Mapping[str, Any]], dict[str, BaseException]]:
         """`end_weight_update` on all active engines: replies and failures."""
-        calls = {name: self._links[name].call("end_weight_update", **phase) for name in self._active}
+        calls = self._call("end_weight_update", self._active, **phase)
         failed = self._failed("end_weight_update", calls)
         return {name: call.result() or {} for name, call in calls.items() if name not in failed}, failed
+
+    def _committed_of(self, failed: Mapping[str, BaseException]) -> dict[str, Mapping[str, Any]]:
+        """Engines that have committed, though their answer did not come, and what it would have been.
+
+        First they drop what they have not committed, so that it does not come into force later.
+        """
+        doubtful = [name for name, error in failed.items() if not was_refused(error)]
+        self._wait("abort_weight_update", self._call("abort_weight_update", doubtful), _ASK_S)
+        asked = self._call("weight_update", doubtful)
+        silent = self._wait("weight_update", asked, _ASK_S)
+        answers = {name: call.result() for name, call in asked.items() if name not in silent}
+        for name in doubtful:
+            self.reports[name].unknown = answers.get(name, {}).get("outcome") in (None, "open", "verified")
+            self._open.discard(name)
+        return {name: answer for name, answer in answers.items() if answer.get("outcome") == "committed"}
+
+    def _call(self, verb: str, names: Collection[str], **fields: Any) -> dict[str, Future[Any]]:
+        return {name: self._links[name].call(verb, update_id=self._update_id, **fields) for name in names}
 
     def _failed(
         self, verb: str, calls: Mapping[str, Future[Any]], within_s: float = float("inf")
     ) -> dict[str, BaseException]:
         """Wait for calls until the deadline; who failed, and with what."""
+        return self._wait(verb, calls, min([within_s, *(self._links[name].timeout_s for name in calls)]))
+
+    def _wait(self, verb: str, calls: Mapping[str, Future[Any]], timeout_s: float) -> dict[str, BaseException]:
         if not calls:
             return {}
-        timeout_s = min(within_s, *(self._links[name].timeout_s for name in calls))
         wait(calls.values(), timeout=timeout_s)
         failed: dict[str, BaseException] = {}
         for name, call in calls.items():
@@ -149,16 +177,18 @@ class Fleet:
             self.reports[name].error = _described(error)
             self.reports[name].seconds = time.perf_counter() - self._start
         committed = [name for name, report in self.reports.items() if report.committed]
+        unknown = [name for name, report in self.reports.items() if report.unknown]
         if self._policy == "abort_all" or not self._active:
             first = next(iter(failed.values()))
-            raise EngineError(self._failures, committed) from first
+            raise EngineError(self._failures, committed, unknown, self._update_id) from first
 
     def _abort_if_begun(self, name: str, call: Future[Any]) -> None:
-        """Our own transaction, should one be open after all: never one of another trainer, which begin refused for."""
+        """Should it be open after all."""
 
         def abort(begun: Future[Any]) -> None:
-            if begun.exception() is None:
-                self._links[name].call("abort_weight_update")
+            error = begun.exception()
+            if error is None or not was_refused(error):
+                self._call("abort_weight_update", [name])
 
         call.add_done_callback(abort)
 

@@ -103,7 +103,7 @@ class EngineLink:
         """A control call on its way."""
         return in_thread(getattr(self._control, verb), **fields)
 
-    def start(self, bucket: Bucket, weight_version: str | None) -> Sending:
+    def start(self, bucket: Bucket, weight_version: str | None, update_id: str) -> Sending:
         """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""
         if self._group is None:
             raise TransactionStateError(f"engine {self.name} is not connected; connect first")
@@ -115,6 +115,7 @@ class EngineLink:
             group_name=self._group.name,
             load_format=PIECES,
             weight_version=weight_version,
+            update_id=update_id,
         )
         return Sending(self, self._group, call, bucket)
 

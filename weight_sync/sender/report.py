@@ -19,6 +19,7 @@ class EngineReport:
     seconds: float = 0.0  # from begin until it answered for the last time
     stall_seconds: float | None = None  # that its steps stood still for the commit, as it says itself
     committed: bool = False
+    unknown: bool = False  # it may have committed all the same: it did not say
     error: str | None = None  # why it was left out
 
 
@@ -39,7 +40,7 @@ class RefreshReport:
 
     @property
     def left_out(self) -> list[str]:
-        """Engines that do not have this version."""
+        """Engines that do not have this version, or do not say."""
         return [name for name, engine in self.engines.items() if not engine.committed]
 
 

@@ -7,6 +7,7 @@ checkpoint names.  Does not know HTTP or training.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -219,7 +220,9 @@ class WeightSender:
     def _new_update(self, fields: dict[str, Any], num_bytes: int | None, progress: Progress | None) -> WeightUpdate:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
-        return WeightUpdate(Fleet(self._links, self._policy), self._device, fields, num_bytes, progress)
+        fields = {"update_id": uuid.uuid4().hex} | fields
+        fleet = Fleet(self._links, self._policy, fields["update_id"])
+        return WeightUpdate(fleet, self._device, fields, num_bytes, progress)
 
     def _lead(
         self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], ranks: TrainerRanks | None

@@ -26,7 +26,10 @@ Progress = Callable[[int, int], None]
 
 
 class WeightUpdate:
-    """`fields`: of begin.  `num_bytes`: how many will be sent, for `progress(done, total)`; None: not known."""
+    """`fields`: of begin, `update_id` among them.  `num_bytes`: how many will be sent, for `progress(done, total)`.
+
+    None: not known.
+    """
 
     def __init__(
         self,
