@@ -76,9 +76,10 @@ def test_w07_what_is_left_of_one_trainer_is_not_taken_for_another_s(server: Serv
     assert bucket(server, lost).status_code == 200
     time.sleep(0.6)
     begun = post(server, "/begin_weight_update", weight_version="8", coverage="partial", update_id="b")
-    assert begun.status_code == 200 and begun.json()["update_id"] == "b"
+    assert begun.status_code == 200, begun.text
     stray = bucket(server, late)
     assert stray.status_code == 409, stray.text
+    assert begun.json()["update_id"] == "b"
     assert post(server, "/end_weight_update").status_code == 409
     assert post(server, "/abort_weight_update", update_id="a").status_code == 409
     assert bucket(server, part, update_id="b").status_code == 200
