@@ -6,6 +6,9 @@ import msgspec
 
 from rollout.core.errors import DeadlinePassed
 
+CHANNEL_SECRET = "LOCKSTEP_CHANNEL_SECRET"
+"""Environment variable in which ranks get what proves that a message over the network is theirs."""
+
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
     """Tagged with the name of its class, so that a union of messages can be decoded."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import ipaddress
+import os
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rollout.core.errors import StartupError
@@ -35,8 +37,14 @@ class ServerArgs:
     receive_timeout: float = _arg(
         60.0, "seconds in which a client must have sent a request; it gets more while 128 KiB a second come"
     )
-    api_key: str | None = _arg(None, "key that every request must carry as `Authorization: Bearer KEY`", secret=True)
-    admin_api_key: str | None = _arg(None, "key that control endpoints demand instead", secret=True)
+    api_key: str | None = _arg(
+        None,
+        "key that every request must carry as `Authorization: Bearer KEY`; @FILE, or $LOCKSTEP_API_KEY",
+        secret=True,
+    )
+    admin_api_key: str | None = _arg(
+        None, "key that control endpoints demand instead; @FILE, or $LOCKSTEP_ADMIN_API_KEY", secret=True
+    )
     allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
     allowed_hosts: str | None = _arg(
         None, "names, with commas between, by which a server without a key may be called; *: any"
@@ -237,9 +245,25 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     """The validated settings of a parsed command line.  Raises `StartupError`."""
-    args = ServerArgs(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(ServerArgs)})
+    settings = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(ServerArgs)}
+    secrets = {
+        f.name: _secret(f.name, settings[f.name]) for f in dataclasses.fields(ServerArgs) if f.metadata.get("secret")
+    }
+    args = ServerArgs(**settings | secrets)
     args.validate()
     return args
+
+
+def _secret(name: str, given: str | None) -> str | None:
+    """A key from the command line, which others on the machine can read, from a file, or from the environment."""
+    if given is None:
+        return os.environ.get(f"LOCKSTEP_{name.upper()}")
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--{name.replace('_', '-')} {given}: {error}") from None
 
 
 def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.core.message import CHANNEL_SECRET
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import ParallelLayout
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -58,7 +59,7 @@ class SchedulerProcesses:
                     json.dumps(config),
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
-                    env=SPIN_ENVIRONMENT | os.environ,
+                    env=SPIN_ENVIRONMENT | os.environ | _secret(channel),
                 )
         except BaseException:
             cls(processes).kill()
@@ -113,6 +114,11 @@ def _config(
         "remote_output_addr": None if channel is None else channel.remote_output_addr,
         "parent_pid": os.getpid(),
     }
+
+
+def _secret(channel: SchedulerChannel | None) -> dict[str, str]:
+    """Not on the command line, for the same reason."""
+    return {} if channel is None or channel.secret is None else {CHANNEL_SECRET: channel.secret}
 
 
 def describe_exit(status: int) -> str:

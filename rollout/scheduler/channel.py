@@ -77,8 +77,9 @@ class RawChannel(Channel, Protocol):
 class ZmqChannel:
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
-    def __init__(self, input_addr: str | None, output_addr: str) -> None:
-        """`input_addr` None: a rank that gets its messages from another one."""
+    def __init__(self, input_addr: str | None, output_addr: str, secret: str | None = None) -> None:
+        """`input_addr` None: a rank that gets its messages from another one.  `secret` goes before every message."""
+        self._secret = None if secret is None else secret.encode()
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
         self._output = self._context.socket(zmq.PUSH)
@@ -119,7 +120,10 @@ class ZmqChannel:
 
     def send(self, message: SchedulerOutput) -> None:
         """Never blocks: the queue to the main process has no limit."""
-        self._output.send(encode(message), zmq.NOBLOCK)
+        data = encode(message)
+        if self._secret is not None:
+            self._output.send(self._secret, zmq.NOBLOCK | zmq.SNDMORE)
+        self._output.send(data, zmq.NOBLOCK)
 
     def wake(self) -> None:
         with suppress(BlockingIOError):  # as many bytes as fit wait to be read already

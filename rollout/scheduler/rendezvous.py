@@ -27,6 +27,8 @@ _OWN_SETTINGS = frozenset(
         "host",
         "port",
         "allow_unauthenticated",
+        "allowed_hosts",
+        "receive_timeout",
         "node_rank",
         "num_threads",
         "weight_journal_dir",

@@ -21,6 +21,7 @@ import torch
 
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import SchedulerFailed
+from rollout.core.message import CHANNEL_SECRET
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import RankLostError
 from rollout.distributed.layout import layout_of
@@ -45,11 +46,11 @@ def main() -> int:
         return 2
     args = ServerArgs(**config["server_args"])
     try:
-        parallel, output_addr = _join(args, config)
+        parallel, output_addr, secret = _join(args, config)
     except LockstepError as error:
         _say_why(config, error)
         return 1
-    channel = ZmqChannel(config["input_addr"], output_addr)
+    channel = ZmqChannel(config["input_addr"], output_addr, secret)
     try:
         status = _serve(args, channel, config["parent_pid"], parallel)
     except RankLostError as error:
@@ -73,7 +74,7 @@ def _say_why(config: dict[str, Any], error: LockstepError) -> None:
     if config["output_addr"] is None:
         print(f"lockstep: rank {config['rank']}: {error}", file=sys.stderr, flush=True)
         return
-    channel = ZmqChannel(None, config["output_addr"])
+    channel = ZmqChannel(None, config["output_addr"], os.environ.get(CHANNEL_SECRET))
     channel.send(SchedulerFailed(message=str(error)))
     channel.close()
 
@@ -100,19 +101,24 @@ class _LoadProgress:
             print(f"lockstep: read {done / 1e9:.1f} of {total / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
 
 
-def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str]:
-    """The groups of this rank, and where its messages go.  Raises `StartupError`."""
+def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str | None]:
+    """The groups of this rank, where its messages go, and what proves that they are its.  Raises `StartupError`."""
     layout, rank = layout_of(args), config["rank"]
     if layout.world_size == 1:
-        return Parallel(), config["output_addr"]
+        return Parallel(), config["output_addr"], None
     store = open_store(config["rendezvous"], rank, layout.world_size)
     check_in(store, args, rank)
-    if rank == 0 and config["remote_output_addr"] is not None:
-        store.set(_OUTPUT_KEY, config["remote_output_addr"])
-    output_addr = config["output_addr"] or store.get(_OUTPUT_KEY).decode()
+    output_addr, secret = config["output_addr"], os.environ.get(CHANNEL_SECRET)
+    if rank == 0 and secret is not None:
+        store.set(_OUTPUT_KEY, f"{config['remote_output_addr']} {secret}")
+    if output_addr is None:
+        output_addr, secret = store.get(_OUTPUT_KEY).decode().split()
     weight_timeout_s = 2 * args.weight_update_timeout + COLLECTIVE_TIMEOUT_S
     loopback = args.nnodes == 1
-    return join(layout, rank, store, weight_timeout_s=weight_timeout_s, loopback=loopback), output_addr
+    parallel = join(layout, rank, store, weight_timeout_s=weight_timeout_s, loopback=loopback)
+    if rank == 0 and secret is not None:
+        store.delete_key(_OUTPUT_KEY)  # all have read it
+    return parallel, output_addr, secret
 
 
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:

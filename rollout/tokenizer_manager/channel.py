@@ -9,6 +9,9 @@ Knows ZMQ and the byte form of messages.  Does not know what they mean.
 
 from __future__ import annotations
 
+import hmac
+import logging
+import secrets
 from pathlib import Path
 
 import zmq
@@ -23,6 +26,8 @@ from rollout.core.io_struct import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
 # The kernel's limit on the path of a Unix socket, with its closing zero.
 _MAX_SOCKET_PATH = 107
 
@@ -31,7 +36,7 @@ class SchedulerChannel:
     """Both ends bound by main, in a folder that only its user can enter.  Use from one event loop.
 
     `num_inboxes`: engines that take requests of their own.  `remote_host`: an address of this machine at which ranks
-    on others reach it.
+    on others reach it; then messages must carry `secret`, which only the ranks are told.
     """
 
     def __init__(self, folder: str | Path, num_inboxes: int = 1, remote_host: str | None = None) -> None:
@@ -39,6 +44,7 @@ class SchedulerChannel:
         self.input_addrs = [_address(Path(folder) / f"input{index}.sock") for index in range(num_inboxes)]
         self.output_addr = _address(Path(folder) / "output.sock")
         self.remote_output_addr: str | None = None
+        self.secret = None if remote_host is None else secrets.token_hex(16)
         self._context = zmq.asyncio.Context()
         # A plain socket: sending is one synchronous hand-over, so messages leave in the order of the calls.
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
@@ -71,7 +77,11 @@ class SchedulerChannel:
 
         Raises `msgspec.ValidationError` for anything that is not a scheduler's message.
         """
-        return decode_output(await self._pull.recv())
+        while True:
+            *proof, data = await self._pull.recv_multipart()
+            if self.secret is None or hmac.compare_digest(b"".join(proof), self.secret.encode()):
+                return decode_output(data)
+            logger.warning("a message of somebody who is no rank of this engine was dropped")
 
     def close(self) -> None:
         for push in self._pushes:

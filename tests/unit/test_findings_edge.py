@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import zmq
 
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import (
@@ -22,13 +24,17 @@ from rollout.core.io_struct import (
     GetStateReqInput,
     LogprobDelta,
     ReqOutput,
+    SchedulerFailed,
+    encode,
 )
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
+from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
 from rollout.scheduler import weight_reading
+from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager import response
+from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.request import OutputOptions
 from rollout.tokenizer_manager.sample import SampleRecord
@@ -405,3 +411,48 @@ def test_engine_12_a_stream_makes_each_entry_once(monkeypatch: pytest.MonkeyPatc
         meta = handle._build(handle._samples[0])["meta_info"]
         assert len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == count
     assert made == 300
+
+
+# --- secrets -----------------------------------------------------------------------------------------------------
+
+
+def parsed(*words: str) -> ServerArgs:
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    return server_args_from_namespace(parser.parse_args(["--model-path", "m", *words]))
+
+
+def test_engine_22_keys_come_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("from a file\n")
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "from the environment")
+    args = parsed("--admin-api-key", f"@{file}")
+    assert (args.api_key, args.admin_api_key) == ("from the environment", "from a file")
+    assert parsed("--api-key", "given").api_key == "given"
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "")
+    with pytest.raises(StartupError, match="empty"):
+        parsed()
+    with pytest.raises(StartupError, match="--admin-api-key @"):
+        parsed("--api-key", "given", "--admin-api-key", f"@{tmp_path}/none")
+
+
+def test_engine_22_messages_of_strangers_over_the_network_are_dropped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        channel = SchedulerChannel(tmp_path, remote_host="127.0.0.1")
+        assert channel.remote_output_addr is not None
+        context = zmq.Context()
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(channel.remote_output_addr)
+        fake = encode(SchedulerFailed(message="fake"))
+        for frames in ([fake], [b"guess", fake], [b"", fake]):
+            stranger.send_multipart(frames)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(channel.receive(), 1.0)
+        rank = ZmqChannel(None, channel.remote_output_addr, channel.secret)
+        rank.send(SchedulerFailed(message="true"))
+        assert await asyncio.wait_for(channel.receive(), 10.0) == SchedulerFailed(message="true")
+        rank.close()
+        context.destroy(linger=0)
+        channel.close()
+
+    asyncio.run(scenario())
