@@ -168,11 +168,13 @@ def _other_sends(trainer: Trainer) -> None:
 
 
 def _other_ends(trainer: Trainer) -> None:
-    trainer.engine.call(EndWeightUpdateReqInput)
+    if trainer.engine.call(EndWeightUpdateReqInput).success:
+        raise Wrong("the update was ended by another trainer")
 
 
 def _other_aborts(trainer: Trainer) -> None:
-    trainer.engine.call(AbortWeightUpdateReqInput)
+    if trainer.engine.call(AbortWeightUpdateReqInput).success:
+        raise Wrong("the update was aborted by another trainer")
 
 
 def _other_pulls(engine: Engine, point: str) -> AbstractContextManager[None]:
@@ -257,9 +259,9 @@ def _faults_of_others() -> Iterator[Fault]:
     locks = Fault("two trainers: the second pulls", ("first",), "KEPT", Sabotage("first", inject=_other_pulls))
     yield replace(locks, transports=(PULL,), on_pull=locks)
     yield _event("two trainers: the second begins", _other_begins)
-    yield _event("two trainers: the second sends", _other_sends, "KEPT", late="TAKEN")
-    yield _event("two trainers: the second ends", _other_ends, "EITHER")
-    yield _event("two trainers: the second aborts", _other_aborts, "KEPT")
+    yield _event("two trainers: the second sends", _other_sends)
+    yield _event("two trainers: the second ends", _other_ends)
+    yield _event("two trainers: the second aborts", _other_aborts)
     for mode in ("abort", "retract", "in_place"):
         yield _meanwhile(f"pause ({mode})", _pause(mode), aborts=mode == "abort")
     yield _meanwhile("abort of all requests", _abort_requests, aborts=True)

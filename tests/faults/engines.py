@@ -125,8 +125,9 @@ class Engine(Harness):
 
     def settle(self) -> None:
         """Whatever a fault left: generation goes on, and the update that is still open, if any, is over."""
-        if self.call(GetStateReqInput).data["weight_update"]["open"]:
-            self.call(AbortWeightUpdateReqInput)
+        update = self.call(GetStateReqInput).data["weight_update"]
+        if update["open"]:
+            self.call(AbortWeightUpdateReqInput, update_id=update["update_id"])
         for _ in range(2):
             if self.scheduler.paused:
                 self.call(ContinueGenerationReqInput)

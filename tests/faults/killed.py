@@ -70,13 +70,15 @@ class ProcessTrainer(Trainer):
         self._kill()
         return answers
 
-    def send(self, named: Named, label: str, damage: Damage | None = None) -> list[ControlReqOutput]:
+    def send(
+        self, named: Named, label: str, damage: Damage | None = None, update_id: str | None = None
+    ) -> list[ControlReqOutput]:
         engine = self.engine
         if self._sender is None:
             self._sender = IpcSender() if self.transport == "ipc" else GroupSender(engine)
         call = Call(named, self._base)
         verb, fields = self._sender.start(engine, self.transport, call, stops=damage == "killed")
-        request_id = engine.post(verb, weight_version=label, **fields)
+        request_id = engine.post(verb, weight_version=label, update_id=update_id, **fields)
         engine.tick()
         if damage == "killed":
             self._sender.wait_until_it_stops()

@@ -2,6 +2,7 @@
 
     begin (manifest, fingerprints)  ->  first, middle, last bucket  ->  end: verify  ->  end: commit
 
+All its calls carry the id of its update; those of a second trainer none.
 A trainer whose calls are refused goes on regardless: an engine must not rely on its manners.  Only one that was killed
 says no more.
 
@@ -108,6 +109,7 @@ class Trainer:
     # --- begin, buckets, end --------------------------------------------------------------------------------------
 
     def _transaction(self, target: Version, sabotage: Sabotage | None) -> list[ControlReqOutput]:
+        self._update_id = f"update {self.engine.number()}"
         content = self.engine.zoo.contents[target.content]
         names = sorted(content)
         buckets = [[(name, content[name]) for name in names[start :: len(BUCKETS)]] for start in range(len(BUCKETS))]
@@ -133,6 +135,7 @@ class Trainer:
     def _begin(self, target: Version, named: Named) -> ControlReqOutput:
         return self.engine.call(
             BeginWeightUpdateReqInput,
+            update_id=self._update_id,
             weight_version=target.label,
             manifest=[_manifest_entry(name, tensor) for name, tensor in named],
         )
@@ -144,16 +147,22 @@ class Trainer:
                 sent = bucket if sabotage is None or sabotage.change is None else sabotage.change(bucket)
                 damage = sabotage.damage if sabotage is not None and time == 0 else None
                 self.gone = self.gone or (damage == "killed")
-                answers += self.send(sent, target.label, damage)
+                answers += self.send(sent, target.label, damage, self._update_id)
         return answers
 
-    def send(self, named: Named, label: str, damage: Damage | None = None) -> list[ControlReqOutput]:
+    def send(
+        self, named: Named, label: str, damage: Damage | None = None, update_id: str | None = None
+    ) -> list[ControlReqOutput]:
         """One bucket; no answer when the sender died before it could call."""
         call = SENDS[self.transport](self.engine, Call(named, self._base, damage))
-        return [] if call is None else [self.engine.call(call[0], weight_version=label, **call[1])]
+        if call is None:
+            return []
+        return [self.engine.call(call[0], weight_version=label, update_id=update_id, **call[1])]
 
     def _end(self, phase: Literal["verify", "commit"]) -> list[ControlReqOutput]:
-        return [] if self.gone else [self.engine.call(EndWeightUpdateReqInput, phase=phase)]
+        if self.gone:
+            return []
+        return [self.engine.call(EndWeightUpdateReqInput, phase=phase, update_id=self._update_id)]
 
     @contextmanager
     def _at(self, point: Point, sabotage: Sabotage | None) -> Iterator[Sabotage | None]:

@@ -18,6 +18,7 @@ from weight_sync import transaction
 from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
 from weight_sync.transaction import TransactionState, WeightTransaction
+from weight_sync.update_book import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0
@@ -27,11 +28,11 @@ def publishes_before_the_vote() -> AbstractContextManager[Any]:
     """The new label is in force before all ranks have written."""
     commit = WeightControl._commit
 
-    def wrong(self: WeightControl) -> Any:
+    def wrong(self: WeightControl, **how: Any) -> Any:
         state = self._scheduler.runner.state
         with state.mutate("weight refresh"):
             state.relabel(self._updater.pending_version or "unnamed")
-        return commit(self)
+        return commit(self, **how)
 
     return mock.patch.object(WeightControl, "_commit", wrong)
 
@@ -97,6 +98,11 @@ def lets_a_flush_decide() -> AbstractContextManager[Any]:
     return mock.patch.object(Control, "_flush_cache", wrong)
 
 
+def takes_every_call() -> AbstractContextManager[Any]:
+    """Whoever sends a bucket, it is of the update that is open."""
+    return mock.patch.object(UpdateBook, "foreign", lambda *_: None)
+
+
 def hangs_when_a_bucket_is_refused() -> AbstractContextManager[Any]:
     """For longer than the deadline, which is shortened here."""
     receive = WeightUpdater.receive
@@ -130,6 +136,7 @@ WRONG_ENGINES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         believes_that_restoring_worked,
         has_no_leases,
         lets_a_flush_decide,
+        takes_every_call,
         hangs_when_a_bucket_is_refused,
     )
 }
