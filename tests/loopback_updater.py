@@ -45,11 +45,13 @@ class LoopbackUpdater(WeightUpdater):
         self.expire()
         super().begin(*arguments, **named)
 
-    def send(self, named: Named, weight_version: str | None = None) -> None:
+    def send(self, named: Named, weight_version: str | None = None, update_id: str | None = None) -> None:
+        is_foreign = self.foreign(update_id, weight_version) is not None
         try:
-            self.receive(LoopbackSource(named, self.failure), weight_version)
+            self.receive(LoopbackSource(named, self.failure), weight_version, update_id)
         finally:
-            self.renew_lease()
+            if not is_foreign:
+                self.renew_lease()
 
 
 def new_updater(weights: LogicalWeights) -> LoopbackUpdater:

@@ -69,6 +69,7 @@ class Refreshes(RuleBasedStateMachine):
         self.live = self.weights.snapshot()
         self.as_fused = as_fused
         self.seed = 0
+        self.own: str | None = None  # what the sender's calls carry
         self.torn = False
         self.close()
 
@@ -88,14 +89,16 @@ class Refreshes(RuleBasedStateMachine):
         self.fail()
 
     @precondition(lambda self: self.unsent is None)
-    @rule(with_manifest=st.booleans(), tied=st.booleans())
-    def begin(self, with_manifest: bool, tied: bool) -> None:
+    @rule(with_manifest=st.booleans(), tied=st.booleans(), bound=st.booleans())
+    def begin(self, with_manifest: bool, tied: bool, bound: bool) -> None:
         self.seed += 1
+        self.own = f"u{self.seed}" if bound else None
         tensors = fused(version(self.seed)) if self.as_fused else version(self.seed)
         if tied:
             tensors[LM_HEAD] = tensors[EMBED].clone()
         manifest = [(TensorMeta(name, t.dtype, tuple(t.shape)), stated(name, t)) for name, t in tensors.items()]
-        self.updater.begin(f"v{self.seed}", "full", manifest if with_manifest else None, LEASE_S)
+        named = {"update_id": f"u{self.seed}", "bound": bound}
+        self.updater.begin(f"v{self.seed}", "full", manifest if with_manifest else None, LEASE_S, **named)
         self.renewed = self.now
         self.all, self.unsent, self.has_manifest = tensors, dict(tensors), with_manifest
 
@@ -107,7 +110,7 @@ class Refreshes(RuleBasedStateMachine):
         named = [(name, self.all[name]) for name in names]
         if self.refused or self.verified:
             with pytest.raises(TransactionStateError):
-                self.updater.send(named)
+                self.updater.send(named, None, self.own)
             self.renewed = self.now
             return
         self.send_and_note(named)
@@ -139,9 +142,9 @@ class Refreshes(RuleBasedStateMachine):
             self.written = True
         expected = WeightSyncError if fault != "write" else RuntimeError
         with pytest.raises(expected):
-            self.updater.send([(name, tensor)], weight_version="other" if fault == "version" else None)
+            self.updater.send([(name, tensor)], "other" if fault == "version" else None, self.own)
         self.updater.failure = None
-        if fault != "version":  # which is another sender's, and changes nothing
+        if fault != "version" or self.own is not None:  # without an id it is another sender's, and changes nothing
             self.renewed = self.now
             self.refuse()
 
@@ -158,7 +161,7 @@ class Refreshes(RuleBasedStateMachine):
         else:
             tensor.view(-1)[pick % tensor.numel()] = float("nan" if fault == "nan" else "inf")
         with pytest.raises(ContentError):
-            self.updater.send([(name, tensor)])
+            self.updater.send([(name, tensor)], None, self.own)
         self.renewed = self.now
         self.refuse()
 
@@ -168,11 +171,11 @@ class Refreshes(RuleBasedStateMachine):
         self.renewed = self.now
         if self.would_conflict(named):
             with pytest.raises(ContentError, match="other content"):
-                self.updater.send(named)
+                self.updater.send(named, None, self.own)
             self.written = True  # the first of the two, at least
             self.refuse()
             return
-        self.updater.send(named)
+        self.updater.send(named, None, self.own)
         self.written = True
         self.tied_bits += tied_bits(named)
         for name, _ in named:
@@ -193,13 +196,33 @@ class Refreshes(RuleBasedStateMachine):
             self.send(len(self.unsent))
         self.vote.other = other_rank
         if self.is_complete() and not self.refused and other_rank:
-            self.updater.verify()
+            self.updater.verify(self.own)
             self.verified = True
             return
         with pytest.raises(WeightSyncError):
-            self.updater.verify()
+            self.updater.verify(self.own)
         self.fail()
         self.close()
+
+    @rule(
+        call=st.sampled_from(("send", "verify", "abort")),
+        stranger=st.sampled_from((None, "u1", "u2", "nobody's")),
+    )
+    def call_of_a_stranger(self, call: str, stranger: str | None) -> None:
+        """Nothing comes of it."""
+        if self.unsent is None and stranger is None:
+            return  # see `calls_out_of_turn_are_refused`
+        if self.unsent is not None and stranger in (self.own, f"u{self.seed}"):
+            return  # it is no stranger's
+        before = self.updater.status()
+        calls: dict[str, Callable[[], object]] = {
+            "send": lambda: self.updater.send([(EMBED, version(0)[EMBED])], None, stranger),
+            "verify": lambda: self.updater.verify(stranger),
+            "abort": lambda: self.updater.abort(stranger),
+        }
+        with pytest.raises(TransactionStateError):
+            calls[call]()
+        assert self.updater.status() == before
 
     @precondition(lambda self: self.verified)
     @rule(other_rank=st.sampled_from((True, True, False)), failing_write=st.one_of(st.none(), st.integers(0, 4)))
@@ -226,7 +249,7 @@ class Refreshes(RuleBasedStateMachine):
     @rule(really=st.sampled_from((False, False, False, True)))
     def abort(self, really: bool) -> None:
         if really:
-            self.updater.abort()
+            self.updater.abort(self.own)
             self.fail()
             self.close()
 
@@ -249,7 +272,9 @@ class Refreshes(RuleBasedStateMachine):
             calls = [self.updater.verify, self.updater.abort, self.updater.commit, lambda: self.updater.send([])]
         else:
             calls = [self.updater.begin, self.updater.open_implicit]
-            calls += [self.updater.verify, lambda: self.updater.send([])] if self.verified else [self.updater.commit]
+            own = self.own
+            late = [lambda: self.updater.verify(own), lambda: self.updater.send([], None, own)]
+            calls += late if self.verified else [self.updater.commit]
         for call in calls:
             with pytest.raises(TransactionStateError):
                 call()
@@ -346,12 +371,12 @@ class NeverRenews(LoopbackUpdater):
 class WritesOnReceive(LoopbackUpdater):
     """Wrong: a bucket is loaded straight into the model."""
 
-    def receive(self, source: BucketSource, weight_version: str | None = None) -> None:
+    def receive(self, source: BucketSource, weight_version: str | None = None, update_id: str | None = None) -> None:
         assert isinstance(source, LoopbackSource)
         for name, tensor in source.named if source.failure is None else []:
             if name in self._weights.metas() and tensor.dtype == self._weights.metas()[name].dtype:
                 self._weights.write(name, tensor)
-        super().receive(source, weight_version)
+        super().receive(source, weight_version, update_id)
 
 
 class ForgivesBuckets(LoopbackUpdater):
@@ -361,6 +386,13 @@ class ForgivesBuckets(LoopbackUpdater):
         super().begin(*args, **kwargs)
         assert self._transaction is not None
         self._transaction.fail = lambda reason: None  # type: ignore[method-assign]
+
+
+class TakesEveryCall(LoopbackUpdater):
+    """Wrong: whoever sends a bucket, an end or an abort, it is of the update that is open."""
+
+    def foreign(self, update_id: str | None, weight_version: str | None = None) -> None:  # type: ignore[override]
+        return None
 
 
 class SkipsContentCheck(LoopbackUpdater):
@@ -378,15 +410,15 @@ class SkipsContentCheck(LoopbackUpdater):
 class SkipsCoverage(LoopbackUpdater):
     """Wrong: takes any non-empty set of tensors for a full refresh."""
 
-    def verify(self) -> None:
+    def verify(self, update_id: str | None = None) -> None:
         if self._transaction is not None:
             self._transaction._ledger.coverage = "partial"
-        super().verify()
+        super().verify(update_id)
 
 
 WRONG = (
     *(ForgetsToRestore, ForgetsToTell, LetsStepsRun, NeverExpires, NeverRenews),
-    *(WritesOnReceive, ForgivesBuckets, SkipsContentCheck, SkipsCoverage),
+    *(WritesOnReceive, ForgivesBuckets, TakesEveryCall, SkipsContentCheck, SkipsCoverage),
 )
 QUICK = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestRefreshes = Refreshes.TestCase
