@@ -10,6 +10,7 @@ cells        the faults, and where each can occur
 matrix       runs cells
 killed       trainers that are processes of their own, and are killed
 ranks        engines of one and two ranks that are processes of their own, and are killed, or raise
+stopped      ranks of a server that stop and go on, or die, at each point of each verb
 report       the table
-wrong_engines  engines that break one rule each, for the matrix to catch
+wrong_engines, wrong_ranks  engines and ranks that break one rule each, for the matrix to catch
 """

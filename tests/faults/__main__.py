@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.faults import killed, ranks
+from tests.faults import killed, ranks, stopped
 from tests.faults.cells import FAULTS, STAGINGS, cells
 from tests.faults.contents import Zoo
 from tests.faults.matrix import Played, play_all
@@ -37,8 +37,9 @@ def run(
         "One rank": [],
         "Trainers that are processes": [],
         "Ranks that are processes": [],
+        "Ranks that stop or die": [],
     }
-    main, processes, ranked = played.values()
+    main, processes, ranked, stopping = played.values()
     for transport in transports:
         for staging in stagings:
             main += play_all(zoo, scratch, [cell for cell in cells(staging, transport) if chosen(cell.fault.title)])
@@ -52,11 +53,21 @@ def run(
                 ranked += [
                     ranks.play(cell) for cell in ranks.cells(staging, num_ranks) if chosen(f"receiver rank {cell.how}")
                 ]
+    if "tensor safetensors" in transports and "host" in stagings:
+        for layout in stopped.LAYOUTS:
+            stopping += stopped.play_all(zoo, layout, lambda cell: chosen(f"a rank {cell.how}"))
+            say(f"ranks that stop or die, {layout}: {len(stopping)} cells so far")
     order: dict[str, int] = {}
     for number, fault in enumerate(FAULTS):
         order.setdefault(fault.title, number)
     main.sort(key=lambda cell: order[cell.fault])
-    return {"Faults": main, "Senders that are processes": processes, "Ranks that are processes": ranked}
+    stopping.sort(key=lambda cell: stopped.HOWS.index(cell.fault.removeprefix("a rank ")))  # type: ignore[arg-type]
+    return {
+        "Faults": main,
+        "Senders that are processes": processes,
+        "Ranks that are processes": ranked,
+        "Ranks that stop or die": stopping,
+    }
 
 
 def main() -> int:

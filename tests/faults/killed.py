@@ -31,7 +31,7 @@ from weight_sync.process_group import free_port, init_process_group
 from weight_sync.staging import StagingMode
 
 TRANSPORTS = ("distributed", "flattened", "delta", "ipc")
-PRELOAD = ["torch", "tests.faults.killed", "tests.faults.ranks"]
+PRELOAD = ["torch", "tests.faults.killed", "tests.faults.ranks", "tests.faults.stopped"]
 _TIMEOUT_S = 20.0
 _BUCKET_BYTES = 1 << 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import killed, ranks
+from tests.faults import killed, ranks, stopped
 from tests.faults.cells import FAULTS, STAGINGS, Cell, cells
 from tests.faults.contents import Zoo
 from tests.faults.matrix import play_all
@@ -65,6 +65,29 @@ def test_ranks_that_raise_or_are_killed(how: str, step: str) -> None:
     (cell,) = [cell for cell in ranks.cells("host", 2) if (cell.how, cell.step) == (how, step)]
     played = ranks.play(cell)
     assert played.wrong is None and played.outcome == "old"
+
+
+STOPPED = {
+    "2 ranks": [("commit", "vote", "stops for a moment"), ("commit", "vote", "dies")],
+    "3 replicas": [("commit", "vote", "stops for long")],
+}
+
+
+@pytest.mark.parametrize("layout", STOPPED)
+def test_ranks_that_stop_or_die(zoo: Zoo, layout: str) -> None:
+    chosen = STOPPED[layout]
+    played = list(stopped.play_all(zoo, layout, lambda cell: (cell.verb, cell.point, cell.how) in chosen))
+    assert [cell.wrong for cell in played] == [None] * len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verb", "point"),
+    [("a_vote_that_raises_is_a_no", "commit", "vote"), ("serves_on_after_a_lost_exchange", "bucket", "exchange")],
+)
+def test_wrong_ranks_are_found(zoo: Zoo, wrong: str, verb: str, point: str) -> None:
+    chosen = (verb, point, "stops for long")
+    cells = stopped.play_all(zoo, "3 replicas", lambda cell: (cell.verb, cell.point, cell.how) == chosen, wrong)
+    assert [cell.wrong is not None for cell in cells] == [True]
 
 
 @pytest.mark.parametrize("wrong", WRONG_ENGINES)
