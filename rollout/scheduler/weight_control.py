@@ -258,7 +258,7 @@ class WeightControl:
             refusal = updater.book.against_loss()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
-            return Job(verb, lambda: updater.turn_away(source(), refusal), _says(""))
+            return Job(verb, lambda: updater.turn_away(source(), refusal), _says(""), waits=updater.patience)
         if verb.abort_all_requests:
             self._scheduler.abort(None)
         if opens:

@@ -55,13 +55,12 @@ def run(
                 ]
     if "tensor safetensors" in transports and "host" in stagings:
         for layout in stopped.LAYOUTS:
-            stopping += stopped.play_all(zoo, layout, lambda cell: chosen(f"a rank {cell.how}"))
+            stopping += stopped.play_all(zoo, layout, lambda cell: chosen(cell.title))
             say(f"ranks that stop or die, {layout}: {len(stopping)} cells so far")
     order: dict[str, int] = {}
     for number, fault in enumerate(FAULTS):
         order.setdefault(fault.title, number)
     main.sort(key=lambda cell: order[cell.fault])
-    stopping.sort(key=lambda cell: stopped.HOWS.index(cell.fault.removeprefix("a rank ")))  # type: ignore[arg-type]
     return {
         "Faults": main,
         "Senders that are processes": processes,

@@ -93,6 +93,10 @@ class StopCell:
     how: How
     victim: int
 
+    @property
+    def title(self) -> str:
+        return f"{self.verb}: a rank {self.how}"
+
     def __str__(self) -> str:
         return f"rank {self.victim} of {self.layout} {self.how} | {self.verb}: {self.point}"
 
@@ -306,8 +310,8 @@ class Player:
             wrong = f"rank {cell.victim}: {error}"
         if outcome in (None, "ENDED"):
             self.close()
-        where = f"{cell.verb}: {cell.point}"
-        return Played(f"a rank {cell.how}", where, cell.layout, "host", outcome, wrong, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Played(cell.title, cell.point, cell.layout, "host", outcome, wrong, seconds)
 
     def _server(self) -> LiveRanks:
         if self._ranks is None:
