@@ -73,7 +73,7 @@ class Engine:
 
     def rest(self) -> None:
         """Nothing open, nothing paused."""
-        self.http.post("/abort_weight_update")
+        self.http.post("/abort_weight_update", json={"update_id": self.http.get("/weight_update").json()["update_id"]})
         assert self.http.post("/continue_generation").status_code == 200
         assert self.thread.error is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import tracemalloc
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -20,7 +21,7 @@ from weight_sync.delta.frame import DeltaFrame, FrameEntry
 from weight_sync.delta.local_checkpoint import pull
 from weight_sync.delta.planes import PlaneSizes
 from weight_sync.delta.publisher import publish_encoded
-from weight_sync.errors import ContentError, WeightRequestError
+from weight_sync.errors import ContentError, WeightRequestError, WeightSyncError
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.tensor_meta import TensorMeta
@@ -178,3 +179,25 @@ def test_w16_a_cuda_handle_stays_within_its_counters_and_its_allocation(
     else:
         with pytest.raises(WeightRequestError, match=reason):
             storage.read(0, storage.nbytes)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_w10_a_damaged_frame_is_refused_within_bounds(tmp_path: Path, seed: int) -> None:
+    """Any bytes of a published frame changed: what comes of it is the version itself, or nothing."""
+    rng = random.Random(seed)
+    tensors = {"x": torch.arange(4096, dtype=torch.int16), "y": torch.ones(16)}
+    base, source = checkpoint(tmp_path / "base", tensors), tmp_path / "source"
+    new = {name: tensor + 1 for name, tensor in tensors.items()}
+    file = next(publish_encoded(source, 1, DeltaEncoder(tensors.items()).encode(new.items())).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    for _ in range(rng.choice((1, 2, 8))):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    file.write_bytes(content[: rng.choice((len(content), rng.randrange(len(content))))])
+    try:
+        with at_most(8 << 20):
+            pull(tmp_path / "local", base, source, 1, timeout_s=5)
+    except WeightSyncError:
+        assert not (tmp_path / "local" / "model.safetensors").exists()
+    else:
+        pulled = load_file(tmp_path / "local" / "model.safetensors")
+        assert all(torch.equal(pulled[name], tensor) for name, tensor in new.items())
