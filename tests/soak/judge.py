@@ -193,6 +193,7 @@ class JudgeProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.join(10)
+        self._tasks.cancel_join_thread()  # what nobody will read is not waited for
 
 
 def _judge_all(model: Path, tasks: Any, tallies: Any) -> None:

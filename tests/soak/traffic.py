@@ -169,8 +169,11 @@ class Traffic:
             body = self._body(rng, 1) | {"input_ids": prompt[: CONTEXT - 100]}
 
     def _repeat(self, rng: random.Random) -> None:
+        """What somebody asked before, some times in a row."""
         if self._repeatable:
-            self.ask(rng.choice(self._repeatable) | {"rid": self._name()})
+            body = rng.choice(self._repeatable)
+            for _ in range(rng.randint(1, 4)):
+                self.ask(body | {"rid": self._name()})
 
     def _unique_key(self, rng: random.Random) -> None:
         self.ask(self._body(rng, rng.choice((1, 4))) | {"extra_key": f"{self._name()}-{rng.random()}" * 8})

@@ -41,7 +41,10 @@ NOISE = 0.15
 """Of a new content: relative to each element of the first one."""
 SENDER_TIMEOUT_S = 20.0
 LEASE_S = 0.2
+QUIET_SHARE, QUIET_S = 0.1, 2.0
+"""How often, and for how long, one version is left in force: repeated requests meet it then."""
 RECEIVE_FAILED = (502,)
+OUTCOMES = ("committed", "aborted", "lost")
 FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs out", "given up", "wrong base")
 
 
@@ -77,7 +80,7 @@ class Trainer:
         self._rng = random.Random(f"{seed}/trainer")
         self._generator = torch.Generator().manual_seed(seed)
         self._first = dict(in_force.tensors)
-        self._number = 0
+        self._number = self._ids = 0
         self._transports = Transports(calls, ranks, lambda: in_force.tensors)
         self._folders = Folders(calls, model, scratch, self._first)
         self._episodes = dict(self._all_episodes())
@@ -91,6 +94,8 @@ class Trainer:
         name = self._due.pop()
         try:
             self._episodes[name]()
+            if self._rng.random() < QUIET_SHARE:
+                time.sleep(QUIET_S)
         except Ended:
             time.sleep(0.5)  # noted
         except TransportError as error:
@@ -139,7 +144,7 @@ class Trainer:
         rng, label = self._rng, label or self._label()
         new = self._new_content(part)
         bound = fault is not None or part or rng.random() < 0.6
-        identity = {"update_id": f"update-{self._number}"} if bound else {}
+        identity = self._identity() if bound else {}
         begin: dict[str, Any] = {"weight_version": label, "coverage": "partial" if part else "full", **identity}
         if fault == "wrong fingerprint" or (bound and rng.random() < 0.7):
             begin["manifest"] = _manifest(new, wrong=fault == "wrong fingerprint")
@@ -153,7 +158,7 @@ class Trainer:
             begun = self._calls.post("/begin_weight_update", begin)
             if not attempt.note(begun):
                 return
-            attempt.safe = bound and begun.json().get("update_id") == identity["update_id"]
+            attempt.safe = bound
             for number, bucket in enumerate(self._split(_damaged(new, fault, rng), rng.randint(1, 3))):
                 attempt.note(self._transports.sends[transport](bucket, {"weight_version": label, **identity}))
                 self._in_force.look(attempt.possible(() if bound else bucket))
@@ -166,6 +171,8 @@ class Trainer:
             self._in_force.look(attempt.possible())
             if fault is not None:
                 self._calls.post("/abort_weight_update", identity)
+        if bound:
+            self._ask_after(identity, label, came=fault is None)
 
     def _paused(self, transport: str, missing: bool = False) -> None:
         """pause, calls, continue: of a trainer that knows neither begin nor ids."""
@@ -225,7 +232,7 @@ class Trainer:
         """A trainer whose process ends in the middle of a broadcast."""
         label, new = self._label(), self._new_content()
         first, second = self._split(new, 2)
-        identity = {"update_id": f"update-{self._number}"}
+        identity = self._identity()
         trainer = TrainerProcess(new, self._scratch, engine_ranks=self._ranks)
         try:
             with self._refresh("trainer killed", "killed", label, new, right=False) as attempt:
@@ -259,6 +266,15 @@ class Trainer:
         resume(self._calls)
 
     # --- what they have in common ------------------------------------------------------------------------------------
+
+    def _ask_after(self, identity: dict[str, Any], label: str, came: bool) -> None:
+        """What became of an update, by its id.  Raises `Violation` for another word than the truth."""
+        said = self._calls.get("/weight_update", **identity).json()
+        right = (said["outcome"] == "committed") == came and said["outcome"] in OUTCOMES
+        if not right or (came and said["weight_version"] != label):
+            raise Violation(
+                f"{identity} of {label} {'came' if came else 'did not come'} into force, and is said to be {said}"
+            )
 
     @contextmanager
     def _refresh(self, transport: str, form: str, label: str, new: Content, *, right: bool) -> Iterator[_Attempt]:
@@ -294,6 +310,10 @@ class Trainer:
     def _label(self) -> str:
         self._number += 1
         return f"v{self._number}"
+
+    def _identity(self) -> dict[str, Any]:
+        self._ids += 1
+        return {"update_id": f"update-{self._ids}"}
 
     def _any_transport(self) -> str:
         return self._rng.choice(list(self._transports.sends))
