@@ -87,9 +87,6 @@ class InForce:
     def forget(self) -> None:
         """No answer will come that used an earlier epoch."""
         self._tell("forget", self.epoch)
-        for file in self._folder.glob("epoch-*.safetensors"):
-            if file != self._file():
-                file.unlink()
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -112,11 +109,9 @@ class InForce:
         self._announce()
 
     def _announce(self) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, self._file())
-        self._tell("content", self.epoch, self.label, self._file())
-
-    def _file(self) -> Path:
-        return self._folder / f"epoch-{self.epoch}.safetensors"
+        file = self._folder / f"epoch-{self.epoch}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, file)
+        self._tell("content", self.epoch, self.label, file)
 
     def _check_content(self) -> None:
         if self._checksums() != _fingerprints(self.tensors):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from tests.soak.reading import Explanation
 from tests.soak.samples import Epoch, Sample, Violation, samples_of
 
 MOST_COMPLAINTS = 20
-MOST_BEHIND = 48  # answers
+MOST_BEHIND = 32  # answers
+SAY_EVERY_S = 2.0
 OTHERS_EVERY = 16  # samples from one to the next that is offered other weights
 OTHERS_TOKENS = 4  # fewer may fit by chance
 
 
 @dataclass
 class Tally:
-    """What was judged.  Counts add up; `complaints` are the first few things that were wrong."""
+    """What was judged.  `complaints` are the first few things that were wrong."""
 
     samples: int = 0
     tokens: int = 0
@@ -48,11 +49,6 @@ class Tally:
     deceived: int = 0  # and explained by them
     wrong: int = 0
     complaints: list[str] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        del self.complaints[MOST_COMPLAINTS:]
 
     def complain(self, why: object) -> None:
         self.wrong += 1
@@ -71,8 +67,9 @@ class Judge:
         self.tally = Tally()
 
     def content(self, epoch: Epoch, label: str, path: Path) -> None:
-        """`path`: a safetensors file with what is in force as `epoch`."""
+        """`path`: a safetensors file with what is in force as `epoch`; it is taken away."""
         self.known.contents[epoch] = load_file(path)
+        path.unlink()
         self.known.labels[epoch] = {label}
 
     def label(self, epoch: Epoch, label: str) -> None:
@@ -162,12 +159,13 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class JudgeProcess:
-    """A `Judge` elsewhere."""
+    """A `Judge` elsewhere, which may be a little behind.  `tally`: its score as far as it is known."""
 
     def __init__(self, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._tasks = context.Queue()
         self._tallies = context.Queue()
+        self.tally = Tally()
         self._process = context.Process(target=_judge_all, args=(model, self._tasks, self._tallies), daemon=True)
         self._process.start()
 
@@ -180,15 +178,24 @@ class JudgeProcess:
         """Have the judge's method of this name called."""
         self._tasks.put((what, args))
 
-    def take_tally(self, timeout_s: float) -> Tally:
-        """The score of all that was told since the last time.  Raises `RuntimeError` if the judge is gone or slow."""
+    def look(self) -> Tally:
+        """Its score at present."""
+        while not self._tallies.empty():
+            _, self.tally = self._tallies.get()
+        return self.tally
+
+    def finish(self, timeout_s: float) -> Tally:
+        """The score of everything.  Raises `RuntimeError` if the judge is gone or slow."""
         self._tasks.put(("", ()))
         deadline = time.monotonic() + timeout_s
-        while self._tallies.empty():
+        is_all = False
+        while not is_all:
             if not self._process.is_alive() or time.monotonic() > deadline:
                 raise RuntimeError("the judge does not answer")
+            while not self._tallies.empty():
+                is_all, self.tally = self._tallies.get()
             time.sleep(0.01)
-        return self._tallies.get()
+        return self.tally
 
     def close(self) -> None:
         self._process.kill()
@@ -198,13 +205,13 @@ class JudgeProcess:
 
 def _judge_all(model: Path, tasks: Any, tallies: Any) -> None:
     torch.set_num_threads(1)
-    judge = Judge(model)
+    judge, said = Judge(model), time.monotonic()
     for what, args in _until_parent_is_gone(tasks):
         if what:
             getattr(judge, what)(*args)
-        else:
-            tallies.put(judge.tally)
-            judge.tally = Tally()
+        if not what or time.monotonic() - said > SAY_EVERY_S:
+            said = time.monotonic()
+            tallies.put((not what, judge.tally))
 
 
 def _until_parent_is_gone(tasks: Any) -> Iterator[tuple[str, tuple]]:

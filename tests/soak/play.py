@@ -114,7 +114,7 @@ class Soak:
         )
         self.gauges = Gauges(lambda: [server.process.pid, *server.children()], self.state, every_s=1.0)
 
-    def round(self, seconds: float, say: Callable[[str], None]) -> Tally:
+    def round(self, seconds: float, say: Callable[[str], None]) -> None:
         """Work, then rest.  Raises `Violation`, or `Ended` when the server is gone."""
         until = time.monotonic() + seconds
         self.traffic.go()
@@ -130,15 +130,13 @@ class Soak:
             raise Violation(f"requests were not over {DRAIN_S:g} s after the last of them came")
         self.trainer.rest()
         self._rest()
-        tally = self.judge.take_tally(JUDGE_S)
         self.in_force.forget()
         self.traffic.forget()
-        return tally
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Nobody asks for anything any more."""
         for one in (self.gauges, self.strangers, self.traffic):
             one.stop()
-        self.judge.close()
 
     def _release(self, before: float) -> None:
         """Answers that came before this time are explained by what is known now."""
@@ -191,7 +189,7 @@ def play(
             try:
                 first(soak)
                 _rounds(soak, played, seconds, say)
-            except (Violation, Ended, RuntimeError) as error:
+            except (Violation, Ended) as error:
                 played.wrong.append(f"{type(error).__name__}: {error}")
             finally:
                 _take_down(soak, played, server)
@@ -206,20 +204,26 @@ def _rounds(soak: Soak, played: Played, seconds: float, say: Callable[[str], Non
     start, length, number = time.monotonic(), min(60.0, max(10.0, seconds / 8)), 0
 
     def progress(what: str) -> None:
-        tally = played.tally
+        tally = soak.judge.look()
         spent = f"{played.layout.name}: {time.monotonic() - start:.0f} of {seconds:.0f} s, round {number}"
         say(f"{spent}, {tally.samples} samples explained, {what}, {tally.wrong + soak.calls.num_wrong} wrong")
 
     while (left := start + seconds - time.monotonic()) > min(5.0, length / 2) or not number:
         number += 1
-        played.tally.add(soak.round(min(length, left), progress))
+        soak.round(min(length, left), progress)
 
 
 def _take_down(soak: Soak, played: Played, server: ServerProcess) -> None:
     state = soak.state() if server.process.poll() is None else None
     played.generated = 0 if state is None else state["num_generated_tokens"]
-    soak.close()
+    soak.stop()
     played.seconds = time.monotonic() - played.started
+    try:
+        played.tally = soak.judge.finish(JUDGE_S)
+    except RuntimeError as error:
+        played.tally = soak.judge.look()
+        played.wrong.append(str(error))
+    soak.judge.close()
     played.requests, played.strangers = soak.traffic.counts, soak.strangers.counts
     played.refreshes, played.commits = soak.trainer.refreshes, soak.in_force.num_commits
     played.curves = soak.gauges.curves

@@ -104,6 +104,7 @@ class Transports:
 
     def __init__(self, calls: Calls, ranks: int, base: Callable[[], Tensors]) -> None:
         self._calls = calls
+        self._ranks = ranks
         self._base = base
         self.group = Group(calls, ranks)
         self.sends: dict[str, Send] = {
@@ -144,8 +145,8 @@ class Transports:
     def _payload(self, form: str, named: Named, body: Fields, fields: Fields) -> httpx.Response:
         keep: list[Any] = [[(name, tensor.clone()) for name, tensor in named]]
         with file_system_sharing():
-            payload = make_payload(form, keep[0], keep)
-        return self._tensors({"serialized_named_tensors": [_base64(payload)], **body}, fields)
+            payloads = [_base64(make_payload(form, keep[0], keep)) for _ in range(self._ranks)]
+        return self._tensors({"serialized_named_tensors": payloads, **body}, fields)
 
     def _safetensors(self, named: Named, fields: Fields) -> httpx.Response:
         content = _base64(save(dict(named)))
