@@ -21,6 +21,8 @@ SPARE_MEMORY = 0.06
 """Share by which memory at rest may grow from the second round on: allocators keep what was once in use at a time."""
 SPARE_BYTES = 24 * MB
 SPARE_DESCRIPTORS = 2
+DESCRIPTORS_OF_GROUP = 5
+"""Of each rank: a process group that failed lives until Python's garbage collection comes by."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ def memory_growth(rest: Sequence[Usage]) -> Growth:
     return Growth(early, late, max(SPARE_BYTES, SPARE_MEMORY * early))
 
 
-def descriptor_growth(rest: Sequence[Usage]) -> Growth:
-    return Growth(*_early_and_late([usage.descriptors for usage in rest]), SPARE_DESCRIPTORS)
+def descriptor_growth(rest: Sequence[Usage], ranks: int) -> Growth:
+    most = SPARE_DESCRIPTORS + DESCRIPTORS_OF_GROUP * ranks
+    return Growth(*_early_and_late([usage.descriptors for usage in rest]), most)
 
 
 def _early_and_late(values: Sequence[float]) -> tuple[float, float]:

@@ -123,7 +123,7 @@ def _at_rest(played: Played) -> Iterator[Fact]:
     yield Fact("rests with no request and no KV slot in use", str(len(rest)), "all", bool(rest))
     if rest:
         yield _grown("memory at rest, MB, early, late", memory_growth(rest), MB)
-        yield _grown("descriptors at rest, early, late", descriptor_growth(rest), 1)
+        yield _grown("descriptors at rest, early, late", descriptor_growth(rest, played.layout.ranks), 1)
     calls = sum(played.calls.statuses.values()) if played.calls is not None else 0
     most = 4096 + LOG_BYTES_A_CALL * calls
     yield Fact("log, bytes", str(played.log_bytes), f"<= {most}", played.log_bytes <= most)

@@ -117,9 +117,9 @@ def test_calls_complain_of_what_nobody_expects() -> None:
 
 def test_growth_is_seen_and_noise_is_not() -> None:
     still = [Usage(rss, 40) for rss in (500 * MB, 610 * MB, 600 * MB, 620 * MB, 605 * MB, 625 * MB, 610 * MB)]
-    assert memory_growth(still).ok and descriptor_growth(still).ok
-    growing = [Usage((600 + 15 * number) * MB, 40 + number) for number in range(9)]
-    assert not memory_growth(growing).ok and not descriptor_growth(growing).ok
+    assert memory_growth(still).ok and descriptor_growth(still, 1).ok
+    growing = [Usage((600 + 15 * number) * MB, 40 + 2 * number) for number in range(9)]
+    assert not memory_growth(growing).ok and not descriptor_growth(growing, 1).ok
 
 
 @pytest.mark.parametrize("spans", [[(0, 2), (3, 4)], [(0, 2), (1, 4)], [(0, 3)], [(0, 2), (2, 5)], []])
