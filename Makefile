@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test nightly fault-matrix soak lint bench bench-peers install install-dev clean
+.PHONY: demo test nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo
@@ -20,6 +20,11 @@ nightly: install-dev
 # Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some ten minutes); `make test` plays a part.
 fault-matrix: install-dev
 	$(BIN)/python -m tests.faults
+
+# Hostile clients against a real server (under ten minutes on two idle cores); `make test` plays a quick choice.
+# ATTACK="words of a name" plays only those.
+abuse: install-dev
+	$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack "$(ATTACK)")
 
 # Everything at once against real servers, one rank and 2 x 2, every sample explained; a table, and soak.png.
 MINUTES ?= 60

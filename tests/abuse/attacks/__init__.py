@@ -1,0 +1,19 @@
+"""The attacks, one idea a file.  Importing this package puts all of them on the list, in this order."""
+
+from tests.abuse.attacks import (  # noqa: F401
+    aborts,
+    big_answers,
+    cache_keys,
+    connections,
+    fields,
+    half_open,
+    keys,
+    long_texts,
+    raw_bytes,
+    readers,
+    silence,
+    strangers,
+    trainers,
+    verbs,
+    worst_bodies,
+)  # isort: skip

@@ -1,0 +1,89 @@
+"""Every field of every endpoint at its extremes, the rest of the body being right."""
+
+from __future__ import annotations
+
+import random
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+from tests.abuse.good import good_bodies, good_body
+from tests.abuse.registry import OPEN, RANKS, attack
+from tests.abuse.schema import Operation, encode, extremes
+from tests.abuse.server import Victim
+
+PER_ENDPOINT_S = 4.0
+BETWEEN = 25
+"""Calls until what is paused or open is put to rest again."""
+Call = tuple[str, bytes | None]
+
+
+@attack(OPEN, RANKS, seconds=200.0, keeps_mb=96, log_kb=512, restores=True)
+def control_fields_at_their_extremes(victim: Victim) -> str:
+    """Every control verb with every field at its extremes: an answer that the protocol names, in time."""
+    return _all_of(victim, [one for one in victim.operations if one.is_control], PER_ENDPOINT_S)
+
+
+@attack(OPEN, seconds=100.0, keeps_mb=96, log_kb=512)
+def data_fields_at_their_extremes(victim: Victim) -> str:
+    """The same of /generate, OpenAI's endpoints and what else takes a body or a query."""
+    data = [one for one in victim.operations if not one.is_control and (one.schema or one.query)]
+    return _all_of(victim, data, 2 * PER_ENDPOINT_S)
+
+
+@attack(OPEN, seconds=60.0, keeps_mb=96, log_kb=512)
+def sampling_parameters_at_their_extremes(victim: Victim) -> str:
+    """They are no schema of their own, so they are named here."""
+    names = (
+        "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "seed", "stop", "stop_token_ids", "ignore_eos",
+        "no_stop_trim", "skip_special_tokens", "temperature", "top_p", "top_k", "min_p",
+        "frequency_penalty", "presence_penalty",        "repetition_penalty", "logit_bias", "json_schema", "regex",
+    )  # fmt: skip
+    kinds = [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+    calls = 0
+    for name in names:
+        for value in (value for kind in kinds for value in extremes(kind)):
+            params = {"max_new_tokens": 3, "min_new_tokens": 1, name: value}
+            body = {"input_ids": [1, 2, 3], "sampling_params": params, "return_logprob": True}
+            victim.call("POST", "/generate", content=encode(body))
+            calls += 1
+    return f"{calls} calls"
+
+
+def _all_of(victim: Victim, found: list[Operation], most_s: float) -> str:
+    """In an order that is always the same; what does not fit into the time of an endpoint is left out and counted."""
+    bodies = good_bodies(victim)
+    calls = left_out = 0
+    for one in found:
+        todo = list(_calls(one, good_body(bodies, one)))
+        random.Random(one.path).shuffle(todo)
+        deadline = time.monotonic() + most_s
+        for number, (path, content) in enumerate(todo):
+            if time.monotonic() > deadline or not victim.running:
+                left_out += len(todo) - number
+                break
+            victim.call(one.method, path, content=content)
+            calls += 1
+            if one.is_control and number % BETWEEN == BETWEEN - 1:
+                _settle(victim)
+        _settle(victim)
+    return f"{calls} calls, {left_out} left out, {len(found)} endpoints"
+
+
+def _calls(one: Operation, base: Any) -> Iterator[Call]:
+    """Path and body; each twice, one after the other."""
+    yield one.path, None if base is None else encode(base)
+    for name, schema in one.query.items():
+        for value in extremes(schema):
+            if len(str(value)) < 4000:
+                text = urllib.parse.urlencode({name: value}, errors="replace")
+                yield from 2 * [(f"{one.path}?{text}", None)]
+    for name, schema in one.fields.items():
+        for value in extremes(schema):
+            yield from 2 * [(one.path, encode(base | {name: value}))]
+
+
+def _settle(victim: Victim) -> None:
+    for path in ("/abort_weight_update", "/resume_memory_occupation", "/continue_generation", "/continue_generation"):
+        victim.post(path)

@@ -1,0 +1,50 @@
+"""Web pages that a browser on the server's machine has opened: foreign origins and hosts."""
+
+from __future__ import annotations
+
+from tests.abuse.registry import KEYED, OPEN, attack
+from tests.abuse.server import Victim
+
+STRANGE = [
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"host": "evil.example"},
+    {"host": "evil.example:80", "origin": "http://evil.example:80"},
+    {"sec-fetch-site": "cross-site"},
+    {"origin": "http://127.0.0.1.evil.example", "content-type": "text/plain"},
+    {"origin": "http://127.0.0.1:1", "content-type": "text/plain"},
+]
+
+
+@attack(OPEN, seconds=60.0, restores=True, quick=True)
+def foreign_origins_and_hosts(victim: Victim) -> str:
+    """No control endpoint acts for a web page of another origin, nor under another name of the host."""
+    found = [one for one in victim.operations if one.is_control]
+    for one in found:
+        for headers in STRANGE:
+            response = victim.call(one.method, one.path, {} if one.schema else None, headers=headers)
+            if response is not None and response.status_code not in (401, 403, 421):
+                victim.complain(f"{one.method} {one.path} with {headers}: {response.status_code}, not refused")
+                break
+    paused = victim.state()["paused"]
+    if paused:
+        victim.complain("a web page has paused the server")
+    return f"{len(found)} endpoints"
+
+
+@attack(OPEN, KEYED, seconds=30.0, quick=True)
+def friends_are_let_in(victim: Victim) -> str:
+    """The other side of it: what comes from this machine, or from no browser, is served."""
+    own = f"127.0.0.1:{victim.port}"
+    for headers in (
+        {},
+        {"origin": f"http://{own}"},
+        {"host": f"localhost:{victim.port}", "origin": f"http://localhost:{victim.port}"},
+        {"host": own, "sec-fetch-site": "same-origin"},
+        {"host": own, "sec-fetch-site": "none"},
+        {"content-type": "text/plain"},
+    ):
+        response = victim.call("POST", "/abort_request", {"rid": "nobody"}, headers=headers)
+        if response is not None and response.status_code != 200:
+            victim.complain(f"a friend with {headers}: {response.status_code} {response.text[:100]}")
+    return ""
