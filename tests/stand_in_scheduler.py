@@ -102,7 +102,7 @@ class StandInScheduler:
         while not self.stopped.is_set():
             if self._pull.poll(1 if self._running else 20):
                 message = decode_input(self._pull.recv())
-                for part in getattr(message, "samples", lambda: [message])():  # noqa: B023
+                for part in message.samples() if isinstance(message, TokenizedGenerateReqInput) else [message]:
                     self._handle(part)
             elif not self.paused:
                 self._step()

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.http_io import json_response
+from rollout.entrypoints.turns import Turns
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/ping", "/metrics"})
 
@@ -29,7 +30,7 @@ class KeyMiddleware:
     sends where no key is asked for, and with 503 what comes over one connection too many, unless it is control.
 
     With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
-    anything.
+    anything.  What passes takes its turn, but for control and what is open.
     """
 
     def __init__(self, app: ASGIApp, *, args: ServerArgs, control_paths: Collection[str]) -> None:
@@ -37,11 +38,15 @@ class KeyMiddleware:
         self._api_key = args.api_key
         self._admin_api_key = args.admin_api_key
         self._control_paths = frozenset(control_paths)
+        self._goes_first = self._control_paths | OPEN_PATHS
         self._sites = SiteCheck(args)
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
+            if scope["path"] not in self._goes_first:
+                await self._turns.take()
             await self._app(scope, receive, send)
             return
         status, kind, message = refusal

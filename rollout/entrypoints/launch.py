@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout.core.errors import LockstepError, StartupError, Unavailable
@@ -109,6 +111,7 @@ class _Server:
         metrics = Metrics(self._args.name)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
         http = _http_server(build_app(manager, metrics), self._args, self._most_connections)
+        _share_time(asyncio.get_running_loop())
         quiet_about_files(asyncio.get_running_loop())
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         reader = asyncio.create_task(manager.run())
@@ -145,6 +148,7 @@ class _Server:
             if not start.done():
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
+            gc.freeze()  # what is there now stays: no collection between two requests need look at it
             _say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
             await _first_of(death, stop, http_task, reader)
             if stop.done():
@@ -213,6 +217,16 @@ class _Server:
             self._scheduler.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(128 + number)
+
+
+def _share_time(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep the event loop quick beside threads that parse and write JSON.
+
+    At each system call it lets go of the interpreter, and waits for it as often as there are busy threads, each time as
+    long as the switch interval.
+    """
+    sys.setswitchinterval(0.001)
+    loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="off-loop"))
 
 
 def _http_server(app: object, args: ServerArgs, most_connections: int) -> BoundedServer:

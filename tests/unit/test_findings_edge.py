@@ -31,6 +31,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
+from rollout.entrypoints.turns import Turns
 from rollout.scheduler import weight_reading
 from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager import response
@@ -444,15 +445,45 @@ def test_engine_22_messages_of_strangers_over_the_network_are_dropped(tmp_path: 
         stranger = context.socket(zmq.PUSH)
         stranger.connect(channel.remote_output_addr)
         fake = encode(SchedulerFailed(message="fake"))
-        for frames in ([fake], [b"guess", fake], [b"", fake]):
-            stranger.send_multipart(frames)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(channel.receive(), 1.0)
-        rank = ZmqChannel(None, channel.remote_output_addr, channel.secret)
-        rank.send(SchedulerFailed(message="true"))
-        assert await asyncio.wait_for(channel.receive(), 10.0) == SchedulerFailed(message="true")
-        rank.close()
-        context.destroy(linger=0)
-        channel.close()
+        try:
+            for frames in ([fake], [b"guess", fake], [b"", fake]):
+                stranger.send_multipart(frames)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(channel.receive(), 1.0)
+            rank = ZmqChannel(None, channel.remote_output_addr, channel.secret)
+            rank.send(SchedulerFailed(message="true"))
+            rank.close()
+            assert await asyncio.wait_for(channel.receive(), 10.0) == SchedulerFailed(message="true")
+        finally:
+            context.destroy(linger=0)
+            channel.close()
+
+    asyncio.run(scenario())
+
+
+def test_engine_13_requests_that_come_together_leave_turns_for_others() -> None:
+    async def scenario() -> None:
+        turns = Turns()
+        order: list[str] = []
+
+        async def request() -> None:
+            await turns.take()
+            order.append("request")
+
+        async def health() -> None:
+            for _ in range(6):  # as many passes as an answer takes
+                await asyncio.sleep(0)
+            order.append("health")
+
+        given_up = asyncio.create_task(request())
+        tasks = [asyncio.create_task(request()) for _ in range(1000)]
+        tasks.append(asyncio.create_task(health()))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        tasks[500].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order.index("health") < 100
+        assert order.count("request") == 1000
+        await asyncio.wait_for(turns.take(), 1.0)
 
     asyncio.run(scenario())
