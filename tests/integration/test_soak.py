@@ -62,17 +62,18 @@ def soaked(model: Path) -> tuple[Played, KeepingJudge]:
 
 
 def across_a_refresh(soak: Soak) -> None:
-    """Samples that begin under one version and end under the next, whatever else will happen."""
-    params = {"n": 4, "max_new_tokens": 400, "temperature": 1.0, "seed": 1, "ignore_eos": True}
-    body = {"rid": "long", "input_ids": [7, 3, 9, 11, 5] * 6, "sampling_params": params, "return_logprob": True}
-    body |= {"logprob_start_len": 0, "return_routed_experts": True, "routed_experts_format": "compact"}
-    asking = Thread(target=soak.traffic.ask, args=(body,))
-    asking.start()
-    while not any(load["num_running_reqs"] for load in soak.calls.get("/v1/loads").json()["loads"]):
-        assert asking.is_alive()
-    soak.calls.post("/pause_generation", {"mode": "in_place"})
-    soak.trainer.not_paused("safetensors", calls=1)
-    asking.join(60)
+    """Samples that begin under one version and end under the next, with old KV and with new, whatever else happens."""
+    params = {"n": 4, "max_new_tokens": 300, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    for mode in ("in_place", "retract"):
+        body = {"rid": mode, "input_ids": [7, 3, 9, 11, 5] * 6, "sampling_params": params, "return_logprob": True}
+        body |= {"logprob_start_len": 0, "return_routed_experts": True, "routed_experts_format": "compact"}
+        asking = Thread(target=soak.traffic.ask, args=(body,))
+        asking.start()
+        while not any(load["num_running_reqs"] for load in soak.calls.get("/v1/loads").json()["loads"]):
+            assert asking.is_alive()
+        soak.calls.post("/pause_generation", {"mode": mode})
+        soak.trainer.not_paused("safetensors", calls=1)
+        asking.join(60)
 
 
 def test_a_short_soak_finds_nothing_wrong(soaked: tuple[Played, KeepingJudge], tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_short_soak_finds_nothing_wrong(soaked: tuple[Played, KeepingJudge], t
 def test_wrong_variants_are_caught(soaked: tuple[Played, KeepingJudge], model: Path, name: str) -> None:
     _, judge = soaked
     caught = 0
-    for sample in judge.samples:
+    for sample in sorted(judge.samples, key=lambda sample: len(sample.rows)):
         if len(sample.output_ids) < ENOUGH or caught == TO_CATCH:
             continue
         faulty = WRONG_VARIANTS[name](sample, judge.known)

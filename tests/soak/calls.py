@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -25,6 +26,7 @@ class Calls:
         self.statuses: Counter[tuple[str, int]] = Counter()
         self.complaints: list[str] = []
         self.num_wrong = 0
+        self.longest: dict[str, float] = {}  # seconds, by path
         self._lock = threading.Lock()
         self.client = self._new_client()
 
@@ -57,11 +59,13 @@ class Calls:
     def _request(
         self, method: str, path: str, body: Any, may: Collection[int], query: dict[str, Any] | None = None
     ) -> httpx.Response:
+        began = time.monotonic()
         try:
             response = self.client.request(method, path, json=body, params=query)
         except httpx.HTTPError as error:
             self.complain(f"{method} {path}: {type(error).__name__}: {error}")
             raise Ended(path) from error
+        self.longest[path] = max(self.longest.get(path, 0.0), time.monotonic() - began)
         self.note(path, response.status_code, response.text, may)
         return response
 

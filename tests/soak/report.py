@@ -13,14 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from tests.soak.gauges import MB, Growth, descriptor_growth, memory_growth
-from tests.soak.play import Played
+from tests.soak.play import SETTINGS, Played
 from tests.soak.reading import TOLERANCE
 
 WIDTH = 120
 MOST_UNDECIDED = 0.01
 MOST_DECEIVED = 0.01
 LOG_BYTES_A_CALL = 100
+DEADLINE_S = SETTINGS["weight_update_timeout"] + WEIGHT_MARGIN_S
 FULL_S = 240.0
 """A layout that is soaked for so long plays everything at least once."""
 
@@ -113,6 +115,12 @@ def _answers(played: Played) -> Iterator[Fact]:
     named = sum(count for (_, status), count in statuses.items() if status >= 500)
     yield Fact("calls answered", str(sum(statuses.values())))
     yield Fact("answers of 500 and more, all of killed trainers", str(named))
+    verbs = (
+        {path: seconds for path, seconds in calls.longest.items() if path != "/generate"} if calls is not None else {}
+    )
+    longest = max(verbs, key=verbs.__getitem__, default="-")
+    value = f"{verbs.get(longest, 0.0):.1f} {longest}"
+    yield Fact("longest answer but of /generate, s", value, f"<= {DEADLINE_S:g}", verbs.get(longest, 0.0) <= DEADLINE_S)
     wrong = calls.num_wrong if calls is not None else 1
     yield Fact("wrong answers, broken connections", str(wrong), "none", wrong == 0)
     yield Fact("anything else that is wrong", str(len(played.wrong)), "nothing", not played.wrong)

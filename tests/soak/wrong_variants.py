@@ -85,6 +85,17 @@ def too_old_kv(sample: Sample, known: Known) -> Faulty:
     return (replace(sample, lag=0), known) if kept else None
 
 
+def an_untold_retraction(sample: Sample, known: Known) -> Faulty:
+    """KV was computed again under other weights, and the answer says that nothing was retracted."""
+    first, last = sample.row_spans[0], sample.token_spans[-1]
+    again = sample.retractions and last.label != first.label and sample.prompt_spans[0].label != first.label
+    if not again or last.start > len(sample.output_ids) - ENOUGH:
+        return None
+    count = len(sample.prompt_ids)
+    prompt = [replace(span, end=min(span.end, count)) for span in sample.row_spans if span.start < count]
+    return replace(sample, retractions=0, prompt_spans=tuple(prompt)), known
+
+
 def a_dropped_row(sample: Sample, known: Known) -> Faulty:
     spans = [replace(span, end=min(span.end, len(sample.rows) - 1)) for span in sample.row_spans]
     return replace(sample, rows=sample.rows[:-1], row_spans=tuple(s for s in spans if s.end > s.start)), known
@@ -139,6 +150,7 @@ WRONG_VARIANTS: dict[str, Variant] = {
         new_kv,
         young_kv,
         too_old_kv,
+        an_untold_retraction,
         a_dropped_row,
         a_row_of_zeros,
         the_row_before,
