@@ -6,41 +6,21 @@ is left: what is taken then is kept for good.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-MB = 1 << 20
+from tests.abuse.usage import MB, Usage, process_tree, usage_of
+
 SPARE_MEMORY = 0.06
 """Share by which memory at rest may grow from the second round on: allocators keep what was once in use at a time."""
 SPARE_BYTES = 24 * MB
 SPARE_DESCRIPTORS = 2
 DESCRIPTORS_OF_GROUP = 5
 """Of each rank: a process group that failed lives until Python's garbage collection comes by."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Sums over processes."""
-
-    rss: int
-    descriptors: int
-
-
-def usage_of(pids: Sequence[int]) -> Usage:
-    """Processes that are gone count nothing."""
-    rss = descriptors = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            descriptors += sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    return Usage(rss, descriptors)
 
 
 @dataclass
@@ -55,12 +35,13 @@ class Curves:
 
 
 class Gauges:
-    """A thread that looks every `every_s` seconds, until `stop`.  `state`: the scheduler's own numbers, or None."""
+    """A thread that looks every `every_s` seconds, until `stop`, at a process and its children.
 
-    def __init__(
-        self, pids: Callable[[], Sequence[int]], state: Callable[[], dict[str, Any] | None], every_s: float
-    ) -> None:
-        self._pids, self._state, self._every_s = pids, state, every_s
+    `state`: the scheduler's own numbers, or None.
+    """
+
+    def __init__(self, pid: int, state: Callable[[], dict[str, Any] | None], every_s: float) -> None:
+        self._pid, self._state, self._every_s = pid, state, every_s
         self._start = time.monotonic()
         self._steps = (0.0, 0.0)  # how many so far, and their milliseconds
         self.curves = Curves()
@@ -79,7 +60,7 @@ class Gauges:
 
     def rest(self) -> Usage:
         """Note a moment of rest."""
-        usage = usage_of(self._pids())
+        usage = usage_of(process_tree(self._pid))
         self.curves.rest.append((time.monotonic() - self._start, usage))
         return usage
 
@@ -95,7 +76,7 @@ class Gauges:
                 continue
             curves = self.curves
             curves.at.append(time.monotonic() - self._start)
-            curves.usage.append(usage_of(self._pids()))
+            curves.usage.append(usage_of(process_tree(self._pid)))
             curves.step_ms.append(self._step_ms(state["step_time_ms"]))
 
     def _step_ms(self, said: dict[str, float]) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.soak.gauges import MB
+from tests.abuse.usage import MB
 from tests.soak.play import Played
 
 FAMILIES = {  # of transports: so many points need few colours

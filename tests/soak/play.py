@@ -112,7 +112,7 @@ class Soak:
             ranks=layout.ranks,
             seed=seed,
         )
-        self.gauges = Gauges(lambda: [server.process.pid, *server.children()], self.state, every_s=1.0)
+        self.gauges = Gauges(server.process.pid, self.state, every_s=1.0)
 
     def round(self, seconds: float, say: Callable[[str], None]) -> None:
         """Work, then rest.  Raises `Violation`, or `Ended` when the server is gone."""

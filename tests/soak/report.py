@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
-from tests.soak.gauges import MB, Growth, descriptor_growth, memory_growth
+from tests.abuse.usage import MB
+from tests.soak.gauges import Growth, descriptor_growth, memory_growth
 from tests.soak.play import SETTINGS, Played
 from tests.soak.reading import TOLERANCE
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.abuse.usage import MB, Usage
 from tests.soak import __main__ as main
 from tests.soak.calls import Calls, Ended
-from tests.soak.gauges import MB, Usage, descriptor_growth, memory_growth
+from tests.soak.gauges import descriptor_growth, memory_growth
 from tests.soak.in_force import InForce, Possible, exactly
 from tests.soak.judge import Tally
 from tests.soak.play import LAYOUTS, Played
@@ -116,9 +117,9 @@ def test_calls_complain_of_what_nobody_expects() -> None:
 
 
 def test_growth_is_seen_and_noise_is_not() -> None:
-    still = [Usage(rss, 40) for rss in (500 * MB, 610 * MB, 600 * MB, 620 * MB, 605 * MB, 625 * MB, 610 * MB)]
+    still = [Usage(rss, rss, 40) for rss in (500 * MB, 610 * MB, 600 * MB, 620 * MB, 605 * MB, 625 * MB, 610 * MB)]
     assert memory_growth(still).ok and descriptor_growth(still, 1).ok
-    growing = [Usage((600 + 15 * number) * MB, 40 + 2 * number) for number in range(9)]
+    growing = [Usage((600 + 15 * number) * MB, 0, 40 + 2 * number) for number in range(9)]
     assert not memory_growth(growing).ok and not descriptor_growth(growing, 1).ok
 
 
@@ -130,7 +131,7 @@ def test_spans_cover_every_place_once(spans: list[tuple[int, int]]) -> None:
 
 def test_the_table_says_what_is_wrong(tmp_path: Path) -> None:
     played = Played(LAYOUTS["1"], calls=Calls("http://127.0.0.1:1"), tally=Tally(samples=3), exit_status=0)
-    played.curves.rest = [(1.0, Usage(MB, 10))]
+    played.curves.rest = [(1.0, Usage(MB, MB, 10))]
     console = Console(width=120, record=True)
     assert print_report([played], console)
     played.tally.complain("request r1: a token of nobody")
