@@ -53,7 +53,7 @@ def test_a_stuck_rebalance_is_an_illness(monkeypatch: pytest.MonkeyPatch) -> Non
     manager = manager_at(clock)
     routes: Any = InfoRoutes.__new__(InfoRoutes)
 
-    async def state() -> dict[str, Any]:
+    async def state(*_: Any, **__: Any) -> dict[str, Any]:
         return {"paused": True, "eplb": manager.status()}
 
     monkeypatch.setattr(routes, "_state", state)
