@@ -276,7 +276,7 @@ class WeightControl:
             except Exception as error:
                 updater.turn_away(source(), error)
             try:
-                updater.receive(source(), verb.weight_version, verb.request_id if settles else verb.update_id)
+                updater.receive(source(), verb.weight_version, verb.update_id)
             except Exception:
                 if settles:
                     updater.abort(verb.request_id)

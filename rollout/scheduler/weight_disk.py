@@ -193,7 +193,7 @@ class DiskRefresh:
         """Receive and verify in a transaction of its own, which is gone if anything fails."""
         self._updater.open_implicit(coverage, update_id)
         try:
-            self._updater.receive(source, weight_version, update_id)
+            self._updater.receive(source, weight_version)
         except Exception:
             self._updater.abort(update_id)
             raise

@@ -26,7 +26,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.scheduler.weight_sources import SOURCES
-from tests.local_refresh import updater_of
+from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
@@ -227,6 +227,15 @@ def test_w07_a_stray_call_aborts_no_requests(start: Callable[..., Harness], trai
     assert harness.control(UpdateWeightsFromDistributedReqInput, **fields).status_code == 409
     harness.run()
     assert harness.results[running].finished.reason.type == "length"  # type: ignore[union-attr]
+
+
+def test_w07_a_stranger_s_abort_ends_no_receive(start: Callable[..., Harness], trainer: LoopbackTrainer) -> None:
+    """An abort does not wait for a receive that nobody will finish, but for one of an update that is not its own."""
+    harness = start()
+    hurry = control_of(harness)._weights._hurry
+    assert harness.control(BeginWeightUpdateReqInput, update_id="a").success
+    waits = [hurry(AbortWeightUpdateReqInput(request_id="r", update_id=name)) for name in ("a", "b", None)]
+    assert waits == [0.0, None, None]
 
 
 def test_w07_a_pull_that_names_another_update_is_refused(start: Callable[..., Harness], tmp_path: Path) -> None:
