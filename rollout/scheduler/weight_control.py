@@ -147,9 +147,7 @@ class WeightControl:
     def _hurry(self, verb: ControlReqInput) -> float | None:
         """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
         if isinstance(verb, AbortWeightUpdateReqInput):
-            # A call that is an update of its own has an id that nobody was told: an abort without one means it, too.
-            is_its = verb.update_id is None and self._updater.is_implicit
-            return 0.0 if is_its or self._updater.foreign(verb.update_id) is None else None
+            return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
     def status(self) -> Answer:

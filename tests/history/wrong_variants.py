@@ -14,11 +14,11 @@ import torch
 
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState
+from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.scheduler import build
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
-from rollout.scheduler.req import OutputRecord, Req
+from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_queue import WeightQueue
@@ -157,13 +157,12 @@ def commits_in_the_middle_of_a_step() -> AbstractContextManager[None]:
 def shifts_spans_by_one() -> AbstractContextManager[None]:
     """The token sampled first under new weights is said to be of the old ones."""
 
-    def wrong(self: OutputRecord, weight_version: str) -> None:
-        if not self.version_marks:
-            self.version_marks.append((weight_version, 0))
-        elif self.version_marks[-1][0] != weight_version:
-            self.version_marks.append((weight_version, len(self.token_ids) + 1))
+    note = VersionMarks.note
 
-    return _patched((OutputRecord, "mark_version", wrong))
+    def wrong(self: VersionMarks, epoch: ServingEpoch, length: int) -> None:
+        note(self, epoch, length + 1 if self.last_version is not None else length)
+
+    return _patched((VersionMarks, "note", wrong))
 
 
 def kv_claims_to_be_new() -> AbstractContextManager[None]:
