@@ -43,6 +43,20 @@ def broken(model: Path) -> Iterator[Siege]:
         yield siege
 
 
+@pytest.fixture(autouse=True)
+def shared_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are not timed: /health may take seconds here; `make abuse` gives it one."""
+    monkeypatch.setattr(aftermath, "HEALTH_S", 8.0)
+    monkeypatch.setattr("tests.abuse.play.HEALTH_P99_S", 8.0)
+
+
+@pytest.fixture
+def one_second(shared_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `make abuse`."""
+    monkeypatch.setattr(aftermath, "HEALTH_S", 1.0)
+    monkeypatch.setattr("tests.abuse.play.HEALTH_P99_S", 1.0)
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What will not come is waited for only shortly."""
@@ -141,13 +155,14 @@ CAUGHT = {
 }
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("impatient", "one_second")
 @pytest.mark.parametrize("wrong", CAUGHT)
 def test_what_is_wrong_after_an_attack_is_found(broken: Siege, wrong: str) -> None:
     found = played_on(broken, wrong, harmless, keeps_mb=100).wrong
     assert any(CAUGHT[wrong] in what for what in found), found
 
 
+@pytest.mark.usefixtures("one_second")
 def test_late_health_is_found_by_the_prober(broken: Siege) -> None:
     found = played_on(broken, "answers_health_late", harmless).wrong
     assert any(what.startswith("prober: ") for what in found), found
