@@ -56,10 +56,12 @@ def make_model(folder: Path) -> Path:
 
 
 def write_docs(table: str, path: Path) -> None:
-    """Put the table between the markers of a page."""
+    """Put table and picture between the markers of a page."""
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text(before + BEGIN + table + END + after)
+    path.write_text(
+        f"{before}{BEGIN}{table}\n![Memory, descriptors, step and refresh times]({DOCS_PICTURE.name})\n{END}{after}"
+    )
 
 
 class _Said:
