@@ -25,12 +25,15 @@ from tests.sampler_reference import can_be_drawn, kept_tokens
 from tests.soak.known import Known
 from tests.soak.samples import Epoch, Sample, Violation, places
 
-TOLERANCE = 1e-4
-"""Nats: the engine computes in float32, the reference in float64.  Versions differ in the first digits."""
-TIE = 1e-5
-"""Where two experts' probabilities are closer than this, float32 may take either."""
+TOLERANCE = 1e-3
+"""Nats: the engine computes in float32, the reference in float64.  Of 10,000 tokens one is further off than 3e-5, of
+70,000 one by 1e-4; another version's are off by tenths."""
+TIE = 1e-4
+"""Where two experts' probabilities are closer than this, the engine may have taken either."""
+LIKELY_TIE = 1e-5
+"""Where they are closer than this, the engine may well have taken either without saying so."""
+ROUNDING = 1e-5  # of the cumulative distribution
 MOST_TRIED = 6
-ROUNDING = 2e-6  # of the cumulative distribution
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Reading:
             wrong, reason = self._first_wrong(output, start)
             if wrong > start:
                 return life, wrong, reason
-            why, tied = why or reason, tied or output.margin < TIE
+            why, tied = why or reason, tied or output.margin < LIKELY_TIE
         if tied:
             return None, start, why
         told = f"{self._sample.retractions} retractions, epochs {_runs(self.epochs)}"
@@ -214,10 +217,13 @@ class Reading:
 def _drawable(scaled_V: np.ndarray, params: object, noise: float) -> set[int]:
     """Tokens that this noise can draw of what top-k and top-p leave."""
     top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)  # type: ignore[attr-defined]
-    row = cast(SamplingRow, SimpleNamespace(params=SamplingParams(top_k=top_k)))
+    ranked = np.sort(scaled_V)[::-1]
+    tied = 0 < top_k < len(ranked) and ranked[top_k - 1] - ranked[top_k] < TIE
     found: set[int] = set()
-    for near in (1 - ROUNDING, 1 + ROUNDING):
-        found |= can_be_drawn(scaled_V, kept_tokens(scaled_V, row, min(top_p * near, top_p**0.5), 0.0), noise)
+    for count in {top_k, top_k + tied}:
+        row = cast(SamplingRow, SimpleNamespace(params=SamplingParams(top_k=count)))
+        for near in (1 - ROUNDING, 1 + ROUNDING):
+            found |= can_be_drawn(scaled_V, kept_tokens(scaled_V, row, min(top_p * near, top_p**0.5), 0.0), noise)
     return found
 
 

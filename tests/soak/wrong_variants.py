@@ -126,7 +126,7 @@ def another_draw(sample: Sample, known: Known) -> Faulty:
 
 def a_log_probability(sample: Sample, known: Known) -> Faulty:
     values = sample.logprobs.copy()
-    values[len(values) // 2] += 1e-3
+    values[len(values) // 2] += 3e-3
     return replace(sample, logprobs=values), known
 
 
@@ -134,7 +134,7 @@ def a_prompt_log_probability(sample: Sample, known: Known) -> Faulty:
     values = sample.prompt_logprobs.copy()
     if len(values) < 2:
         return None
-    values[1] = (values[1] or 0.0) + 1e-3
+    values[1] = (values[1] or 0.0) + 3e-3
     return replace(sample, prompt_logprobs=values), known
 
 
