@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -125,6 +126,15 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
         super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is at work for this connection has nobody to answer any more."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        with contextlib.suppress(h11.LocalProtocolError):  # its answer has begun
+            super().send_400_response(msg)
+        self.transport.close()
 
     def seconds_sending(self, now: float) -> float:
         """How long the client has been sending a request that is not whole, less what its bytes have earned it.

@@ -19,6 +19,7 @@ from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, jso
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import MAX_BATCH
 from rollout.tokenizer_manager.validation import check_token_ids
 
 MAX_DECODED_IDS = 1 << 20
@@ -57,6 +58,8 @@ class NativeRoutes:
         tokenizer, limits = self._manager.tokenizer, self._manager.limits
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages")
+        if isinstance(body.prompt, list) and len(body.prompt) > MAX_BATCH:
+            raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {len(body.prompt)}")
         if body.messages is not None:
             tokens: Any = await tokenizer.render_chat(body.messages, tools=None, continue_final=False, extra={})
         elif isinstance(body.prompt, str):
@@ -72,9 +75,9 @@ class NativeRoutes:
         tokenizer, vocab_size = self._manager.tokenizer, self._manager.limits.vocab_size
         is_batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         batch: list[Any] = list(body.tokens) if is_batch else [body.tokens]  # of lists of ids
-        size = sum(map(len, batch))
+        size = sum(map(len, batch)) + (len(batch) if is_batch else 0)
         if size > MAX_DECODED_IDS:
-            raise TooLarge(f"at most {MAX_DECODED_IDS} token ids are decoded in a call, got {size}")
+            raise TooLarge(f"at most {MAX_DECODED_IDS} token ids and lists are decoded in a call, got {size}")
         for token_ids in batch:
             check_token_ids(token_ids, vocab_size, "tokens")
         texts = await tokenizer.decode_each(batch, skip_special_tokens=body.skip_special_tokens)

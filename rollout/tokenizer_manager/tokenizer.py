@@ -23,6 +23,7 @@ LONG_CHARS = 64 * 1024
 """Text over this length goes to the thread for long work."""
 PART_CHARS = 256 * 1024
 """Text encoded at once; a single longer text is counted in such parts first."""
+EMPTY_CHARS = 16
 MAX_TOKENS = 1 << 24
 """Of all texts of a call."""
 
@@ -75,7 +76,7 @@ class Tokenizer:
         """
         if not texts:
             return []
-        size = sum(len(text) for text in texts)
+        size = _size(texts)
         if size <= INLINE_CHARS:
             return self._encode(texts, add_special_tokens)
         return await self._in_thread(lambda: self._encode(texts, add_special_tokens), size)
@@ -140,7 +141,7 @@ class Tokenizer:
 
     async def decode_each(self, batch: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Text of each list of ids."""
-        size = sum(map(len, batch))
+        size = _size(batch)
 
         def decode() -> list[str]:
             return [self.decode(token_ids, skip_special_tokens=skip_special_tokens) for token_ids in batch]
@@ -160,7 +161,7 @@ class Tokenizer:
             )
         texts = [text for message in messages for text in message.values()]
         is_plain = tools is None and all(isinstance(text, str) for text in texts)
-        size = sum(map(len, texts)) if is_plain else LONG_CHARS + 1
+        size = _size(texts) + len(messages) if is_plain else LONG_CHARS + 1
         return await self._in_thread(lambda: self._render(messages, tools, continue_final, extra), size)
 
     def _render(
@@ -183,6 +184,11 @@ class Tokenizer:
     async def _in_thread(self, work: Callable[[], Result], size: int) -> Result:
         executor = self._short if size <= LONG_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+def _size(parts: Sequence[Sequence[Any]]) -> int:
+    """Characters or ids; an empty text takes as long as `EMPTY_CHARS`."""
+    return sum(map(len, parts)) + EMPTY_CHARS * len(parts)
 
 
 def _parts(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -333,6 +333,13 @@ def test_a_folder_that_is_not_ours_is_left_alone(stream: Stream) -> None:
     assert contents(stream.local) == {"thesis.txt": b"mine"}
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "file/below"])
+def test_a_place_where_no_folder_can_be_is_refused(stream: Stream, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightRequestError, match="cannot be a folder"):
+        pull(tmp_path / name, stream.base, stream.source, 0, timeout_s=5.0)
+
+
 def test_the_base_and_the_source_are_never_written_to(stream: Stream) -> None:
     stream.publish("xor")
     for local in (stream.base, stream.source, stream.base.parent):

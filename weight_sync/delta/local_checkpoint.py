@@ -108,8 +108,12 @@ def recover(local: Path, *, timeout_s: float) -> LocalState:
 
 
 def _make_folder(local: Path) -> None:
+    """Raises `WeightRequestError` where there can be no folder."""
     sync = local / SYNC_FOLDER
-    local.mkdir(parents=True, exist_ok=True)
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightRequestError(f"{local} cannot be a folder: {error.strerror}") from None
     if sync.is_symlink():
         raise WeightRequestError(f"{sync} is a link")
     found = {item.name for item in local.iterdir()}

@@ -13,7 +13,7 @@ from typing import Any
 from tests.abuse.registry import KEYED, OPEN, RANKS, attack
 from tests.abuse.server import Victim
 
-ANSWER_S = 10.0
+ANSWER_S = 20.0
 LONG = 3000
 """Prompt tokens of a request that is prefilled in about a hundred chunks."""
 PAUSES = (None, "in_place", "retract", "abort")

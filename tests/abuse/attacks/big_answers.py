@@ -12,7 +12,7 @@ from tests.abuse.server import Victim
 MOST_IDS = 2_000_000
 
 
-@attack(OPEN, seconds=120.0, keeps_mb=300, peak_mb=1500)
+@attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
 def answers_that_are_large(victim: Victim) -> str:
     """Top log-probabilities with text, prompts scored at every position, whole tensors, long texts of ids."""
     params = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 4}

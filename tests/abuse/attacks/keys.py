@@ -11,7 +11,7 @@ def wrong_keys(victim: Victim) -> str:
     """Whatever is not the right key for the path is a 401 before the body is looked at."""
     user, admin = victim.setup.settings["api_key"], victim.setup.settings["admin_api_key"]
     near = [f"Basic {admin}", f"Bearer {admin[:-1]}", f"Bearer {admin}x", admin]
-    wrong = ["", "Bearer", "Bearer ", *near]
+    wrong = ["", "Bearer", *near]
     found = [one for one in victim.operations if "info" not in one.tags]
     for one in found:
         others = [*wrong, f"Bearer {user}" if one.is_control else f"Bearer {admin}"]

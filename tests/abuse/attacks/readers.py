@@ -9,7 +9,7 @@ from tests.abuse.registry import KEYED, OPEN, attack
 from tests.abuse.server import Victim
 from tests.abuse.wire import connect, connections, request, send
 
-PARAMS = {"max_new_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
+PARAMS = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
 BODY = {"input_ids": [6] * 30, "sampling_params": PARAMS, "return_logprob": True, "top_logprobs_num": 20}
 HELD_S = 10.0
 NUM_LEAVING = 300
