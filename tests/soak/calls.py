@@ -18,6 +18,10 @@ class Ended(Exception):
     """The connection broke, or no answer came in time: noted already."""
 
 
+RECEIVE_FAILED = (502,)
+"""What the protocol says of a rendezvous or a broadcast whose sender is gone, or that an abort did not wait for."""
+
+
 class Calls:
     """Safe from any thread."""
 
@@ -78,8 +82,9 @@ class Calls:
 class Noted(httpx.BaseTransport):
     """For clients that are not ours: their answers are counted too."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, may: Collection[int]) -> None:
         self._calls = calls
+        self._may = may
         self._real = httpx.HTTPTransport()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -90,7 +95,7 @@ class Noted(httpx.BaseTransport):
         except httpx.HTTPError as error:
             self._calls.complain(f"{path}: {type(error).__name__}: {error}")
             raise
-        self._calls.note(path, response.status_code, response.text)
+        self._calls.note(path, response.status_code, response.text, self._may)
         return response
 
     def close(self) -> None:

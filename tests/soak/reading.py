@@ -223,7 +223,9 @@ def _drawable(scaled_V: np.ndarray, params: object, noise: float) -> set[int]:
     for count in {top_k, top_k + tied}:
         row = cast(SamplingRow, SimpleNamespace(params=SamplingParams(top_k=count)))
         for near in (1 - ROUNDING, 1 + ROUNDING):
-            found |= can_be_drawn(scaled_V, kept_tokens(scaled_V, row, min(top_p * near, top_p**0.5), 0.0), noise)
+            kept = kept_tokens(scaled_V, row, min(top_p * near, top_p**0.5), 0.0)
+            for at in (noise - ROUNDING, noise, noise + ROUNDING):
+                found |= can_be_drawn(scaled_V, kept, at)
     return found
 
 

@@ -22,7 +22,7 @@ import httpx
 import torch
 
 from rollout.client import RolloutClient
-from tests.soak.calls import Calls, Ended, Noted
+from tests.soak.calls import RECEIVE_FAILED, Calls, Ended, Noted
 from tests.soak.in_force import InForce, Possible, Tensors, exactly
 from tests.soak.samples import Violation
 from tests.soak.strangers import PAUSE_MODES, Strangers, resume
@@ -43,7 +43,6 @@ SENDER_TIMEOUT_S = 20.0
 LEASE_S = 0.2
 QUIET_SHARE, QUIET_S = 0.1, 2.0
 """How often, and for how long, one version is left in force: repeated requests meet it then."""
-RECEIVE_FAILED = (502,)
 OUTCOMES = ("committed", "aborted", "lost")
 FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs out", "given up", "wrong base")
 
@@ -197,7 +196,7 @@ class Trainer:
 
     def _sender(self) -> None:
         label, new = self._label(), self._new_content()
-        client = RolloutClient(self._calls.url, transport=Noted(self._calls))
+        client = RolloutClient(self._calls.url, transport=Noted(self._calls, RECEIVE_FAILED))
         sender = WeightSender(client, timeout_s=SENDER_TIMEOUT_S)
         with client, self._refresh("our sender", "begun", label, new, right=True) as attempt:
             try:
@@ -237,8 +236,9 @@ class Trainer:
         try:
             with self._refresh("trainer killed", "killed", label, new, right=False) as attempt:
                 trainer.wait_ready()
-                attempt.note(self._calls.post("/init_weights_update_group", trainer.join_fields()))
-                if attempt.note(self._calls.post("/begin_weight_update", {"weight_version": label, **identity})):
+                joined = self._calls.post("/init_weights_update_group", trainer.join_fields(), may=RECEIVE_FAILED)
+                begin = {"weight_version": label, **identity}
+                if attempt.note(joined) and attempt.note(self._calls.post("/begin_weight_update", begin)):
                     body = trainer.send([name for name, _ in first]) | identity
                     attempt.note(self._calls.post("/update_weights_from_distributed", body))
                     body |= {name: announced(second, "", None)[name] for name in ("names", "dtypes", "shapes")}
@@ -249,7 +249,7 @@ class Trainer:
                         self._calls.complain("a bucket of a trainer that was killed was taken")
                     attempt.note(self._calls.post("/end_weight_update", identity))
                     self._calls.post("/abort_weight_update", identity)
-                self._calls.post("/destroy_weights_update_group", {"group_name": body["group_name"]})
+                self._calls.post("/destroy_weights_update_group", {"group_name": trainer.group_name})
         finally:
             trainer.close()
 
@@ -279,16 +279,16 @@ class Trainer:
     @contextmanager
     def _refresh(self, transport: str, form: str, label: str, new: Content, *, right: bool) -> Iterator[_Attempt]:
         """One refresh: whether it came into force, and had to.  Raises `Violation`."""
-        began, epoch = time.monotonic(), self._in_force.epoch
+        began = time.monotonic()
         attempt = _Attempt(self._in_force, label, new, right)
         yield attempt
         self._in_force.look(attempt.possible())
         self._calls.post("/abort_weight_update")  # nothing is left open
         self._in_force.look(attempt.possible())
-        came = self._in_force.epoch != epoch
+        came = self._in_force.tensors is attempt.new
         self.refreshes.append(Refresh(began, time.monotonic() - began, transport, form, right, came))
         excused = not attempt.safe and self._strangers.meddled(began)
-        if right and self._in_force.tensors is not attempt.new and not excused:
+        if right and not came and not excused:
             raise Violation(f"{label} is right, and did not come into force: {attempt.refusals}")
 
     @contextmanager

@@ -24,7 +24,7 @@ import zmq
 from safetensors.torch import save, save_file
 
 from tests.parameter_server_stand_in import ParameterServerStandIn, file_system_sharing
-from tests.soak.calls import Calls
+from tests.soak.calls import RECEIVE_FAILED, Calls
 from tests.tensor_sender import make_payload
 from weight_sync.bucket import pack
 from weight_sync.delta.encoder import DeltaEncoder
@@ -41,6 +41,7 @@ Send = Callable[[Named, Fields], httpx.Response]
 Encoding = Literal["xor", "overwrite", "ulp-gap"]
 
 GROUP_TIMEOUT_S = 15.0
+MOST_JOINS = 3
 _NUMBERS = itertools.count()
 
 
@@ -57,7 +58,7 @@ class Group:
         """The answer to a bucket that is announced as `named` and broadcast as `messages`."""
         handle = self._joined()
         body = announced(named, handle.name, load_format) | dict(fields)
-        answer = self._pool.submit(self._calls.post, "/update_weights_from_distributed", body)
+        answer = self._pool.submit(self._calls.post, "/update_weights_from_distributed", body, RECEIVE_FAILED)
         works = [handle.start_broadcast(message, GROUP_TIMEOUT_S) for message in messages]
         try:
             if answer.result().status_code == 200:
@@ -76,16 +77,28 @@ class Group:
             handle.destroy()
 
     def _joined(self) -> GroupHandle:
+        for _ in range(MOST_JOINS):
+            if self._handle is None:
+                self._handle = self._join()
         if self._handle is None:
-            port, name, world_size = free_port(), f"soak-{next(_NUMBERS)}", 1 + self._ranks
-            body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
-            body |= {"group_name": name, "backend": "gloo"}
-            answer = self._pool.submit(self._calls.post, "/init_weights_update_group", body)
-            handle = init_process_group("127.0.0.1", port, 0, world_size, name, "gloo", GROUP_TIMEOUT_S)
-            if answer.result().status_code != 200:
-                raise TransportError(f"the engine did not join: {answer.result().text}")
-            self._handle = handle
+            raise TransportError(f"the engine did not join in {MOST_JOINS} tries")
         return self._handle
+
+    def _join(self) -> GroupHandle | None:
+        """None: the engine did not come; somebody's abort may have kept it from that."""
+        port, name, world_size = free_port(), f"soak-{next(_NUMBERS)}", 1 + self._ranks
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
+        body |= {"group_name": name, "backend": "gloo"}
+        answer = self._pool.submit(self._calls.post, "/init_weights_update_group", body, RECEIVE_FAILED)
+        try:
+            handle = init_process_group("127.0.0.1", port, 0, world_size, name, "gloo", GROUP_TIMEOUT_S)
+        except TransportError:
+            answer.result()
+            return None
+        if answer.result().status_code == 200:
+            return handle
+        handle.destroy()
+        return None
 
 
 def announced(named: Named, group_name: str, load_format: str | None) -> dict[str, Any]:
