@@ -34,6 +34,10 @@ _WORD_TAG = 1
 _HANG_UP_TAG = 2  # that nobody sends under
 _JOIN_GRACE_S = 1.0
 """Over a rendezvous' deadline, for torch's own errors, which say more."""
+_GONE_GRACE_S = 5.0
+"""After rank 0 has gone, for what it had sent and other members pass on."""
+_HANG_UP_S = 1.0
+_EVER = datetime.timedelta(days=365)
 
 
 def resolve_backend(backend: str | None, device: torch.device | str) -> str:
@@ -52,7 +56,8 @@ def resolve_backend(backend: str | None, device: torch.device | str) -> str:
 class GroupHandle:
     """A joined group.  After a failed or late collective it is `broken` and can only be destroyed.
 
-    `patience`: who waits in it may be told to give up, which breaks it.
+    `patience`: who waits in it may be told to give up, which breaks it.  `watch` is done once rank 0 has gone: amid a
+    message gloo does not notice that, and would wait until the deadline.
     """
 
     name: str
@@ -63,6 +68,8 @@ class GroupHandle:
     process_group: dist.ProcessGroup | None = field(repr=False)  # None once destroyed
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
+    watch: Future[None] | None = field(default=None, repr=False)
+    _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
         """Broadcast from rank 0, without waiting.  gloo itself gives up after `timeout_s` (default: the group's).
@@ -76,15 +83,18 @@ class GroupHandle:
         options.rootTensor = 0
         options.timeout = datetime.timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         try:
-            return self.process_group.broadcast([tensor], options)
+            work = self.process_group.broadcast([tensor], options)
         except RuntimeError as error:
             self.broken = True
             raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+        self._works.append(work)
+        return work
 
     def finish(self, work: dist.Work, deadline: float) -> None:
         """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`; then it is broken."""
         is_over = _gloo_is_over if self.backend == "gloo" else _nccl_is_over
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
+        self._works.remove(work)
 
     def tell(self, member: int, word: int, deadline: float) -> None:
         """Hand a number to a member, which `hear`s it.  gloo only.  Raises `TransportError`; then it is broken."""
@@ -101,10 +111,15 @@ class GroupHandle:
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
-        if self.broken:
+        if self.broken or self.watch is not None:
             _hang_up(process_group, self.backend, peer=int(self.rank == 0))
+        if self.watch is not None:
+            wait([self.watch], _HANG_UP_S)
         dist.destroy_process_group(process_group)
-        # With the last reference gone gloo closes its connections, which is what the peer notices.
+        if stuck := [work for work in self._works if not work.is_completed()]:
+            in_thread(_keep_until_over, process_group, stuck)
+        self._works.clear()
+        # With the last reference gone gloo closes its connections, which is what a peer notices.
 
     def _exchange(
         self, start: Callable[[dist.ProcessGroup, torch.Tensor], dist.Work], box: torch.Tensor, deadline: float
@@ -116,8 +131,21 @@ class GroupHandle:
         self._wait("a word", lambda seconds: _is_done(said, seconds), deadline + _JOIN_GRACE_S)
 
     def _wait(self, what: str, is_over: Callable[[float], bool], deadline: float) -> None:
+        until = deadline
+
+        def is_over_or_lost(seconds: float) -> bool:
+            nonlocal until
+            if is_over(seconds):
+                return True
+            now = time.monotonic()
+            if self.watch is not None and self.watch.done():
+                until = min(until, now + _GONE_GRACE_S)
+            if now > until:
+                raise RuntimeError("rank 0 has gone")
+            return False
+
         try:
-            if not self.patience.wait(is_over, deadline):
+            if not self.patience.wait(is_over_or_lost, deadline):
                 raise RuntimeError("timed out")
         except (RuntimeError, TransportError) as error:
             self.broken = True
@@ -152,6 +180,19 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
         return False
     future.result()
     return True
+
+
+def _until_gone(group: dist.ProcessGroup) -> None:
+    """Returns once the connection to rank 0 is closed, by either side."""
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], 0, _HANG_UP_TAG).wait(_EVER)
+
+
+def _keep_until_over(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    """Holds a reference as long as the last one would wait: for messages that gloo gives up at their deadline only."""
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
 
 
 def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
@@ -194,6 +235,8 @@ def init_process_group(
         raise TransportError(f"{where}: {_first_line(error)}") from error
     group = joining.result()
     group.patience = patience
+    if backend == "gloo" and rank != 0:
+        group.watch = in_thread(_until_gone, group.process_group)
     return group
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
 ELEMENTS = 100_000  # of bfloat16, so that twice the bytes are far beyond any small slack
+MUCH = 256 << 20  # bytes: on their way for long enough
 FORMS = (None, "flattened_bucket", "pieces")
 
 
@@ -52,6 +55,50 @@ def test_w05_a_listener_that_accepts_and_says_nothing() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("members", [1, 4])
+def test_w24_a_trainer_killed_amid_a_message_is_noticed(members: int) -> None:
+    """By all of them, also those that other members pass the message on to; and leaving the group takes no time."""
+    spawn, port = multiprocessing.get_context("spawn"), free_port()
+    trainer = spawn.Process(target=_broadcast_much, args=(port, 1 + members), daemon=True)
+    trainer.start()
+    others = [spawn.Process(target=_leave_when_lost, args=(port, rank, 1 + members)) for rank in range(1, members)]
+    for other in others:
+        other.start()
+    group = init_process_group("127.0.0.1", port, members, 1 + members, f"much{port}", "gloo", 60.0)
+    start = time.monotonic()
+    message = torch.zeros(MUCH, dtype=torch.uint8)
+    work = group.start_broadcast(message)
+    while not message[0]:
+        assert time.monotonic() < start + 30
+    trainer.kill()
+    start = time.monotonic()
+    with pytest.raises(TransportError, match="rank 0 has gone"):
+        group.finish(work, start + 30)
+    group.destroy()
+    for other in others:
+        other.join(30)
+        assert other.exitcode == 0
+    assert time.monotonic() - start < 15
+
+
+def _broadcast_much(port: int, members: int) -> None:
+    group = init_process_group("127.0.0.1", port, 0, members, f"much{port}", "gloo", 60.0)
+    group.start_broadcast(torch.ones(MUCH, dtype=torch.uint8))
+    time.sleep(60)
+
+
+def _leave_when_lost(port: int, rank: int, members: int) -> None:
+    group = init_process_group("127.0.0.1", port, rank, members, f"much{port}", "gloo", 60.0)
+    message = torch.zeros(MUCH, dtype=torch.uint8)
+    try:
+        group.finish(group.start_broadcast(message), time.monotonic() + 30)
+    except TransportError:
+        group.destroy()
+    else:
+        assert message.all()  # it was faster
+    os._exit(0)
 
 
 def _bucket(trainer: GroupHandle, load_format: str | None, value: float, dtype: torch.dtype) -> bool:
