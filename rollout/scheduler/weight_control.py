@@ -83,6 +83,7 @@ class WeightControl:
             scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=self._hurry
         )
         self._num_pauses = 0
+        self._starts_anew = False  # by a pause that came amid a verb
         self._partial = PartialLabel()
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
@@ -129,8 +130,17 @@ class WeightControl:
     def on_pause(self) -> None:
         """Generation was paused."""
         self._num_pauses += 1
-        self._updater.book.forget_loss()
+        self._starts_anew = True
+        if not self._queue.busy:
+            self._forget_loss()
         self._watch.on_pause()
+
+    def _forget_loss(self) -> None:
+        """Of a loss before the last pause: not amid a verb, which may lose an update on one rank sooner than on
+        another."""
+        if self._starts_anew:
+            self._updater.book.forget_loss()
+        self._starts_anew = False
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
         """It ends no pause that comes while it waits for its turn."""
@@ -162,6 +172,7 @@ class WeightControl:
         }
 
     def _after_verb(self, job: Job) -> None:
+        self._forget_loss()
         self._watch.on_verb()
         if job.renews_lease:
             self._updater.renew_lease()

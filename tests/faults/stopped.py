@@ -70,6 +70,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "2 ranks": {"tp_size": 2},
     "3 replicas": {"dp_size": 3},
     "2 replicas of 2": {"tp_size": 2, "dp_size": 2},
+    "4 ranks": {"tp_size": 4, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True},
 }
 _POINTS: dict[str, tuple[str, ...]] = {
     "begin": ("exchange",),
@@ -80,7 +81,6 @@ _POINTS: dict[str, tuple[str, ...]] = {
     "abort": ("exchange",),
     "relabel": ("exchange", "answered"),
 }
-_FEW = {"bucket": ("exchange",), "verify": ("exchange",), "commit": ("vote", "voted", "published")}
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,9 @@ class StopCell:
 
 
 def cells(layout: str) -> Iterator[StopCell]:
-    """All points for two ranks, those around votes for more; the victim by turns."""
+    """All points; the victim by turns."""
     ranks = layout_of(ServerArgs(model_path="", **LAYOUTS[layout])).world_size
-    verbs = _POINTS if layout == "2 ranks" else _FEW
-    for turn, (verb, point) in enumerate((verb, point) for verb, points in verbs.items() for point in points):
+    for turn, (verb, point) in enumerate((verb, point) for verb, points in _POINTS.items() for point in points):
         for number, how in enumerate(HOWS):
             yield StopCell(layout, verb, point, how, (turn + number) % ranks)
 

