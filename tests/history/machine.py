@@ -205,8 +205,9 @@ class Machine:
                 self._in_seam = False
 
     def _resume(self) -> None:
-        """As a client that insists: the first continue may be refused with what it should have settled."""
-        for _ in range(2):
+        """As a client that insists: the first continue may be refused with what it should have settled, and a pause
+        may come amid any."""
+        for _ in range(2 + len(self._meanwhile)):
             if self.driver.expected.paused:
                 self.play(Continue())
         if self.driver.expected.paused:
