@@ -429,7 +429,7 @@ TestRefreshes.settings = QUICK
 def test_the_machine_catches_wrong_updaters(wrong: type[LoopbackUpdater]) -> None:
     machine = type("Wrong", (Refreshes,), {"updater_class": wrong})
     search = settings(
-        QUICK, max_examples=400, phases=(Phase.generate,), derandomize=True, database=None, report_multiple_bugs=False
+        QUICK, max_examples=3000, phases=(Phase.generate,), derandomize=True, database=None, report_multiple_bugs=False
     )
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_state_machine_as_test(machine, settings=search)
