@@ -266,7 +266,7 @@ def test_histories_catch_wrong_parts(monkeypatch, machine: type, part: str, wron
     monkeypatch.setattr(build, part, wrong)
     monkeypatch.setattr("rollout.scheduler.weight_queue.ThreadPoolExecutor", _InTurn)
     unshrunk = settings(
-        max_examples=400, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=1500, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
         derandomize=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with pytest.raises(AssertionError, match=noticed):
