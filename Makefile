@@ -17,7 +17,7 @@ HISTORIES ?= 5000
 nightly: install-dev
 	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
 
-# Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some ten minutes); `make test` plays a part.
+# Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test` plays a part.
 fault-matrix: install-dev
 	$(BIN)/python -m tests.faults
 
