@@ -19,7 +19,7 @@ class Ended(Exception):
 
 
 RECEIVE_FAILED = (502,)
-"""What the protocol says of a rendezvous or a broadcast whose sender is gone, or that an abort did not wait for."""
+"""What the protocol says of a rendezvous or a receive whose sender is gone, or that an abort did not wait for."""
 
 
 class Calls:

@@ -5,6 +5,7 @@ Knows who takes part and in which order.  What is right or wrong is theirs to sa
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections import Counter, deque
@@ -202,9 +203,14 @@ def play(
 
 def _rounds(soak: Soak, played: Played, seconds: float, say: Callable[[str], None]) -> None:
     start, length, number = time.monotonic(), min(60.0, max(10.0, seconds / 8)), 0
+    told: set[str] = set()
 
     def progress(what: str) -> None:
         tally = soak.judge.look()
+        for wrong in [*tally.complaints, *soak.calls.complaints]:
+            if wrong not in told:
+                print(f"WRONG {played.layout.name}: {wrong}", file=sys.stderr, flush=True)
+                told.add(wrong)
         spent = f"{played.layout.name}: {time.monotonic() - start:.0f} of {seconds:.0f} s, round {number}"
         say(f"{spent}, {tally.samples} samples explained, {what}, {tally.wrong + soak.calls.num_wrong} wrong")
 

@@ -115,7 +115,7 @@ def _answers(played: Played) -> Iterator[Fact]:
     statuses = calls.statuses if calls is not None else {}
     named = sum(count for (_, status), count in statuses.items() if status >= 500)
     yield Fact("calls answered", str(sum(statuses.values())))
-    yield Fact("answers of 502: broadcasts that were ended", str(named))
+    yield Fact("answers of 502: receives that were ended", str(named))
     verbs = (
         {path: seconds for path, seconds in calls.longest.items() if path != "/generate"} if calls is not None else {}
     )

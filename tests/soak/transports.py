@@ -181,7 +181,8 @@ class Transports:
         with ParameterServerStandIn(1 << 16, "pickle") as server:
             speaking = Thread(target=_speak, args=(server, named), daemon=True)
             speaking.start()
-            answer = self._calls.post("/update_weights_from_ipc", {"zmq_handles": server.handles, **fields})
+            body = {"zmq_handles": server.handles, **fields}
+            answer = self._calls.post("/update_weights_from_ipc", body, may=RECEIVE_FAILED)
             speaking.join(GROUP_TIMEOUT_S)
         return answer
 
