@@ -131,16 +131,16 @@ class GroupHandle:
         self._wait("a word", lambda seconds: _is_done(said, seconds), deadline + _JOIN_GRACE_S)
 
     def _wait(self, what: str, is_over: Callable[[float], bool], deadline: float) -> None:
-        until = deadline
+        last_look: float | None = None  # once rank 0 has gone
 
         def is_over_or_lost(seconds: float) -> bool:
-            nonlocal until
+            nonlocal last_look
             if is_over(seconds):
                 return True
             now = time.monotonic()
-            if self.watch is not None and self.watch.done():
-                until = min(until, now + _GONE_GRACE_S)
-            if now > until:
+            if last_look is None and self.watch is not None and self.watch.done():
+                last_look = now + _GONE_GRACE_S
+            if last_look is not None and now > last_look:
                 raise RuntimeError("rank 0 has gone")
             return False
 
