@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.core.errors import BadRequest, FatalError
+from rollout.core.errors import BadRequest
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
@@ -39,15 +39,15 @@ from rollout.scheduler.kv_age import abort_below, require_known_version
 from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_labels import PartialLabel, successor
+from rollout.scheduler.weight_commit import WeightCommit, committed
+from rollout.scheduler.weight_labels import successor
 from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
 from rollout.scheduler.weight_reading import shown_weights
 from rollout.scheduler.weight_sources import SOURCES
 from rollout.scheduler.weight_watch import WeightWatch
 from weight_sync.checker import live_fingerprints
-from weight_sync.errors import BaseMismatchError, TransactionStateError, WeightSyncError
+from weight_sync.errors import BaseMismatchError, TransactionStateError
 from weight_sync.lease import DEFAULT_LEASE_S
-from weight_sync.update_book import Outcome
 from weight_sync.updater import WeightUpdater
 from weight_sync.wire import parse_manifest
 
@@ -78,13 +78,13 @@ class WeightControl:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
+        self._commit = WeightCommit(scheduler, updater, adoption)
         self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(
             scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=self._hurry
         )
         self._num_pauses = 0
         self._starts_anew = False  # by a pause that came amid a verb
-        self._partial = PartialLabel()
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
         self._last_status: Answer = updater.status()
@@ -113,7 +113,7 @@ class WeightControl:
 
     def commit(self) -> tuple[str, Answer]:
         """Put the verified transaction in force, at a step boundary; message and data of the answer."""
-        return self._commit()
+        return self._commit.run()
 
     @property
     def under_way(self) -> str | None:
@@ -295,7 +295,7 @@ class WeightControl:
 
         def step(_: Any) -> tuple[str, Answer]:
             if settles:
-                return self._commit(alone=True)
+                return self._commit.run(alone=True)
             return "Succeeded to receive weights.", {"weight_update": updater.status()}  # I/O thread is idle
 
         holds, waits = updater.holds_steps, updater.patience
@@ -305,15 +305,15 @@ class WeightControl:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             answer = dict(ended.answer)
-            return Job(verb, _nothing, lambda _: (_committed(answer), answer))
+            return Job(verb, _nothing, lambda _: (committed(answer), answer))
         if verb.phase == "verify":
             says = _says("Weight update verified; commit or abort it.")
             return Job(verb, lambda: self._updater.verify(update_id), says)
         if verb.phase == "commit":
             take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
-            return Job(verb, admit, lambda _: self._commit(), take_back=take_back)
-        return Job(verb, lambda: self._updater.verify(update_id), lambda _: self._commit())
+            return Job(verb, admit, lambda _: self._commit.run(), take_back=take_back)
+        return Job(verb, lambda: self._updater.verify(update_id), lambda _: self._commit.run())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         says = _says("Weight update aborted; the previous weights serve.")
@@ -332,7 +332,7 @@ class WeightControl:
                 self._updater.verify()
 
         def step(_: Any) -> tuple[str, Answer]:
-            data = self._commit()[1] if settles else {}
+            data = self._commit.run()[1] if settles else {}
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
             if verb.pauses != self._num_pauses:
                 message = "Generation stays paused: another pause came after this call."
@@ -355,50 +355,6 @@ class WeightControl:
             return f"Weight version updated to {verb.new_version}.", {"new_version": verb.new_version}
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
-
-    # --- step part ------------------------------------------------------------------------------------------------
-
-    def _commit(self, *, alone: bool = False) -> tuple[str, Answer]:
-        """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
-
-        `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
-        force on any rank; `FatalError`, in doubt.
-        """
-        scheduler = self._scheduler
-        state = scheduler.runner.state
-        try:
-            with state.mutate("weight refresh"):
-                result = self._updater.commit()
-                total = len(state.model.weights.metas())
-                if len(result.names) == total:
-                    state.heal()
-                version = result.weight_version or successor(state.epoch.weight_version)
-                if alone and result.weight_version is not None:
-                    version = self._partial.after(version, result.names, total, state.epoch.weight_epoch)
-                placement = self._adoption.adopt()
-                whole = state.poisoned is None and not state.content_lost
-                state.publish_weights(version, result.content_digest if whole else None)
-        except (FatalError, WeightSyncError):
-            raise
-        except Exception as error:
-            raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
-        scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        answer = {
-            "weight_version": version,
-            "weight_epoch": state.epoch.weight_epoch,
-            "content_digest": state.epoch.content_digest,
-            "placement_epoch": state.epoch.placement_epoch,
-            **placement,
-            "num_tensors": len(result.names),
-            "num_bytes": result.num_bytes,
-            "stall_seconds": result.seconds,
-        }
-        self._updater.book.note(result.update_id, Outcome("committed", answer=answer))
-        return _committed(answer), answer
-
-
-def _committed(answer: Answer) -> str:
-    return f"Succeeded to update parameter online. Weight version updated to {answer['weight_version']}."
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from rollout.scheduler.control import Control
-from rollout.scheduler.weight_control import WeightControl
+from rollout.scheduler.weight_commit import WeightCommit
 from tests.faults import engines
 from weight_sync import transaction
 from weight_sync.content_check import check_content
@@ -26,15 +26,15 @@ HANG_S = 2.0
 
 def publishes_before_the_vote() -> AbstractContextManager[Any]:
     """The new label is in force before all ranks have written."""
-    commit = WeightControl._commit
+    commit = WeightCommit.run
 
-    def wrong(self: WeightControl, **how: Any) -> Any:
+    def wrong(self: WeightCommit, **how: Any) -> Any:
         state = self._scheduler.runner.state
         with state.mutate("weight refresh"):
             state.relabel(self._updater.pending_version or "unnamed")
         return commit(self, **how)
 
-    return mock.patch.object(WeightControl, "_commit", wrong)
+    return mock.patch.object(WeightCommit, "run", wrong)
 
 
 def forgives_a_bad_bucket() -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_commit import WeightCommit
 from rollout.scheduler.weight_control import WeightControl
 from rollout.scheduler.weight_queue import WeightQueue
 from weight_sync.transaction import TransactionState, WeightTransaction
@@ -38,15 +39,15 @@ def _patched(*replacements: tuple[type, str, Callable]) -> Iterator[None]:
 
 def publishes_before_the_vote() -> AbstractContextManager[None]:
     """The new label is in force before all ranks have written."""
-    commit = WeightControl._commit
+    commit = WeightCommit.run
 
-    def wrong(self: WeightControl, **how: Any) -> Any:
+    def wrong(self: WeightCommit, **how: Any) -> Any:
         state = self._scheduler.runner.state
         with state.mutate("weight refresh"):
             state.relabel(self._updater.pending_version or "unnamed")
         return commit(self, **how)
 
-    return _patched((WeightControl, "_commit", wrong))
+    return _patched((WeightCommit, "run", wrong))
 
 
 def first_bucket_bumps_the_version() -> AbstractContextManager[None]:

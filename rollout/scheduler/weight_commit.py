@@ -1,0 +1,70 @@
+"""`WeightCommit`: puts a verified transaction in force between two steps, and says what serves from then on.
+
+Knows the order of a commit.  Does not know verbs, or who opened the transaction.
+"""
+
+from __future__ import annotations
+
+from rollout.core.errors import FatalError
+from rollout.scheduler.placement_adoption import PlacementAdoption
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.weight_labels import PartialLabel, successor
+from rollout.scheduler.weight_queue import Answer
+from weight_sync.errors import WeightSyncError
+from weight_sync.update_book import Outcome
+from weight_sync.updater import WeightUpdater
+
+
+class WeightCommit:
+    """One for the life of the engine: labels of calls of their own depend on those before."""
+
+    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
+        self._scheduler = scheduler
+        self._updater = updater
+        self._adoption = adoption
+        self._partial = PartialLabel()
+
+    def run(self, *, alone: bool = False) -> tuple[str, Answer]:
+        """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
+
+        Returns message and data of the answer.
+
+        `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
+        force on any rank; `FatalError`, in doubt.
+        """
+        scheduler = self._scheduler
+        state = scheduler.runner.state
+        try:
+            with state.mutate("weight refresh"):
+                result = self._updater.commit()
+                total = len(state.model.weights.metas())
+                if len(result.names) == total:
+                    state.heal()
+                version = result.weight_version or successor(state.epoch.weight_version)
+                if alone and result.weight_version is not None:
+                    version = self._partial.after(version, result.names, total, state.epoch.weight_epoch)
+                placement = self._adoption.adopt()
+                whole = state.poisoned is None and not state.content_lost
+                state.publish_weights(version, result.content_digest if whole else None)
+        except (FatalError, WeightSyncError):
+            raise
+        except Exception as error:
+            raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
+        scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
+        answer = {
+            "weight_version": version,
+            "weight_epoch": state.epoch.weight_epoch,
+            "content_digest": state.epoch.content_digest,
+            "placement_epoch": state.epoch.placement_epoch,
+            **placement,
+            "num_tensors": len(result.names),
+            "num_bytes": result.num_bytes,
+            "stall_seconds": result.seconds,
+        }
+        self._updater.book.note(result.update_id, Outcome("committed", answer=answer))
+        return committed(answer), answer
+
+
+def committed(answer: Answer) -> str:
+    """What its sender is told."""
+    return f"Succeeded to update parameter online. Weight version updated to {answer['weight_version']}."
