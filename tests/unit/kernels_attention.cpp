@@ -105,13 +105,23 @@ void check(const char* dtype, int hd, int group, double tolerance) {
     }
   }
   expect(worst < tolerance, "far from the exact result", dtype, hd, worst);
-  for (int positions : {1, 7, 64}) {
+  const auto expect_same = [&](int first, int count, const char* what) {
     for (int heads : {1, 2}) {
-      for (int first = 0; first < example.length; first += positions == 1 ? 41 : positions) {
-        const int count = std::min(positions, example.length - first);
-        const std::vector<Scalar> part = example.attend(first, count, heads);
-        const bool same = std::memcmp(part.data(), whole.data() + first * row, sizeof(Scalar) * count * row) == 0;
-        expect(same, "other bits in a chunk", dtype, hd, first);
+      const std::vector<Scalar> part = example.attend(first, count, heads);
+      const bool same = std::memcmp(part.data(), whole.data() + first * row, sizeof(Scalar) * count * row) == 0;
+      expect(same, what, dtype, hd, first);
+    }
+  };
+  for (int positions : {1, 7, 64}) {
+    for (int first = 0; first < example.length; first += positions == 1 ? 41 : positions) {
+      expect_same(first, std::min(positions, example.length - first), "other bits in a chunk");
+    }
+  }
+  // Few positions, of which only the last see the next block.
+  for (int edge : {kBlock, 2 * kBlock, kSegment}) {
+    for (int positions : {2, 3, 4, 5}) {
+      for (int before = 1; before < positions; ++before) {
+        expect_same(edge - before, positions, "other bits on both sides of an edge");
       }
     }
   }
@@ -122,7 +132,7 @@ void check(const char* dtype, int hd, int group, double tolerance) {
 int main() {
   std::printf("%s: ", kIsa);
   for (int hd : {8, 40, 64}) {
-    for (int group : {1, 3, 4}) {
+    for (int group : {1, 2, 3, 4}) {
       check<float>("float32", hd, group, 4e-6);
       check<c10::Half>("float16", hd, group, 2e-3);
       check<bf16>("bfloat16", hd, group, 2e-2);

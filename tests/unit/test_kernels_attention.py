@@ -146,6 +146,20 @@ def test_a_token_has_the_same_bits_in_any_chunking_batch_and_number_of_threads(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 2, 16), (8, 2, 16)], ids=str)
+def test_few_positions_on_both_sides_of_an_edge(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    """As after a hit in the prefix cache that leaves two tokens to compute, one of them the first of a block."""
+    sequences = Sequences([700], dtype, heads)
+    whole = sequences.attend(sequences.whole())
+    assert error(whole, sequences.exact(sequences.whole())) < TOLERANCES[dtype]
+    for edge in (128, 256, 512, 640):
+        for count in range(2, 7):
+            for start in range(edge - count + 1, edge):
+                few = sequences.attend([(0, start, start + count)])
+                assert torch.equal(few, whole[start : start + count]), f"{start} .. {start + count - 1}"
+
+
 def test_a_split_that_depends_on_the_batch_is_noticed() -> None:
     """Flash-Decoding as it is often done: the keys are cut into more pieces when there are fewer requests."""
     sequences = Sequences([600] * 12, torch.float32)

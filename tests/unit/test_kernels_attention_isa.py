@@ -48,6 +48,8 @@ MISTAKES = {
     ),
     # The mask one key too wide.
     "far from": ("attention_tile.h", "row / tile_.group + 1 - begin", "row / tile_.group + 2 - begin"),
+    # Rows that are the first to see a block read the queries of the first rows.
+    "both sides of an edge": ("attention_tile.h", "query_stride_ + row :", "query_stride_ :"),
 }
 
 

@@ -224,7 +224,8 @@ class TileAttention {
         }
         visible[r] = static_cast<int>(std::min<int64_t>(kBlock, seen));
       }
-      const float* queries = space_.queries + (kInPlace ? head * kInPlaceRows : first_row) * query_stride_;
+      const float* queries =
+          space_.queries + (kInPlace ? head * kInPlaceRows * query_stride_ + row : first_row * query_stride_);
       Panel<U, Block>(block, columns_, queries, query_stride_, rows, visible, scale_).add_to(state, first_row);
     }
   }
