@@ -6,6 +6,7 @@ Soaks each layout for its share of the time, prints the table and draws the pict
 from __future__ import annotations
 
 import argparse
+import functools
 import secrets
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.model_zoo import tiny_checkpoint
+from tests.soak.judge import JudgeProcess
 from tests.soak.picture import draw
 from tests.soak.play import LAYOUTS, MODEL, play
 from tests.soak.report import WIDTH, markdown, print_report
@@ -40,7 +42,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as folder:
         model = make_model(Path(folder) / "model")
         say = _Said()
-        soaked = [play(layout, model, 60 * args.minutes / len(layouts), seed, say) for layout in layouts]
+        judge = functools.partial(JudgeProcess, keep=ROOT / "runs" / f"soak-{seed}")
+        soaked = [play(layout, model, 60 * args.minutes / len(layouts), seed, say, judge) for layout in layouts]
     right = print_report(soaked, Console(width=WIDTH))
     draw(soaked, args.picture)
     print(f"picture: {args.picture}; --seed {seed}")

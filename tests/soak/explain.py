@@ -77,14 +77,14 @@ class Explainer:
 
 
 def _first_right(readings: Sequence[Reading], output: MixedOutput) -> Explanation | Violation:
-    first: Violation | None = None
+    last: Violation | None = None
     for number, reading in enumerate(readings):
         try:
             return reading.explain(output if number == 0 else None)
         except Violation as violation:
-            first = first or violation
-    assert first is not None
-    return first
+            last = violation  # of the newest content of a label
+    assert last is not None
+    return last
 
 
 def _packs(readings: Sequence[Reading]) -> Iterator[list[Reading]]:

@@ -6,6 +6,7 @@ name, which must not explain it.  Runs in a process of its own, beside the serve
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import time
 from collections.abc import Collection, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rollout.core.model_config import load_model_config
 from tests.soak.explain import Explainer
@@ -57,10 +58,14 @@ class Tally:
 
 
 class Judge:
-    """Told what is in force with `content`, `label` and `forget`; `answer` judges."""
+    """Told what is in force with `content`, `label` and `forget`; `answer` judges.
 
-    def __init__(self, model: Path) -> None:
+    `keep`: a folder for what is found wrong: question, answer, and the weights that the answer names.
+    """
+
+    def __init__(self, model: Path, keep: Path | None = None) -> None:
         self._config = load_model_config(model)
+        self._keep = keep
         self.known = Known()
         self._explainer = Explainer(self._config, self.known)
         self._firsts: dict[tuple[bytes, Epoch], Sample] = {}
@@ -99,7 +104,21 @@ class Judge:
                     raise explanation
                 self._take(sample, explanation)
             except Violation as violation:
-                self.tally.complain(f"request {sample.rid}: {violation}")
+                self.tally.complain(f"request {sample.rid}: {violation}{self._kept(sample, body, answer)}")
+
+    def _kept(self, sample: Sample, body: dict[str, Any], answer: bytes) -> str:
+        """Where everything is kept with which the sample can be judged again; said of the first few."""
+        if self._keep is None or self.tally.wrong >= MOST_COMPLAINTS:
+            return ""
+        folder = self._keep / sample.rid
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath("body.json").write_text(json.dumps(body))
+        folder.joinpath("answer.json").write_bytes(answer)
+        spans = {*sample.token_spans, *sample.prompt_spans, *sample.row_spans}
+        for epoch, labels in self.known.labels.items():
+            if any(span.label in labels for span in spans):
+                save_file(dict(self.known.contents[epoch]), folder / f"epoch_{epoch}.safetensors")
+        return f"; see {folder}"
 
     def _count(self, sample: Sample) -> None:
         tally = self.tally
@@ -161,12 +180,12 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 class JudgeProcess:
     """A `Judge` elsewhere, which may be a little behind.  `tally`: its score as far as it is known."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, keep: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._tasks = context.Queue()
         self._tallies = context.Queue()
         self.tally = Tally()
-        self._process = context.Process(target=_judge_all, args=(model, self._tasks, self._tallies), daemon=True)
+        self._process = context.Process(target=_judge_all, args=(model, keep, self._tasks, self._tallies), daemon=True)
         self._process.start()
 
     @property
@@ -203,9 +222,9 @@ class JudgeProcess:
         self._tasks.cancel_join_thread()  # what nobody will read is not waited for
 
 
-def _judge_all(model: Path, tasks: Any, tallies: Any) -> None:
+def _judge_all(model: Path, keep: Path | None, tasks: Any, tallies: Any) -> None:
     torch.set_num_threads(1)
-    judge, said = Judge(model), time.monotonic()
+    judge, said = Judge(model, keep), time.monotonic()
     for what, args in _until_parent_is_gone(tasks):
         if what:
             getattr(judge, what)(*args)

@@ -25,9 +25,9 @@ from tests.sampler_reference import can_be_drawn, kept_tokens
 from tests.soak.known import Known
 from tests.soak.samples import Epoch, Sample, Violation, places
 
-TOLERANCE = 1e-3
-"""Nats: the engine computes in float32, the reference in float64.  Of 10,000 tokens one is further off than 3e-5, of
-70,000 one by 1e-4; another version's are off by tenths."""
+TOLERANCE = 2e-4
+"""Nats: the engine computes in float32, the reference in float64.  Of 1,100,000 tokens 700 are further off than 1e-5
+and one than 3e-5; another version's are off by tenths, one key too few or too many by thousandths."""
 TIE = 1e-4
 """Where two experts' probabilities are closer than this, the engine may have taken either."""
 LIKELY_TIE = 1e-5
