@@ -26,7 +26,8 @@ from tests.kernels import native_ops
 from tests.model_zoo import tiny_spec
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-CHUNKS = [1, 3, 7, 64, -1]
+CHUNKS = [1, 2, 3, 7, 64, -1]
+BLOCK = 128  # positions that attention takes together
 VOCABULARY = 320
 EXAMPLES = settings(max_examples=16, deadline=None, derandomize=True, database=None)
 
@@ -136,9 +137,9 @@ def test_any_model_in_any_schedule(dtype: str) -> None:
     seen = {"retractions": 0, "cached": 0, "several routes": 0}
 
     @EXAMPLES
-    @given(specs(), schedules, st.integers(0, 99))
-    def check(spec: CheckpointSpec, schedule: Schedule, seed: int) -> None:
-        batch = asks(7, seed)
+    @given(specs(), schedules, st.integers(0, 99), st.sampled_from([60, BLOCK + 12]))
+    def check(spec: CheckpointSpec, schedule: Schedule, seed: int, longest: int) -> None:
+        batch = asks(7, seed, longest=longest)
         with TemporaryDirectory() as temporary:
             folder = make_checkpoint(Path(temporary) / "model", spec)
             want = alone(folder, dtype, batch)
@@ -184,7 +185,11 @@ def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
 
 @DTYPES
 def test_prefix_hits(folder: Path, dtype: str) -> None:
-    batch = asks(6, seed=5)
+    rng = random.Random(0)
+    # What a hit leaves to compute of the longer ones begins before a block's end, and ends after it.
+    lengths = range(BLOCK - 12, BLOCK)
+    at_the_edge = [Ask(tuple(rng.randrange(VOCABULARY) for _ in range(n)), {"max_new_tokens": 6}) for n in lengths]
+    batch = asks(6, seed=5) + at_the_edge
     want = alone(folder, dtype, batch)
     server = Server(folder, dtype)
     server.together(batch)
