@@ -15,14 +15,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from rollout.core.model_config import load_model_config
+from tests.history.reference import MixedReference
+from tests.model_zoo import logical_tensors
 from tests.soak.__main__ import make_model
 from tests.soak.explain import Explainer
 from tests.soak.judge import JudgeProcess
 from tests.soak.known import Known
 from tests.soak.picture import draw
 from tests.soak.play import LAYOUTS, Played, Soak, play
+from tests.soak.reading import Reading
 from tests.soak.report import complaints, print_report
-from tests.soak.samples import Sample, Violation, samples_of
+from tests.soak.samples import Sample, Span, Violation, samples_of
 from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
 
 SECONDS = 12.0
@@ -102,3 +105,63 @@ def test_wrong_variants_are_caught(soaked: tuple[Played, KeepingJudge], model: P
         assert isinstance(found, Violation), f"{name} of {sample.rid} is not noticed: {found}"
         caught += 1
     assert caught, f"no sample to which {name} applies"
+
+
+# --- lives that retractions hide -------------------------------------------------------------------------------------
+
+
+def _recomputed(model: Path, retractions: int) -> Reading:
+    """A sample whose KV was computed again under the weights of its last tokens; the head alone tells the two apart."""
+    config, known = load_model_config(model), Known()
+    known.contents[0] = logical_tensors(model)
+    known.contents[1] = known.contents[0] | {"lm_head.weight": known.contents[0]["lm_head.weight"].flip(0)}
+    known.labels |= {0: {"old"}, 1: {"new"}}
+    reference, ids, epochs = MixedReference(config, known.contents), [3, 1, 4, 1, 5], [0] * 7 + [1] * 2
+    logprobs: list[float] = []
+    for position in range(4, 9):
+        row = reference.forward(ids, epochs[: position + 1]).logits[-1].log_softmax(-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    new = Span("new", 1, 0, 5)
+    sample = Sample(
+        rid="r",
+        prompt_ids=ids[:5],
+        output_ids=ids[5:],
+        logprobs=logprobs,
+        prompt_logprobs=[],
+        rows=reference.forward(ids[:9], epochs).routes.numpy(),
+        token_spans=(Span("old", 0, 0, 3), replace(new, start=3)),
+        prompt_spans=(new,),
+        row_spans=(Span("old", None, 0, 7), Span("new", None, 7, 9)),
+        scored_spans=(),
+        oldest=Span("old", 0, 0, 1),
+        finish="length",
+        retractions=retractions,
+        cached=0,
+        seed=0,
+        params={"temperature": 0.0},
+        lag=0,
+    )
+    return Reading(reference, known, sample, epochs)
+
+
+def test_old_kv_is_no_explanation_where_a_retraction_is_one(model: Path) -> None:
+    reading = _recomputed(model, retractions=1)
+    assert reading.explain().lives == 2
+    reading = _recomputed(model, retractions=0)
+    with pytest.raises(Violation, match="token 3 was sampled on KV 1 commits old"):
+        reading.explain()
+
+
+def test_a_life_that_fits_by_chance_is_given_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lives from position 7 the first fits one position, and only a later one fits all."""
+    reading = _recomputed(model, retractions=1)
+    lives = list(reading._lives_from(7))
+    chance, right = lives[0], lives[-3]
+    assert len({tuple(reading.epochs), tuple(chance), tuple(right)}) == 3
+    fits = {tuple(reading.epochs): 7, tuple(chance): 8, tuple(right): 9}
+    monkeypatch.setattr(
+        Reading, "_first_wrong", lambda self, output, start, life: (fits.get(tuple(life), start), "it does not fit")
+    )
+    assert reading._lives(0, iter([reading.epochs]), 1) == [reading.epochs[:7], right]
+    assert reading._lives(0, iter([reading.epochs]), 0) is None

@@ -23,7 +23,7 @@ from rollout.sampling.noise import uniform
 from tests.history.reference import MixedOutput, MixedReference
 from tests.sampler_reference import can_be_drawn, kept_tokens
 from tests.soak.known import Known
-from tests.soak.samples import Epoch, Sample, Violation, places
+from tests.soak.samples import Epoch, Sample, Span, Violation, places
 
 TOLERANCE = 2e-4
 """Nats: the engine computes in float32, the reference in float64.  Of 1,100,000 tokens 700 are further off than 1e-5
@@ -34,6 +34,7 @@ LIKELY_TIE = 1e-5
 """Where they are closer than this, the engine may well have taken either without saying so."""
 ROUNDING = 1e-5  # of the cumulative distribution
 MOST_TRIED = 6
+MOST_FORWARDS = 1500  # in search of lives
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Reading:
         self.epochs = list(epochs)
         self.ids = sample.sequence[: len(epochs)]
         self.rows = torch.from_numpy(sample.rows)  # [T, L, K]
+        self._num_forwards = 0
+        self._furthest = (-1, "")
+        self._tied = False  # a life was refused that met a tie, or there were too many to try
 
     @property
     def num_own(self) -> int:
@@ -76,60 +80,73 @@ class Reading:
 
     def explain(self, first: MixedOutput | None = None) -> Explanation:
         """`first`: the forwards under `epochs`, where they are known.  Raises `Violation`."""
-        used: list[list[Epoch]] = []
-        start, lives, why = 0, iter([self.epochs]), ""
-        while start < len(self.ids):
-            life, until, why = self._next_life(start, lives, why, None if used else first)
-            if life is None:
-                return Explanation(frozenset(self.epochs), len(used) + 1, decided=False)
-            used.append(life[:until])
-            self._check_lag(start, until, life)
-            start = until
-            lives = self._lives_from(start) if len(used) <= self._sample.retractions else iter(())
+        used = self._lives(0, iter([self.epochs]), self._sample.retractions, first) if self.ids else []
+        if used is None and self._tied:
+            return Explanation(frozenset(self.epochs), 1 + self._sample.retractions, decided=False)
+        if used is None:
+            at, why = self._furthest
+            told = f"{self._sample.retractions} retractions, epochs {_runs(self.epochs)}"
+            raise Violation(f"{why}; {told}{self._who_explains(at)}")
         if self._says_whose:
             self._check_scored()
             self._check_kv(used)
         return Explanation(frozenset(epoch for life in used for epoch in life), max(len(used), 1))
 
-    def _next_life(
-        self, start: int, lives: Iterator[list[Epoch]], why: str, first: MixedOutput | None
-    ) -> tuple[list[Epoch] | None, int, str]:
-        """The first of `lives` that explains position `start`, which the life before did not, for the reason `why`; up
-        to where it does, and why not further.
+    def _lives(
+        self, start: int, lives: Iterator[list[Epoch]], retractions: int, first: MixedOutput | None = None
+    ) -> list[list[Epoch]] | None:
+        """The lives from position `start` to the end, each up to where the next begins: one of `lives`, and what may
+        follow it with at most so many `retractions`.
 
-        None: none does, but one of them met a tie.  Raises `Violation`.
+        A life may fit some positions by chance, so others are tried where nothing follows it.  None: nothing fits.
         """
-        tied = False
         for life in lives:
+            if self._num_forwards == MOST_FORWARDS:
+                self._tied = True
+                return None
             output = first or self._forward(life, start)
-            wrong, reason = self._first_wrong(output, start)
-            if wrong > start:
-                return life, wrong, reason
-            why, tied = why or reason, tied or output.margin < LIKELY_TIE
-        if tied:
-            return None, start, why
-        told = f"{self._sample.retractions} retractions, epochs {_runs(self.epochs)}"
-        raise Violation(f"{why}; {told}{self._who_explains(start)}")
+            until, why = self._first_wrong(output, start, life)
+            if until == len(self.ids):
+                return [life]
+            self._furthest = max(self._furthest, (until, why), key=lambda found: found[0])
+            self._tied = self._tied or (until == start > 0 and output.margin < LIKELY_TIE)
+            if until > start and retractions:
+                rest = self._lives(until, self._lives_from(until), retractions - 1)
+                if rest is not None:
+                    return [life[:until], *rest]
+        return None
 
     def _lives_from(self, start: int) -> Iterator[list[Epoch]]:
-        """What KV may have been computed again before position `start`: all of it by the weights of its own forward, or
-        a first part of it by others that were in force on the way there."""
-        mine, before = self.epochs[start], self.epochs[start - 1]
-        yield [mine] * start + self.epochs[start:]
+        """What KV may have been computed again before position `start`: all of it by the weights of its own forward;
+        the prompt by those that the answer names, and some tokens by the last of them; a first part by others that were
+        in force on the way there."""
+        mine, before, rest = self.epochs[start], self.epochs[start - 1], self.epochs[start:]
+        yield [mine] * start + rest
+        prompt = [self._known.epochs_of(span, "the prompt's KV")[-1] for span in self._prompt_places()]
+        if 0 < len(prompt) <= start and before <= max(prompt) <= mine:
+            for cut in range(start, len(prompt) - 1, -1):
+                yield prompt + prompt[-1:] * (cut - len(prompt)) + [mine] * (start - cut) + rest
         for other in sorted(epoch for epoch in self._known.contents if before <= epoch < mine):
             for cut in range(start, 0, -1):
-                yield [other] * cut + [mine] * (start - cut) + self.epochs[start:]
+                yield [other] * cut + [mine] * (start - cut) + rest
 
     def _forward(self, life: list[Epoch], start: int) -> MixedOutput:
+        self._num_forwards += 1
         given = self.rows.clone()
         given[:start] = -1  # the rows that came are of an earlier life
         return self._reference.forward(self.ids, life, given, TIE)
 
-    def _first_wrong(self, output: MixedOutput, start: int) -> tuple[int, str]:
-        """The first position from `start` on that these forwards do not explain, and why; the end, if there is none."""
+    def _first_wrong(self, output: MixedOutput, start: int, life: Sequence[Epoch]) -> tuple[int, str]:
+        """The first position from `start` on that these forwards do not explain, and why; the end, if there is none.
+
+        No token may be on KV further behind than the request allows.
+        """
         same_T = (output.routes == self.rows).flatten(1).all(1).tolist()
         wrong_tokens = self._wrong_tokens(output.logits, start)
         for position in range(start, len(self.ids)):
+            behind = life[position] - min(life[: position + 1]) if position >= self._num_prompt - 1 else 0
+            if behind > self._sample.lag >= 0:
+                return position, f"token {position + 1 - self._num_prompt} was sampled on KV {behind} commits old"
             if not same_T[position]:
                 return position, f"row {position} of experts is not the router's choice"
             if position in wrong_tokens:
@@ -175,14 +192,6 @@ class Reading:
         begin_N, at_N = end_N - share_NV.gather(1, next_N[:, None])[:, 0], torch.from_numpy(noise)
         return ((begin_N - ROUNDING <= at_N) & (at_N <= end_N + ROUNDING)).tolist()
 
-    def _check_lag(self, start: int, until: int, life: Sequence[Epoch]) -> None:
-        """No token on KV further behind than the request allows."""
-        lag = self._sample.lag
-        for position in range(max(start, self._num_prompt - 1), until if lag >= 0 else 0):
-            behind = life[position] - min(life[: position + 1])
-            if behind > lag:
-                raise Violation(f"token {position + 1 - self._num_prompt} was sampled on KV {behind} commits old")
-
     def _check_scored(self) -> None:
         """Whose the log-probabilities of the prompt are said to be: entry p is of the forward over position p - 1."""
         for span in self._sample.scored_spans:
@@ -199,17 +208,21 @@ class Reading:
                 raise Violation(f"the oldest KV is said to be of {sample.oldest}; it is of epoch {min(epochs)}")
         if sample.retractions:
             return  # then the prompt's spans are of KV that was computed since
-        count = self._num_prompt if sample.output_ids else sum(span.end - span.start for span in sample.prompt_spans)
-        spans = places(sample.prompt_spans, count, "the prompt's KV")
-        for position, span in enumerate(spans[: len(self.epochs)]):
+        for position, span in enumerate(self._prompt_places()[: len(self.epochs)]):
             if self.epochs[position] not in self._known.epochs_of(span, "the prompt's KV"):
                 raise Violation(f"KV of position {position} is said to be of {span}, not {self.epochs[position]}")
+
+    def _prompt_places(self) -> list[Span]:
+        """Of each position of the prompt, whose its KV is said to be at the end.  Raises `Violation`."""
+        sample = self._sample
+        count = self._num_prompt if sample.output_ids else sum(span.end - span.start for span in sample.prompt_spans)
+        return places(sample.prompt_spans, count, "the prompt's KV")
 
     def _who_explains(self, position: int) -> str:
         """For the message: which single version, of the last few, would explain the position."""
         for epoch in list(self._known.contents)[-MOST_TRIED:]:
             output = self._forward([epoch] * len(self.ids), 0)
-            if self._first_wrong(output, position)[0] > position:
+            if self._first_wrong(output, position, [epoch] * len(self.ids))[0] > position:
                 return f"; epoch {epoch} alone would explain it"
         return "; no other epoch explains it alone"
 
