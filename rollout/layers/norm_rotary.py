@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 from rollout.layers.ops.base import LayerOps
 from rollout.layers.ops.place import Place, ViewPlace
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
+
+_ROWS_AT_ONCE = 4096
 
 
 class RMSNorm(WeightLayer):
@@ -42,7 +45,9 @@ class RMSNorm(WeightLayer):
 class RotaryTable:
     """Rotary embedding (Su et al., 2021) in the rotate-half form: the angles of every position, computed once.
 
-    Takes 2 * hd elements a position.
+    Takes 2 * hd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
+    Their cosines are numpy's in float64, rounded: those of torch on several threads, the first of a process, are now
+    and then of a lower accuracy, off by 1e-4.
     """
 
     def __init__(
@@ -56,10 +61,14 @@ class RotaryTable:
     ) -> None:
         self.ops = ops
         work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        exponents = torch.arange(0, head_dim, 2, dtype=work_dtype, device=device) / head_dim
-        angles = torch.arange(num_positions, dtype=work_dtype, device=device)[:, None] * (1.0 / theta**exponents)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self._table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).contiguous()
+        exponents = torch.arange(0, head_dim, 2, dtype=work_dtype) / head_dim
+        frequencies = 1.0 / theta**exponents
+        self._table = torch.empty(num_positions, 2, head_dim, dtype=dtype, device=device)
+        for rows in torch.arange(num_positions, dtype=work_dtype).split(_ROWS_AT_ONCE):
+            angles = (rows[:, None] * frequencies).double().numpy()
+            cos, sin = (torch.from_numpy(function(angles)).to(work_dtype).to(dtype) for function in (np.cos, np.sin))
+            part = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+            self._table[int(rows[0]) : int(rows[-1]) + 1] = part
 
     def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
         """cos and sign-folded sin [T, 2, hd]."""
