@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import cast
 
@@ -143,8 +144,9 @@ class Reading:
         """
         same_T = (output.routes == self.rows).flatten(1).all(1).tolist()
         wrong_tokens = self._wrong_tokens(output.logits, start)
+        oldest = list(accumulate(life, min))
         for position in range(start, len(self.ids)):
-            behind = life[position] - min(life[: position + 1]) if position >= self._num_prompt - 1 else 0
+            behind = life[position] - oldest[position] if position >= self._num_prompt - 1 else 0
             if behind > self._sample.lag >= 0:
                 return position, f"token {position + 1 - self._num_prompt} was sampled on KV {behind} commits old"
             if not same_T[position]:

@@ -57,7 +57,7 @@ def test_float64_angles_are_float64() -> None:
 
 
 def test_float32_angles_are_rounded_correctly() -> None:
-    """Torch's own cosines are not: on two threads, the first of a process were off by 1.5e-4, once in ten starts."""
+    """Torch's own are not: in some starts on two threads the cosines of half the positions were off by 1.5e-4."""
     positions = torch.arange(5000)
     table = RotaryTable(64, 10000.0, 5000, torch.float32, "cpu", TorchOps()).angles(positions)
     angles = positions.float()[:, None] * (1.0 / 10000.0 ** (torch.arange(0, 64, 2).float() / 64))
