@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 
-BUCKET_MODULES = ("sglang.srt.weight_sync.tensor_bucket", "sglang.srt.model_executor.model_runner")
+BUCKET_MODULES = (
+    "sglang.srt.weight_sync.tensor_bucket",
+    "sglang.srt.model_executor.model_runner",
+    "nemo_rl.models.generation.sglang.utils.train_utils",  # NeMo-RL's own copy
+)
 LOCAL_MODULES = (
     "sglang.srt.model_executor.model_runner_components.weight_updater",
     "sglang.srt.model_executor.model_runner",

@@ -1,8 +1,9 @@
 """The names that a payload of tensors may use, and what each of them means here.
 
 The table covers what torch writes for CPU and CUDA tensors (its own reductions, `ForkingPickler`'s for shared memory,
-plain bytes) and the metadata classes of SGLang's clients, under every module path that they have had.  Each name stands
-for a function or a record of ours that describes: no tensor is made, no file or connection opened while reading.
+plain bytes) and the metadata classes of SGLang's clients, under every module path that they have had, NeMo-RL's copies
+included.  Each name stands for a function or a record of ours that describes: no tensor is made, no file or connection
+opened while reading.
 
 Pickled bytes of a storage are torch's legacy file format inside the pickle; they are read by the same reader, without
 `torch.load`.
@@ -41,9 +42,10 @@ _MAX_HANDLE_BYTES = 4096
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 _SGLANG = "sglang.srt."
-_BUCKET_MODULES = ("weight_sync.tensor_bucket", "model_executor.model_runner")
+_NEMO_RL = "nemo_rl.models.generation.sglang.utils.train_utils"  # its own copies of SGLang's classes
+_BUCKET_MODULES = (_SGLANG + "weight_sync.tensor_bucket", _SGLANG + "model_executor.model_runner", _NEMO_RL)
 _LOCAL_MODULES = ("model_executor.model_runner_components.weight_updater", "model_executor.model_runner")
-_PATCH_MODULES = ("utils.patch_torch", "patch_torch")
+_PATCH_MODULES = (_SGLANG + "utils.patch_torch", _SGLANG + "patch_torch", _NEMO_RL)
 _LEGACY_STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -115,7 +117,7 @@ class TorchPayload:
             (_REDUCTIONS, "rebuild_cuda_tensor"): self._cuda_tensor,
         }
         for module in _PATCH_MODULES:
-            functions[_SGLANG + module, "_rebuild_cuda_tensor_modified"] = self._cuda_tensor
+            functions[module, "_rebuild_cuda_tensor_modified"] = self._cuda_tensor
         return functions
 
     def _shared_by_filename(
@@ -175,8 +177,8 @@ def _constants() -> dict[tuple[str, str], Any]:
     constants |= {("torch", name): dtype for name, dtype in DTYPES.items()}
     constants |= {("torch", name): StorageClass(dtype) for name, dtype in _LEGACY_STORAGES.items()}
     for module in _BUCKET_MODULES:
-        constants[_SGLANG + module, FLATTENED_METADATA.name] = FLATTENED_METADATA
-        constants[_SGLANG + module, FLATTENED_BUCKET.name] = FLATTENED_BUCKET
+        constants[module, FLATTENED_METADATA.name] = FLATTENED_METADATA
+        constants[module, FLATTENED_BUCKET.name] = FLATTENED_BUCKET
     for module in _LOCAL_MODULES:
         constants[_SGLANG + module, LOCAL_TENSOR.name] = LOCAL_TENSOR
     return constants
