@@ -282,6 +282,11 @@ class WeightUpdater(GroupMember):
         return self._transaction is not None
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all tensors of the open transaction have come."""
+        return self._transaction is not None and not self._transaction.missing
+
+    @property
     def is_implicit(self) -> bool:
         """Whether the open transaction was opened by `open_implicit`."""
         return self._transaction is not None and self._is_implicit

@@ -104,7 +104,7 @@ class AsyncRolloutClient:
         await self._run(wire.abort_all())
 
     async def pause(self, mode: wire.PauseMode = "abort") -> dict[str, Any]:
-        """Stop generating; new requests wait.  Running ones are aborted, retracted to the queue, or kept in place."""
+        """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
         return await self._run(wire.pause(mode))
 
     async def continue_generation(self, abort_below_weight_version: str | None = None) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class RolloutClient:
         self._run(wire.abort_all())
 
     def pause(self, mode: wire.PauseMode = "abort") -> dict[str, Any]:
-        """Stop generating; new requests wait.  Running ones are aborted, retracted to the queue, or kept in place."""
+        """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
         return self._run(wire.pause(mode))
 
     def continue_generation(self, abort_below_weight_version: str | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rollout.client.types import Timeouts
 
 T = TypeVar("T")
 
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 EndPhase = Literal["verify", "commit"]
 WEIGHT_UPDATE_GROUP = "weight_update_group"

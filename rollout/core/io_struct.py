@@ -66,8 +66,14 @@ class AbortReqInput(Message):
 # --- main -> scheduler: control verbs ----------------------------------------------------------------------------
 
 
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
+
+
 class PauseGenerationReqInput(ControlReqInput):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    """`wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins."""
+
+    mode: PauseMode = "abort"
+    wait_s: float = 600.0
 
 
 class ContinueGenerationReqInput(ControlReqInput):
@@ -77,7 +83,7 @@ class ContinueGenerationReqInput(ControlReqInput):
 
 
 class FlushCacheReqInput(ControlReqInput):
-    pass
+    retract: bool = False  # requests that hold KV give it back and compute it again, instead of being in the way
 
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]

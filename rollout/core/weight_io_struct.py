@@ -55,6 +55,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput):
 
 class EndWeightUpdateReqInput(OfUpdateReqInput):
     phase: Literal["verify", "commit"] | None = None  # None: both
+    weight_version: str | None = None  # in place of the label so far
 
 
 class AbortWeightUpdateReqInput(OfUpdateReqInput):

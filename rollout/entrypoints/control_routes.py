@@ -14,8 +14,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
+    ControlReqOutput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
+    PauseMode,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
@@ -26,6 +28,8 @@ from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 PAUSE_TIMEOUT_S = 60.0
+PAUSE_WAIT_S = 1800.0
+"""Mode wait gives requests so long to end: as long as trainers wait for a weight update."""
 FLUSH_TIMEOUT_S = 30.0
 FLUSH_POLL_S = 0.05
 
@@ -33,6 +37,12 @@ AbortBody = Annotated[protocol.AbortRequest, Depends(json_body(protocol.AbortReq
 ContinueBody = Annotated[protocol.ContinueGenerationRequest, Depends(json_body(protocol.ContinueGenerationRequest))]
 MemoryBody = Annotated[protocol.MemoryOccupationRequest, Depends(json_body(protocol.MemoryOccupationRequest))]
 PauseBody = Annotated[protocol.PauseGenerationRequest, Depends(json_body(protocol.PauseGenerationRequest))]
+
+
+async def pause(manager: TokenizerManager, mode: PauseMode) -> ControlReqOutput:
+    """Stop stepping; what becomes of the requests that run is `mode`'s."""
+    timeout_s = PAUSE_TIMEOUT_S + (PAUSE_WAIT_S if mode == "wait" else 0.0)
+    return await manager.control(PauseGenerationReqInput, timeout_s, mode=mode, wait_s=PAUSE_WAIT_S)
 
 
 class ControlRoutes:
@@ -76,8 +86,7 @@ class ControlRoutes:
 
     async def pause_generation(self, body: PauseBody) -> Response:
         """Replies once the scheduler has stopped stepping."""
-        answer = await self._manager.control(PauseGenerationReqInput, PAUSE_TIMEOUT_S, mode=body.mode)
-        return status_reply(answer, "Generation paused successfully.")
+        return status_reply(await pause(self._manager, body.mode), "Generation paused successfully.")
 
     async def continue_generation(self, body: ContinueBody) -> Response:
         """Also settles a weight update that was sent without begin and end."""

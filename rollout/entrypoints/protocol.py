@@ -141,7 +141,7 @@ class AbortRequest(Body):
 
 
 class PauseGenerationRequest(Body):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
 
 
 class ContinueGenerationRequest(Body):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
@@ -19,7 +19,7 @@ from rollout.core.io_struct import (
 from rollout.scheduler.eplb_control import EplbControl, NoExpertsToMove
 from rollout.scheduler.expert_distribution import ExpertDistribution
 from rollout.scheduler.memory_control import MemoryControl
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, failure
 from rollout.scheduler.weight_control import WeightControl
 
 
@@ -41,6 +41,7 @@ class Control:
         self._experts = experts
         self._eplb = eplb
         self._static_state = static_state
+        self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
         scheduler.add_verbs(
@@ -51,18 +52,50 @@ class Control:
                 ShutdownReqInput: self._begin_shutdown,
             }
         )
+        scheduler.add_between_steps(self._settle_waits)
         scheduler.add_between_steps(self._drain)
 
-    def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput:
+    def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput | None:
         """No step runs after this until continue; the answer means that this has happened."""
         scheduler = self._scheduler
+        self._weights.on_pause()
+        if verb.mode == "wait":
+            scheduler.paused, scheduler.pausing = False, True
+            self._awaited.append((scheduler.now + verb.wait_s, verb))
+            return None
         aborted = 0
         if verb.mode == "abort":
             aborted = scheduler.abort(None)
         elif verb.mode == "retract":
             scheduler.retract(scheduler.queues.holding_kv())
-        scheduler.paused = True
-        self._weights.on_pause()
+        return self._paused(verb, aborted)
+
+    def _settle_waits(self) -> bool:
+        """Pause once nothing that has begun is left, and answer the pauses that wait for it, well or not."""
+        if not self._awaited:
+            return False
+        scheduler, waiting = self._scheduler, self._awaited
+        num_begun = scheduler.num_begun()
+        is_over = num_begun == 0 and (scheduler.pausing or scheduler.paused)
+        self._awaited = []
+        for until, verb in waiting:
+            if is_over:
+                scheduler.reply(self._paused(verb))
+            elif not scheduler.pausing:
+                now = "paused in another mode" if scheduler.paused else "continued"
+                scheduler.reply(failure(verb.request_id, Conflict(f"generation was {now} before requests had ended")))
+            elif scheduler.now >= until:
+                reason = f"{num_begun} requests have not ended within {verb.wait_s:g} s; generation goes on"
+                scheduler.reply(failure(verb.request_id, Conflict(reason)))
+            else:
+                self._awaited.append((until, verb))
+        scheduler.pausing = bool(self._awaited)
+        return True
+
+    def _paused(self, verb: PauseGenerationReqInput, aborted: int = 0) -> ControlReqOutput:
+        scheduler = self._scheduler
+        scheduler.paused, scheduler.pausing = True, False
+        self._weights.on_paused()
         return ControlReqOutput(
             request_id=verb.request_id,
             success=True,
@@ -78,7 +111,9 @@ class Control:
 
     def _flush_cache(self, verb: FlushCacheReqInput) -> ControlReqOutput:
         scheduler = self._scheduler
-        running, waiting = scheduler.num_active(waiting=not scheduler.paused)
+        if verb.retract:
+            scheduler.retract(scheduler.queues.holding_kv())
+        running, waiting = scheduler.num_active(waiting=not (scheduler.paused or verb.retract))
         if running or waiting:
             raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
         scheduler.cache.flush()
@@ -104,7 +139,7 @@ class Control:
             "num_retracted_reqs": stats.num_retractions,
             "num_generated_tokens": stats.num_generated,
             "step_time_ms": stats.step_time_ms(),
-            "paused": scheduler.paused,
+            "paused": scheduler.paused or scheduler.pausing,
             "withheld": scheduler.withheld,
             "memory": self._memory.status(),
             "poisoned": state.poisoned,

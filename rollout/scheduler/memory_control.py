@@ -5,8 +5,9 @@
                            |------resume---> awaiting refresh --complete refresh--> in use
                            `-----------------complete refresh--> in use; a resume after it has nothing left to do
 
-A verb says everything that is wrong before it changes anything.  While a tag is released or the weights have no
-content, no step runs and new requests are refused; requests that wait hold no KV, and go on afterwards.
+A verb says everything that is wrong before it changes anything.  While memory of a tag is released (one that holds none
+withholds nothing) or the weights have no content, no step runs and new requests are refused; requests that wait hold no
+KV, and go on afterwards.
 
 Knows tags, the verbs' turn in the weight queue, and how a refresh shows.  Does not know pages: `MemorySaver` does.
 """
@@ -95,6 +96,7 @@ class MemoryControl:
             for tag in tags:
                 saver.discard(tag)
         self._released.update(tags)
+        self._updater.book.forget_loss()
         self._withhold()
         num_bytes = sum(saver.nbytes(tag) for tag in tags)
         return f"Released {', '.join(tags)}.", {"released": tags, "num_bytes": num_bytes, "memory": self.status()}
@@ -115,6 +117,7 @@ class MemoryControl:
             if "weights" in tags:
                 self._refreshed_unasked = False
             self._released.difference_update(tags)
+            self._updater.book.forget_loss()
             withheld = self._withhold()
             message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")
             return message, {"resumed": tags, "memory": self.status()}
@@ -180,9 +183,9 @@ class MemoryControl:
     def _withhold(self) -> str | None:
         """Tell the scheduler whether anything may be served, and why not."""
         reason = None
-        if self._released:
-            names = ", ".join(tag for tag in TAGS if tag in self._released)
-            reason = f"memory is released ({names}); POST /resume_memory_occupation"
+        without = [tag for tag in TAGS if tag in self._released and self._require_saver().nbytes(tag)]
+        if without:
+            reason = f"memory is released ({', '.join(without)}); POST /resume_memory_occupation"
         elif self._epoch_released is not None:
             reason = "the weights were released and have no content; send a complete refresh"
         self._scheduler.withheld = reason

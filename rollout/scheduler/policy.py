@@ -82,14 +82,17 @@ class Policy:
         self._max_running = max_running_requests
         self._misfit: _Misfit | None = None
 
-    def plan(self, weight_epoch: int, retract: Callable[[Req], None]) -> StepPlan:
-        """The next step.  `retract(req)` gives back what a request holds and keeps its record."""
+    def plan(self, weight_epoch: int, retract: Callable[[Req], None], *, begins: bool = True) -> StepPlan:
+        """The next step.  `retract(req)` gives back what a request holds and keeps its record.
+
+        `begins`: requests that never ran may.
+        """
         queues = self._queues
         plan = StepPlan(queues.running)
         self._make_room_for_decode(plan, retract)
         budget = self._continue_partial(plan, self._budget, len(queues.running))
         if queues.waiting and queues.partial is None:
-            self._admit(plan, budget, len(queues.running), weight_epoch)
+            self._admit(plan, budget, len(queues.running), weight_epoch, begins)
         return plan
 
     def _make_room_for_decode(self, plan: StepPlan, retract: Callable[[Req], None]) -> None:
@@ -115,7 +118,7 @@ class Policy:
         self._take(plan, req, count)
         return budget - count
 
-    def _admit(self, plan: StepPlan, budget: int, reserved: int, weight_epoch: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int, reserved: int, weight_epoch: int, begins: bool) -> None:
         queues, cache = self._queues, self._cache
         if plan.retracted:
             return  # who just had to make room would come straight back
@@ -125,6 +128,8 @@ class Policy:
             if len(plan.decodes) + len(plan.extends) >= self._max_running or cache.pool.num_free == 0:
                 break
             req = queues.waiting[0]
+            if not (begins or req.has_begun):
+                break  # those that were retracted stand in front
             key = _prompt_key(req)
             if in_prefill.get(key, req.prompt_len) < _shareable_len(req) and cache.prefix_cache.keeps_prefixes:
                 passed.append(queues.waiting.popleft())  # its twin computes in this step what both can use

@@ -154,6 +154,11 @@ class Req:
         self.finished: FinishReason | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a request that waits ran before."""
+        return self.num_retractions > 0
+
+    @property
     def device_len(self) -> int:
         """Tokens whose KV is there."""
         return self.num_tokens - 1 if self.is_decoding else self._device_len

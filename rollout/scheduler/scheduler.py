@@ -77,6 +77,7 @@ class Scheduler:
         self.records = records
         self.stats = StepStats()
         self.paused = False
+        self.pausing = False  # paused as soon as the requests that have begun have ended; no other begins
         self.withheld: str | None = None  # why nothing may be served although nobody paused
         self.held = False  # the model is being written to: requests wait
         self.draining = False
@@ -138,6 +139,15 @@ class Scheduler:
         counts = self.parallel.attn_dp.gather_ints(mine)
         return sum(running for running, _ in counts), sum(queued for _, queued in counts)
 
+    def num_begun(self) -> int:
+        """Requests that hold KV or did once, on all data-parallel ranks of this engine.
+
+        Called on all of them in the same turn.
+        """
+        queues = self.queues
+        begun = len(queues.holding_kv()) + sum(req.has_begun for req in queues.waiting)
+        return sum(count for (count,) in self.parallel.attn_dp.gather_ints((begun,)))
+
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
         """Take messages, then run one step if there is work.  True if a step ran."""
         if self.has_work or self._dp.busy:
@@ -159,7 +169,7 @@ class Scheduler:
         stats.start_step()
         plan = self._nothing
         if self.has_work:
-            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract)
+            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract, begins=not self.pausing)
         counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
         stats.phase("plan")
         if plan.is_empty and not any(counts or ()):

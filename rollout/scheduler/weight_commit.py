@@ -27,7 +27,7 @@ class WeightCommit:
     def run(self, *, alone: bool = False) -> tuple[str, Answer]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
 
-        Returns message and data of the answer.
+        Nothing came: only the label changes.  Message and data of the answer.
 
         `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
         force on any rank; `FatalError`, in doubt.
@@ -40,12 +40,16 @@ class WeightCommit:
                 total = len(state.model.weights.metas())
                 if len(result.names) == total:
                     state.heal()
-                version = result.weight_version or successor(state.epoch.weight_version)
+                in_force = state.epoch.weight_version
+                version = result.weight_version or (successor(in_force) if result.names else in_force)
                 if alone and result.weight_version is not None:
                     version = self._partial.after(version, result.names, total, state.epoch.weight_epoch)
                 placement = self._adoption.adopt()
                 whole = state.poisoned is None and not state.content_lost
-                state.publish_weights(version, result.content_digest if whole else None)
+                if result.names:
+                    state.publish_weights(version, result.content_digest if whole else None)
+                else:
+                    state.relabel(version)
         except (FatalError, WeightSyncError):
             raise
         except Exception as error:

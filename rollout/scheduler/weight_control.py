@@ -3,11 +3,12 @@
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
 Knows verbs and the order of a refresh.  What a transaction is belongs to `weight_sync`, whose turn it is to
-`weight_queue`, and what happens without a verb (leases, pauses) to `weight_watch`.
+`weight_queue`, the commit to `weight_commit`, and what happens without a verb (leases, pauses) to `weight_watch`.
 
 Clients without begin/end: paused, their first bucket opens a transaction and `continue_generation` settles it, with
 full coverage; running, each call is a transaction of its own on the tensors that it names, and its label says so until
-all have come.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
+all have come; running without content, their calls add up to one transaction of all tensors, which the last one
+settles.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
 
 A call that is not of the open update is turned away and changes nothing; one without an id that may be of an update
 that was lost, too.
@@ -128,11 +129,14 @@ class WeightControl:
         return not self._queue.is_empty
 
     def on_pause(self) -> None:
-        """Generation was paused."""
+        """A pause was asked for."""
         self._num_pauses += 1
         self._starts_anew = True
         if not self._queue.busy:
             self._forget_loss()
+
+    def on_paused(self) -> None:
+        """Generation is paused."""
         self._watch.on_pause()
 
     def _forget_loss(self) -> None:
@@ -263,9 +267,11 @@ class WeightControl:
         is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest
         opens = stale or (verb.update_id is None and not updater.is_open)
-        settles = opens and not self._scheduler.paused
+        paused, lost = self._scheduler.paused, self._scheduler.runner.state.content_lost
+        settles = opens and not paused and not lost
+        adds_up = lost and not paused and (opens or updater.is_implicit)
         refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
-        if settles:
+        if opens and not paused:
             refusal = updater.book.against_loss()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
@@ -276,7 +282,7 @@ class WeightControl:
             self._opened_in_pause = self._num_pauses
             self._adoption.opening()
 
-        def io() -> None:
+        def io() -> bool:
             try:
                 if stale:
                     updater.drop("a new pause and a new bucket came before the update was settled")
@@ -286,34 +292,45 @@ class WeightControl:
                 updater.turn_away(source(), error)
             try:
                 updater.receive(source(), verb.weight_version, verb.update_id)
-            except Exception:
+            except Exception as error:
                 if settles:
                     updater.abort(verb.request_id)
+                if adds_up:
+                    drop(str(error))
                 raise
-            if settles:
-                updater.verify(verb.request_id)
+            is_whole = settles or (adds_up and updater.is_complete)
+            if is_whole:
+                updater.verify(verb.request_id if settles else verb.update_id)
+            return is_whole
 
-        def step(_: Any) -> tuple[str, Answer]:
-            if settles:
-                return self._commit.run(alone=True)
+        def step(is_whole: bool) -> tuple[str, Answer]:
+            if is_whole:
+                return self._commit.run(alone=settles)
             return "Succeeded to receive weights.", {"weight_update": updater.status()}  # I/O thread is idle
 
+        drop = functools.partial(updater.drop, told=True)
+        take_back = drop if adds_up else updater.fail
         holds, waits = updater.holds_steps, updater.patience
-        return Job(verb, io, step, holds_steps=holds, take_back=updater.fail, renews_lease=True, waits=waits)
+        return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=True, waits=waits)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             answer = dict(ended.answer)
             return Job(verb, _nothing, lambda _: (committed(answer), answer))
+
+        def verify() -> None:
+            if verb.weight_version is not None:
+                self._updater.admit(update_id, "verify").weight_version = verb.weight_version
+            self._updater.verify(update_id)
+
         if verb.phase == "verify":
-            says = _says("Weight update verified; commit or abort it.")
-            return Job(verb, lambda: self._updater.verify(update_id), says)
+            return Job(verb, verify, _says("Weight update verified; commit or abort it."))
         if verb.phase == "commit":
             take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
             return Job(verb, admit, lambda _: self._commit.run(), take_back=take_back)
-        return Job(verb, lambda: self._updater.verify(update_id), lambda _: self._commit.run())
+        return Job(verb, verify, lambda _: self._commit.run())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
         says = _says("Weight update aborted; the previous weights serve.")
@@ -336,8 +353,9 @@ class WeightControl:
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
             if verb.pauses != self._num_pauses:
                 message = "Generation stays paused: another pause came after this call."
-                return message, data | {"paused": self._scheduler.paused, "num_aborted": aborted}
-            self._scheduler.paused = False
+                paused = self._scheduler.paused or self._scheduler.pausing
+                return message, data | {"paused": paused, "num_aborted": aborted}
+            self._scheduler.paused = self._scheduler.pausing = False
             return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
         return Job(verb, io, step)

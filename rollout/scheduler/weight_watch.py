@@ -35,7 +35,7 @@ class WeightWatch:
         return None if self._pause is None or not self._scheduler.paused else self._pause.left_s
 
     def on_pause(self) -> None:
-        """A pause began, or began anew."""
+        """Generation is paused, or is so anew."""
         if self._pause_timeout_s is not None:
             self._pause = Lease(self._pause_timeout_s, lambda: self._scheduler.now)
 

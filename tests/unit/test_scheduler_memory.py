@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from rollout.core.io_struct import (
@@ -25,6 +26,7 @@ from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
 )
 from tests.kernels import native_ops
 from tests.local_refresh import deliver, io_of, refresh, updater_of
@@ -99,13 +101,16 @@ def test_everything_released_and_restored_by_a_refresh(folders, new_tensors) -> 
     harness.control(PauseGenerationReqInput, mode="abort")
     released = release(harness)
     assert released.success and released.data["released"] == ALL and released.data["num_bytes"] > 0
-    assert "released (weights, kv_cache, cuda_graph)" in refusal(harness)
+    assert "released (weights, kv_cache)" in refusal(harness)
     assert resume(harness, "weights").success
     assert memory(harness) == {"weights": "awaiting_refresh", "kv_cache": "released", "cuda_graph": "released"}
     assert refresh(harness, new_tensors, "v2").success
     assert harness.control(ContinueGenerationReqInput).success
-    assert "released (kv_cache, cuda_graph)" in refusal(harness)
-    assert resume(harness, "kv_cache", "cuda_graph").success
+    assert "released (kv_cache)" in refusal(harness)
+    assert resume(harness, "kv_cache").success
+    assert memory(harness) == {"weights": "in_use", "kv_cache": "in_use", "cuda_graph": "released"}
+    assert answers(harness) == answers(engine(folders[1])), "nothing is held under cuda_graph, so nothing is missing"
+    assert resume(harness, "cuda_graph").success
     assert set(memory(harness).values()) == {"in_use"}
     assert answers(harness) == answers(engine(folders[1])) != old
     assert storages(harness) == addresses
@@ -156,6 +161,84 @@ def test_a_refresh_into_released_weights_restores_them(folders, new_tensors) -> 
     assert resume(harness, "weights").success, "the refresh came first; there is nothing left to do"
     assert resume(harness, "weights").status_code == 409
     assert release(harness, "weights").success
+
+
+def bucket(harness: Harness, tensors: dict[str, torch.Tensor], **fields: Any) -> ControlReqOutput:
+    """A call without begin."""
+    payload = bytearray(safetensors.torch.save(tensors))
+    return harness.control(UpdateWeightsFromTensorReqInput, payload=payload, format="safetensors", **fields)
+
+
+def split(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    names = sorted(tensors)
+    return [{name: tensors[name] for name in names[start::count]} for start in range(count)]
+
+
+@pytest.mark.parametrize("version", [None, "v2"])
+def test_calls_without_begin_into_lost_weights_add_up(folders, new_tensors, version: str | None) -> None:
+    """The order of verl without a backup: release, resume the weights, buckets, resume the rest; nobody pauses."""
+    harness = engine(folders[0])
+    assert release(harness).success and resume(harness, "weights").success
+    for part in split(new_tensors, 3)[:2]:
+        answer = bucket(harness, part, weight_version=version)
+        assert answer.success and answer.data["weight_update"]["implicit"], answer.message
+        assert harness.control(GetStateReqInput).data["weight_version"] == "v1"
+    answer = bucket(harness, split(new_tensors, 3)[2], weight_version=version)
+    assert answer.success and answer.data["num_tensors"] == len(new_tensors)
+    assert answer.data["weight_version"] == (version or "v1+1")
+    assert resume(harness, "kv_cache").success
+    assert answers(harness) == answers(engine(folders[1]))
+    name = sorted(new_tensors)[0]
+    after = bucket(harness, {name: new_tensors[name]}, weight_version="v3")
+    assert after.data["weight_version"] == f"v3~1of{len(new_tensors)}", "with content each call is one of its own"
+
+
+@pytest.mark.parametrize("anew", ["resume", "pause", "abort"])
+def test_a_bad_call_of_those_ends_them_until_a_new_start(folders, new_tensors, anew: str) -> None:
+    """No half of it may join the halves of the next attempt."""
+    harness = engine(folders[0])
+    assert release(harness, "weights").success
+    first, second = split(new_tensors, 2)
+    assert bucket(harness, first).success
+    name = sorted(second)[0]
+    bad = bucket(harness, {name: torch.full_like(second[name], torch.nan)})
+    assert bad.status_code == 400 and "finite" in bad.message
+    refused = bucket(harness, second)
+    assert refused.status_code == 409 and "was lost" in refused.message
+    if anew == "resume":
+        assert resume(harness, "weights").success
+    elif anew == "abort":
+        harness.control(AbortWeightUpdateReqInput)
+    else:
+        assert harness.control(PauseGenerationReqInput).success
+    assert bucket(harness, second).success and bucket(harness, first).success
+    if anew == "pause":
+        assert harness.control(ContinueGenerationReqInput).success
+    assert answers(harness) == answers(engine(folders[1]))
+
+
+def test_another_label_does_not_join_them(folders, new_tensors) -> None:
+    harness = engine(folders[0])
+    assert release(harness, "weights").success
+    first, second = split(new_tensors, 2)
+    assert bucket(harness, first, weight_version="6").success
+    assert bucket(harness, second, weight_version="7").status_code == 409
+    assert bucket(harness, second, weight_version="6").success
+    assert answers(harness) == answers(engine(folders[1]))
+
+
+def test_an_update_of_nothing_changes_the_label_only(folders) -> None:
+    harness = engine(folders[0])
+    old = answers(harness)
+    for update_id, version, want in (("a", None, "v1"), ("b", "v2", "v2")):
+        assert harness.control(BeginWeightUpdateReqInput, coverage="partial", update_id=update_id).success
+        answer = harness.control(EndWeightUpdateReqInput, update_id=update_id, weight_version=version)
+        assert answer.success and answer.data["num_tensors"] == 0 and answer.data["weight_epoch"] == 0
+        assert answer.data["weight_version"] == want == harness.control(GetStateReqInput).data["weight_version"]
+    assert answers(harness) == old
+    assert harness.control(BeginWeightUpdateReqInput).success
+    refused = harness.control(EndWeightUpdateReqInput)
+    assert refused.status_code == 400 and "tensors missing" in refused.message, "an update of all tensors lacks them"
 
 
 def test_a_kept_copy_serves_the_same_bits(folders) -> None:

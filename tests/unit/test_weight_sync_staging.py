@@ -59,10 +59,9 @@ def test_ledger_sees_repeats_within_one_call() -> None:
     assert ledger.refusals([("a", "a"), ("a", "a")]) == ["a came twice"]
 
 
-def test_partial_coverage_must_not_be_empty() -> None:
+def test_partial_coverage_takes_what_came_also_nothing() -> None:
     ledger = WeightLedger(["a", "b"], "partial")
-    with pytest.raises(CoverageError, match="no tensor came"):
-        ledger.settle()
+    assert ledger.settle() == []
     ledger.record("a", "a")
     assert ledger.settle() == ["a"]
 
