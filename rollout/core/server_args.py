@@ -50,6 +50,13 @@ class ServerArgs:
         None, "names, with commas between, by which a server without a key may be called; *: any"
     )
 
+    tool_call_parser: Literal["qwen", "qwen25", "hermes", "qwen3_coder", "glm45", "glm47"] | None = _arg(
+        None, "how the model writes tool calls, which chats then return as such; default: they stay text"
+    )
+    reasoning_parser: Literal["qwen3", "glm45", "deepseek-r1", "deepseek_r1"] | None = _arg(
+        None, "how the model marks its reasoning, which chats then return apart; default: it stays in the content"
+    )
+
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
         "auto", "dtype of weights and KV; auto: the checkpoint's"
     )
@@ -170,6 +177,10 @@ class ServerArgs:
             _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(self.receive_timeout > 0, "--receive-timeout must be positive")
+        _require(
+            not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
+            "--tool-call-parser and --reasoning-parser read text, and --skip-tokenizer-init makes none",
+        )
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,

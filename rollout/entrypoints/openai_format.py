@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.entrypoints.openai_messages import ChatMessage
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
 
 LOWEST_LOGPROB = -9999.0
@@ -132,11 +133,18 @@ def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
 # --- chat --------------------------------------------------------------------------------------------------------
 
 
-def chat_choice(request: ChatCompletionRequest, index: int, native: Native) -> dict[str, Any]:
+def chat_choice(request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
     logprobs = chat_logprobs(native["meta_info"], 0) if request.logprobs else None
-    message = {"role": "assistant", "content": native.get("text", "")}
-    choice = {"index": index, "message": message, "logprobs": logprobs}
-    return choice | finish_fields(native) | choice_extras(request, native)
+    choice = {"index": index, "message": message.whole(native.get("text", "")), "logprobs": logprobs}
+    return choice | chat_finish_fields(message, native) | choice_extras(request, native)
+
+
+def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
+    """Like `finish_fields`; an answer that ends by itself, and calls tools, ends for their sake."""
+    fields = finish_fields(native)
+    return (
+        fields | {"finish_reason": "tool_calls"} if message.num_calls and fields["finish_reason"] == "stop" else fields
+    )
 
 
 def chat_logprobs(meta: dict[str, Any], first: int) -> dict[str, Any]:
@@ -183,11 +191,15 @@ class StreamCursor:
         choice = {"index": index, "text": text, "logprobs": logprobs}
         return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
 
-    def chat_chunk(self, request: ChatCompletionRequest, index: int, native: Native) -> dict[str, Any]:
+    def chat_chunk(
+        self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native
+    ) -> dict[str, Any]:
         """What is new as a choice of a chat chunk."""
         logprobs = chat_logprobs(native["meta_info"], self._num_tokens) if request.logprobs else None
-        choice = {"index": index, "delta": {"content": self._new_text(native)}, "logprobs": logprobs}
-        return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
+        delta = message.delta(self._new_text(native), is_last=_is_finished(native))
+        choice = {"index": index, "delta": delta, "logprobs": logprobs}
+        finish = chat_finish_fields(message, native)
+        return choice | self._ids(request, native) | finish | self._extras(request, native)
 
     def _new_text(self, native: Native) -> str:
         text = native.get("text", "")

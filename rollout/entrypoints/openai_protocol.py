@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
@@ -148,13 +149,17 @@ class ChatCompletionRequest(OpenAIRequest):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
     response_format: dict[str, Any] | None = None
     user: str | None = None
 
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the template shows to the model.  Calls in its answer stay plain text."""
+        """Tools that the template shows to the model, and whose calls are looked for in its answer."""
         return None if self.tool_choice == "none" else self.tools
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -163,12 +168,20 @@ class ChatCompletionRequest(OpenAIRequest):
             raise BadRequest("messages is empty")
         return [_plain_message(index, message) for index, message in enumerate(self.messages)]
 
+    def begun_answer(self) -> str:
+        """The beginning of the answer that the prompt holds."""
+        return str(self.template_messages()[-1]["content"]) if self.continue_final_message and self.messages else ""
+
     def to_request(self, prompt_ids: list[int]) -> GenerateReqInput:
         """Raises `BadRequest`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedFeature("response_format other than text is not supported by this server")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
+        if self.tools and not self.parallel_tool_calls:
+            raise UnsupportedFeature("parallel_tool_calls: false is not supported by this server")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return GenerateReqInput(
             input_ids=prompt_ids,
@@ -182,6 +195,8 @@ class ChatCompletionRequest(OpenAIRequest):
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise BadRequest(f"messages[{index}] has no role")
+    if isinstance(message.get("tool_calls"), list):
+        message = message | {"tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
     content = message.get("content")
     if content is None:
         return message | {"content": ""}
@@ -195,3 +210,15 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
             raise BadRequest(f"messages[{index}].content holds a part that is not text; this server takes text only")
         texts.append(part["text"])
     return message | {"content": "".join(texts)}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, as templates take them; clients send them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from rollout.core.errors import NotFound, UnsupportedFeature
 from rollout.entrypoints import openai_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.entrypoints.openai_messages import ChatMessage, ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -35,6 +36,7 @@ class OpenAIRoutes:
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
+        self._messages = ChatMessages(manager)
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["openai"])
@@ -78,19 +80,23 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a chat under the model's template, or continue `input_ids`."""
-        handle = await until_disconnect(request.receive, self._submit_chat(body))
+        handle, messages = await until_disconnect(request.receive, self._submit_chat(body))
         if body.stream:
 
             def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
-                return cursor.chat_chunk(body, index, native)
+                return cursor.chat_chunk(body, messages[index], index, native)
 
             events = self._events(handle, body, "chat.completion.chunk", chunk_of, opens_with_role=True)
             return SseResponse(events, on_close=handle.abort)
         natives = await until_disconnect(request.receive, handle.results())
-        choice_of = functools.partial(fmt.chat_choice, body)
+
+        def choice_of(index: int, native: fmt.Native) -> dict[str, Any]:
+            return fmt.chat_choice(body, messages[index], index, native)
+
         return await self._response(handle, body, "chat.completion", natives, choice_of)
 
-    async def _submit_chat(self, body: ChatCompletionRequest) -> GenerateHandle:
+    async def _submit_chat(self, body: ChatCompletionRequest) -> tuple[GenerateHandle, list[ChatMessage]]:
+        """The request on its way, and a message for each of its samples."""
         prompt_ids = body.input_ids
         if prompt_ids is None:
             prompt_ids = await self._manager.tokenizer.render_chat(
@@ -100,7 +106,9 @@ class OpenAIRoutes:
                 extra=_template_extras(body.chat_template_kwargs),
             )
         request: GenerateReqInput = body.to_request(prompt_ids)
-        return await self._manager.submit(request)
+        make_message = self._messages.maker(body, prompt_ids)
+        handle = await self._manager.submit(request)
+        return handle, [make_message() for _ in handle.records]
 
     # --- replies -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,178 @@
+"""Chats of agents: reasoning and tool calls apart, called by the `openai` package; sessions."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from rollout.core.errors import StartupError
+from rollout.core.model_config import load_model_config
+from rollout.core.server_args import ServerArgs
+from rollout.entrypoints.openai_messages import ChatMessages
+from rollout.entrypoints.openai_protocol import ChatCompletionRequest
+from rollout.tokenizer_manager.channel import SchedulerChannel
+from rollout.tokenizer_manager.manager import TokenizerManager
+from tests.http_harness import Live, live_server
+from tests.tiny_tokenizer import write_model_folder
+
+EOS = 264
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+CALL = '<tool_call>{"name":"f","arguments":{"x":1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    with live_server(
+        folder, enable_return_routed_experts=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    live.scheduler.received.clear()
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=10) as made:
+        yield made
+
+
+def ids_of(live: Live, text: str) -> list[int]:
+    return live.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+
+
+def chat(live: Live, client: openai.OpenAI, answer: str, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    """What a model says that answers `answer` and stops: the stand-in repeats its prompt."""
+    body = {"input_ids": [*ids_of(live, answer), EOS]} | (extra or {})
+    return client.chat.completions.create(model="tiny", messages=[], extra_body=body, **{"tools": TOOLS} | options)
+
+
+def test_reasoning_and_calls_apart(live: Live, client: openai.OpenAI) -> None:
+    choice = chat(live, client, f"<think>\nhm</think>ok {CALL}").choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.reasoning_content) == (
+        "tool_calls", "ok", "\nhm",
+    )  # fmt: skip
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "f", {"x": 1})
+    assert call.id.startswith("call_")
+
+
+def test_a_stream_says_the_same(live: Live, client: openai.OpenAI) -> None:
+    chunks = list(chat(live, client, f"<think>hm </think>ok\n{CALL}", stream=True))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    reasoning = [text for delta in deltas if (text := getattr(delta, "reasoning_content", None))]
+    assert len(reasoning) > 1 and "".join(reasoning) == "hm "
+    assert "".join(delta.content or "" for delta in deltas) == "ok"
+    ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "f", {"x": 1})
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["tool_calls"]
+
+
+def test_reasoning_at_once_or_not_at_all(live: Live, client: openai.OpenAI) -> None:
+    def pieces(**extra: Any) -> list[str]:
+        chunks = list(chat(live, client, "<think>hm hm</think>ok", extra, stream=True))
+        return [
+            text
+            for chunk in chunks
+            for choice in chunk.choices
+            if (text := getattr(choice.delta, "reasoning_content", None))
+        ]
+
+    assert pieces(stream_reasoning=False) == ["hm hm"]
+    assert pieces(include_reasoning=False) == []
+    message = chat(live, client, "<think>hm</think>ok", {"separate_reasoning": False}).choices[0].message
+    assert message.content == "<think>hm</think>ok" and not hasattr(message, "reasoning_content")
+
+
+def test_the_prompt_may_have_opened_the_thought(live: Live, client: openai.OpenAI) -> None:
+    ids = [*ids_of(live, "hm</think>ok"), EOS, *ids_of(live, "<think>\n")]
+    reply = client.chat.completions.create(model="tiny", messages=[], extra_body={"input_ids": ids})
+    assert (reply.choices[0].message.reasoning_content, reply.choices[0].message.content) == ("hm", "ok")  # type: ignore[attr-defined]
+
+
+def test_calls_only_where_tools_are_given(live: Live, client: openai.OpenAI) -> None:
+    for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        choice = chat(live, client, CALL, **options).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+
+
+def test_every_sample_has_calls_of_its_own(live: Live, client: openai.OpenAI) -> None:
+    ids = ids_of(live, CALL)
+    options: Any = {"tools": TOOLS, "n": 2, "max_tokens": len(ids) + 3, "extra_body": {"input_ids": ids}}
+    reply = client.chat.completions.create(model="tiny", messages=[], **options)
+    for choice in reply.choices:
+        assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
+        assert (choice.message.content, choice.finish_reason) == ("<to", "length")
+    assert len({choice.message.tool_calls[0].id for choice in reply.choices if choice.message.tool_calls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ],
+)
+def test_what_needs_a_grammar_is_refused(
+    live: Live, client: openai.OpenAI, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason):
+        chat(live, client, CALL, **options)
+
+
+def test_templates_get_arguments_as_objects() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    calls = [call('{"x": 1}'), call({"x": 1}), call("[1]"), call("no"), "odd"]
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    (message,) = body.template_messages()
+    assert message["content"] == ""
+    assert message["tool_calls"] == [call({"x": 1}), call({"x": 1}), call("[1]"), call("no"), "odd"]
+
+
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_the_list(flag: str, folder: Path, tmp_path: Path) -> None:
+    args = ServerArgs(model_path=str(folder), **{flag: "pythonic"})
+    channel = SchedulerChannel(str(tmp_path))
+    try:
+        with pytest.raises(StartupError, match=r"pythonic is not known: there are .*(qwen25|qwen3)"):
+            ChatMessages(TokenizerManager(args, load_model_config(folder), channel))
+    finally:
+        channel.close()
+
+
+def test_routes_count_on_the_given_tokens(live: Live, client: openai.OpenAI) -> None:
+    """Turn by turn, as a session server asks: the rows of all turns are those of one sequence without a gap."""
+    sequence = ids_of(live, "abc")
+    num_rows = 0
+    for turn in ("de", "fgh"):
+        extra = {
+            "input_ids": sequence, "return_routed_experts": True, "routed_experts_start_len": num_rows,
+            "return_meta_info": True, "return_token_ids": True,
+        }  # fmt: skip
+        messages: Any = [{"role": "user", "content": "not read"}]
+        reply = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=3, extra_body=extra, logprobs=True
+        )
+        choice = reply.choices[0]
+        assert choice.model_extra is not None and choice.model_extra["prompt_token_ids"] == sequence
+        meta = choice.model_extra["meta_info"]
+        assert meta["prompt_tokens"] == len(sequence) and meta["routed_experts_start_len"] == num_rows
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == choice.model_extra["token_ids"]
+        answer = choice.model_extra["token_ids"]
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(-1, 2, 2)
+        assert len(rows) == len(sequence) + len(answer) - 1 - num_rows
+        num_rows += len(rows)
+        sequence = [*sequence, *answer, *ids_of(live, turn)]
