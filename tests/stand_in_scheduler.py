@@ -75,6 +75,7 @@ class StandInScheduler:
         self.context_length = 160
         self.max_total_num_tokens = 200
         self.captures = True
+        self.num_generated = 0
         self.paused = False
         self.stopped = threading.Event()
         self._eos = eos
@@ -161,6 +162,7 @@ class StandInScheduler:
             "gen_throughput": 12.5,
             "cache_hit_rate": 0.25,
             "num_retracted_reqs": 0,
+            "num_generated_tokens": self.num_generated,
             "paused": self.paused,
             "weight_version": self.version,
             "weight_epoch": 0,
@@ -195,6 +197,7 @@ class StandInScheduler:
             return FinishReason(type="length", length=0)
         token_id = source.input_ids[len(running.token_ids) % len(source.input_ids)]
         running.token_ids.append(token_id)
+        self.num_generated += 1
         if token_id in params.stop_token_ids or (token_id == self._eos and not params.ignore_eos):
             return FinishReason(type="stop", matched=token_id)
         if params.stop and self._tokenizer is not None:

@@ -189,6 +189,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     reason: FinishReason
     since_first_token_s: float = 0.0  # a duration, as the clocks of two machines differ
+    queue_s: float = 0.0  # from its arrival at the scheduler to its first KV
     cached_tokens: int = 0
     num_retractions: int = 0
     weight_versions: list[VersionSpan] = []  # over output tokens

@@ -11,9 +11,9 @@ import contextlib
 import time
 import uuid
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from starlette.responses import PlainTextResponse
 
 from rollout.core.errors import LockstepError, Unavailable
@@ -21,6 +21,7 @@ from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.server_info import launch_command, resolved_args, running_facts
+from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.communicator import SchedulerTimeout
 from rollout.tokenizer_manager.handle import RefusedByScheduler
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
@@ -30,6 +31,8 @@ STATE_TIMEOUT_S = 10.0
 HEALTH_STATE_S = 4.0
 """A rank that is stopped stops all of them; whoever asks for health gives up after a few seconds."""
 HEALTH_TIMEOUT_S = 20.0
+LIVENESS_TIMEOUT_S = 30.0
+"""Longer than any step: whoever asks ends the server."""
 
 
 class InfoRoutes:
@@ -45,6 +48,7 @@ class InfoRoutes:
         add("/health", self.health)
         add("/health_generate", self.health_generate)
         add("/ready", self.ready)
+        add("/liveness", self.liveness)
         add("/ping", self.ping)
         for path in ("/model_info", "/get_model_info"):
             add(path, self.model_info)
@@ -116,6 +120,20 @@ class InfoRoutes:
             raise Unavailable("generation is paused")
         if state.get("withheld") is not None:
             raise Unavailable(state["withheld"])
+        return Response(status_code=200)
+
+    async def liveness(self, timeout: Annotated[float, Query(gt=0, le=600)] = LIVENESS_TIMEOUT_S) -> Response:
+        """503 when only a restart helps: the scheduler is gone, or does not answer within `timeout` seconds.
+
+        200 while starting, paused, draining and poisoned.
+        """
+        if self._manager.phase is Phase.FAILED:
+            raise Unavailable("the server has failed")
+        if self._manager.phase is not Phase.STARTING:
+            try:
+                await self._manager.communicator.call(GetStateReqInput, timeout)
+            except SchedulerTimeout:
+                raise Unavailable(f"the scheduler has not answered for {timeout:g} s") from None
         return Response(status_code=200)
 
     async def ping(self) -> Response:
@@ -208,14 +226,14 @@ class InfoRoutes:
                 "num_waiting_reqs": state["num_waiting_reqs"],
                 "num_tokens": state.get("num_total_tokens"),
             }
-            for dp_rank, state in enumerate(_by_dp_rank(await self._state()))
+            for dp_rank, state in enumerate(by_dp_rank(await self._state()))
         ]
         return json_response(loads)
 
     async def loads(self) -> Response:
         """SGLang's /v1/loads: one entry per data-parallel rank, all sections always."""
         state, now = await self._state(), time.time()
-        loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(_by_dp_rank(state))]
+        loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(by_dp_rank(state))]
         return json_response(
             {
                 "timestamp": now,
@@ -234,11 +252,6 @@ class InfoRoutes:
             except LockstepError as error:
                 self._metrics.note_scrape_failure(error)
         return Response(self._metrics.render(), media_type=self._metrics.content_type)
-
-
-def _by_dp_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The state of each data-parallel rank."""
-    return state.get("dp_ranks") or [state]
 
 
 def _load_of(dp_rank: int, state: dict[str, Any], now: float) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class _Server:
         """Raises `StartupError`."""
         self._install_signals()
         channel = SchedulerChannel(self._folder, self._layout.num_replicas, _remote_host(self._args))
-        metrics = Metrics(self._args.name)
+        metrics = Metrics(self._args.name, self._args.dp_size)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
         http = _http_server(build_app(manager, metrics), self._args, self._most_connections)
         _share_time(asyncio.get_running_loop())

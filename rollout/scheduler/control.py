@@ -138,6 +138,8 @@ class Control:
             "cache_hit_rate": stats.cache_hit_rate,
             "num_retracted_reqs": stats.num_retractions,
             "num_generated_tokens": stats.num_generated,
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "num_prompt_tokens_reused": stats.num_cached_tokens,
             "step_time_ms": stats.step_time_ms(),
             "paused": scheduler.paused or scheduler.pausing,
             "withheld": scheduler.withheld,

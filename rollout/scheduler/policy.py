@@ -6,6 +6,7 @@ request is partly prefilled.  Knows queues, lengths and free slots; does not kno
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ class Policy:
         )
 
     def _take(self, plan: StepPlan, req: Req, count: int) -> None:
+        if req.times.admitted is None:
+            req.times.admitted = time.monotonic()
         completes = count == req.extend_len
         self._cache.extend(req, count)
         plan.extends.append(Extend(req, req.device_len, count, completes))

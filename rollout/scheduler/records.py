@@ -88,10 +88,11 @@ class RecordReader:
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:
         slots = self._slots(req)
         epochs = self._kv_pool.epochs(slots)
-        oldest = self.oldest_epoch_used(req)
+        oldest, times = self.oldest_epoch_used(req), req.times
         return FinishedRecord(
             reason=reason,
-            since_first_token_s=0.0 if req.first_token_at is None else time.monotonic() - req.first_token_at,
+            since_first_token_s=0.0 if times.first_token is None else time.monotonic() - times.first_token,
+            queue_s=0.0 if times.admitted is None else times.admitted - times.received,
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
             weight_versions=req.output.versions.spans(len(req.output.token_ids)),

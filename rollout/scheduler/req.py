@@ -16,6 +16,7 @@ ids, log-probabilities, versions and route rows that exist are never recomputed 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +91,15 @@ class SavedRows:
     epochs: np.ndarray
 
 
+@dataclass(eq=False, slots=True)
+class Times:
+    """Seconds of a monotonic clock of this process: its arrival, its first KV slots, its first token."""
+
+    received: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+
+
 class Req:
     """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
 
@@ -100,7 +110,6 @@ class Req:
         "cached_tokens",
         "end_ids",
         "finished",
-        "first_token_at",
         "given_up_epochs",
         "is_decoding",
         "namespace",
@@ -117,6 +126,7 @@ class Req:
         "saved_rows",
         "source",
         "stop_text",
+        "times",
     )
 
     def __init__(
@@ -149,7 +159,7 @@ class Req:
         self.oldest_epoch: int | None = None  # of KV given up in retractions
         self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last of them gave up
         self.num_retractions = 0
-        self.first_token_at: float | None = None  # seconds of a monotonic clock of this process
+        self.times = Times()
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
 

@@ -213,8 +213,8 @@ class Scheduler:
         completed = [item.req for item in plan.extends if item.completes]
         for req in completed:
             self.cache.share_prompt(req, weight_epoch)
-            if req.first_token_at is None:
-                req.first_token_at = time.monotonic()
+            if req.times.first_token is None:
+                req.times.first_token = time.monotonic()
             if req.num_retractions == 0:
                 self.stats.num_prompt_tokens += req.prompt_len
                 self.stats.num_cached_tokens += req.cached_tokens

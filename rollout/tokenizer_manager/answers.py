@@ -6,6 +6,7 @@ Knows which numbers add up.  Does not know verbs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,8 +14,9 @@ from rollout.core.io_struct import ControlReqOutput, SchedulerReady
 
 _ADD_UP = {
     "gen_throughput", "kv_bytes", "max_total_num_tokens", "model_bytes", "num_aborted", "num_cached_tokens",
-    "num_generated_tokens", "num_paused_requests", "num_retracted_reqs", "num_running", "num_running_reqs",
-    "num_total_tokens", "num_used_tokens", "num_waiting", "num_waiting_reqs",
+    "num_generated_tokens", "num_paused_requests", "num_prompt_tokens", "num_prompt_tokens_reused",
+    "num_retracted_reqs", "num_running", "num_running_reqs", "num_total_tokens", "num_used_tokens",
+    "num_waiting", "num_waiting_reqs",
 }  # fmt: skip
 
 
@@ -35,6 +37,11 @@ def merge_answers(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
     if _ADD_UP & data.keys():
         data["dp_ranks"] = [answer.data for answer in in_order]
     return msgspec.structs.replace(first, data=data)
+
+
+def by_dp_rank(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each data-parallel rank said, of the `data` of a merged answer."""
+    return data.get("dp_ranks") or [data]
 
 
 def merge_ready(messages: Sequence[SchedulerReady]) -> SchedulerReady:

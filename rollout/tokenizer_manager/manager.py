@@ -60,7 +60,7 @@ class Phase(enum.Enum):
 class RequestObserver(Protocol):
     """Told about every sample; the metrics are one."""
 
-    def on_first_token(self, seconds: float) -> None: ...
+    def on_first_token(self, record: SampleRecord) -> None: ...
 
     def on_finished(self, record: SampleRecord) -> None: ...
 
@@ -274,8 +274,7 @@ class TokenizerManager:
             entry.handle.fail(error)
             return
         if not had_token and record.first_token_at is not None:
-            seconds = record.first_token_at - record.created_at
-            self._tell(lambda observer: observer.on_first_token(seconds))
+            self._tell(lambda observer: observer.on_first_token(record))
         if output.finished is not None:
             self._forget(output.rid)
             self._tell(lambda observer: observer.on_finished(record))
