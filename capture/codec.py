@@ -1,4 +1,4 @@
-"""The two wire forms of routed experts.  Pure functions between `RoutedExperts` and text or bytes.
+"""The two wire forms of routed experts that can be read back.  Pure functions between them and `RoutedExperts`.
 
 Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, K), dense layers all zero; it carries
 no header, so the reader must know the model.  This is SGLang's wire form.
@@ -40,12 +40,18 @@ def encode_compatible(routed: RoutedExperts) -> str:
 
     Raises `MissingRowsError` if a row is MISSING: this form cannot say so.
     """
+    wide = all_layers(routed, np.dtype("<i4"))
+    return base64.b64encode(wide.data if wide.size else b"").decode("ascii")
+
+
+def all_layers(routed: RoutedExperts, dtype: np.dtype) -> np.ndarray:
+    """[rows, num_hidden_layers, K] of `dtype`, dense layers zero.  Raises `MissingRowsError` if a row is MISSING."""
     if not routed.complete:
         missing = routed.missing_rows()
         raise MissingRowsError(f"{len(missing)} of {len(routed)} rows were not recorded, the first is {missing[0]}")
-    wide = np.zeros((len(routed), routed.num_hidden_layers, routed.top_k), dtype="<i4")
+    wide = np.zeros((len(routed), routed.num_hidden_layers, routed.top_k), dtype=dtype)
     wide[:, list(routed.moe_layer_ids)] = routed.logical_ids_TLK
-    return base64.b64encode(wide.data if wide.size else b"").decode("ascii")
+    return wide
 
 
 def decode_compatible(

@@ -181,9 +181,10 @@ class StandInScheduler:
         now = time.monotonic()
         for running in list(self._running.values()):
             source = running.source
-            if source.extra_key == "hold" or now < running.next_at:
+            salt = (source.extra_key or "").rstrip("\x1f")  # the key is the same where it came as `cache_salt`
+            if salt == "hold" or now < running.next_at:
                 continue
-            if source.extra_key == "slow":
+            if salt == "slow":
                 running.next_at = now + SLOW_STEP_S
             reason = self._advance(running)
             if reason is not None:

@@ -38,6 +38,7 @@ class TokenizedGenerateReqInput(Message):
     routed_experts_start_len: int = 0
     extra_key: str | None = None  # partitions the prefix cache
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
+    priority: int = 0  # lower ones are admitted first
     dp_rank: int = 0  # the data-parallel rank that runs it
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
 

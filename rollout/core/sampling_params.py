@@ -101,8 +101,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             _require(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed must fit 64 bits", self.sampling_seed)
 
 
-# Wire spellings that differ from the field they set.
-_ALIASES = {"seed": "sampling_seed"}
+# Wire spellings that differ from the field they set: vLLM's.
+_ALIASES = {
+    "seed": "sampling_seed",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+}
 
 
 def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list[str]]:

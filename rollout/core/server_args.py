@@ -81,6 +81,9 @@ class ServerArgs:
     return_routed_experts_by_default: bool = _arg(
         False, "return routed experts to every request, also where a proxy dropped the field; implies recording"
     )
+    vllm_routed_experts: Literal["npy", "dict", "packed"] = _arg(
+        "npy", "form of routed experts in /inference/v1/generate: vLLM's npy, prime-rl's dict or SkyRL's packed"
+    )
 
     init_expert_location: str = _arg(
         "trivial", "which expert is in which slot: trivial, or JSON text or a file with a map or with counts"

@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout.core.errors import BadRequest, LockstepError, TooLarge, UnsupportedFeature, status_of
-from rollout.entrypoints.protocol import UNSUPPORTED_SAMPLING_FIELDS, Body
+from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
+from rollout.entrypoints.protocol import Body
 from rollout.tokenizer_manager.response import encode_json
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,6 @@ def parse_body(model: type[Model], data: bytes) -> Model:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object")
-    _refuse_unsupported(raw, model.unsupported)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -135,18 +134,6 @@ def _check_objects(data: bytes) -> None:
         count += outside.count(b"[") + outside.count(b"{")
     if count > MAX_BODY_OBJECTS:
         raise TooLarge(f"the body has over {MAX_BODY_OBJECTS} strings, arrays and objects")
-
-
-def _refuse_unsupported(raw: dict[str, Any], names: frozenset[str]) -> None:
-    for name in sorted(names & raw.keys()):
-        if raw[name]:
-            raise UnsupportedFeature(f"{name} is not supported by this server")
-    sampling = raw.get("sampling_params")
-    for params in sampling if isinstance(sampling, list) else [sampling]:
-        if isinstance(params, dict):
-            for name in sorted(UNSUPPORTED_SAMPLING_FIELDS & params.keys()):
-                if params[name]:
-                    raise UnsupportedFeature(f"sampling_params: {name} is not supported by this server")
 
 
 def _describe(error: ValidationError) -> str:

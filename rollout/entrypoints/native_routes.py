@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
-from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_BATCH
@@ -61,7 +61,13 @@ class NativeRoutes:
         if isinstance(body.prompt, list) and len(body.prompt) > MAX_BATCH:
             raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {len(body.prompt)}")
         if body.messages is not None:
-            tokens: Any = await tokenizer.render_chat(body.messages, tools=None, continue_final=False, extra={})
+            tokens: Any = await tokenizer.render_chat(
+                body.messages,
+                tools=body.tools,
+                continue_final=body.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt,
+                extra=template_variables(body.chat_template_kwargs),
+            )
         elif isinstance(body.prompt, str):
             (tokens,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
         else:
@@ -81,7 +87,8 @@ class NativeRoutes:
         for token_ids in batch:
             check_token_ids(token_ids, vocab_size, "tokens")
         texts = await tokenizer.decode_each(batch, skip_special_tokens=body.skip_special_tokens)
-        return json_response({"text": texts if is_batch else texts[0]})
+        decoded = texts if is_batch else texts[0]
+        return json_response({"text": decoded, "prompt": decoded})  # SGLang's name and vLLM's
 
 
 async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:

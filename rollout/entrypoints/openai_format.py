@@ -14,8 +14,11 @@ from typing import Any
 from rollout.entrypoints.openai_messages import ChatMessage
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
 
-LOWEST_LOGPROB = -9999.0
-"""Stands for log-probabilities that JSON cannot hold, as clients of this format demand a number."""
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""Stands for minus infinity, as clients of this format demand a number: the lowest float32.
+
+Not vLLM's -9999, which its clients take for a log-probability that is missing.
+"""
 
 Native = dict[str, Any]
 Entry = list[Any]
@@ -29,6 +32,11 @@ def response_head(object_name: str, model: str, created: int, first: Native) -> 
 def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
     """`usage`, `metadata` and, where routes were asked for, `sglext` of the first choice."""
     tail: dict[str, Any] = {"usage": usage(natives, request.n), "metadata": metadata(natives[0])}
+    if isinstance(request, ChatCompletionRequest):  # vLLM's place for what is of the one prompt
+        if request.return_token_ids:
+            tail["prompt_token_ids"] = natives[0]["prompt_token_ids"]
+        if request.prompt_logprobs is not None:
+            tail["prompt_logprobs"] = prompt_logprobs(natives[0]["meta_info"], request.prompt_logprobs)
     extension = sglext(request, natives[0])
     return tail | ({"sglext": extension} if extension else {})
 
@@ -75,6 +83,27 @@ def choice_extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
     return extras
 
 
+def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token an object from token id to log-probability and rank, null for the first.
+
+    The token itself comes first, then the `num_top` most probable ones.  The rank of a token that is not among those
+    is `num_top + 1`: it is not lower.
+    """
+    entries = meta["input_token_logprobs"]
+    tops = beside(meta, "input_top_logprobs", 0, entries, num_top)
+    return [None if entry[0] is None else _ranked(entry, top) for entry, top in zip(entries, tops)]
+
+
+def _ranked(own: Entry, top: Sequence[Entry]) -> dict[str, Any]:
+    ranks = {entry[1]: rank for rank, entry in enumerate(top, start=1)}
+    return {
+        str(entry[1]): {
+            "logprob": finite(entry[0]), "rank": ranks.get(entry[1], len(top) + 1), "decoded_token": entry[2],
+        }
+        for entry in [own, *top]
+    }  # fmt: skip
+
+
 def finish_fields(native: Native) -> dict[str, Any]:
     """`finish_reason` as one word (it may be `abort`) and what matched."""
     reason = native["meta_info"]["finish_reason"]
@@ -90,6 +119,8 @@ def completion_choice(request: CompletionRequest, index: int, native: Native, pr
     """One choice; `prompt_text` is empty unless echoed."""
     logprobs = None if request.logprobs is None else completion_logprobs(request, native["meta_info"])
     choice = {"index": index, "text": prompt_text + native.get("text", ""), "logprobs": logprobs}
+    if request.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(native["meta_info"], request.prompt_logprobs)
     return choice | finish_fields(native) | choice_extras(request, native)
 
 
@@ -101,32 +132,32 @@ def completion_logprobs(
     With echo, where `first` is 0, the prompt's tokens come before them.
     """
     entries: list[Entry] = meta["output_token_logprobs"][first:]
-    tops: list[list[Entry] | None] = _tops(meta, "output_top_logprobs", first, entries)
+    tops = beside(meta, "output_top_logprobs", first, entries, request.logprobs)
     if request.echo:
         prompt = meta["input_token_logprobs"]
         entries = prompt + entries
-        tops = _tops(meta, "input_top_logprobs", 0, prompt) + tops
+        tops = beside(meta, "input_top_logprobs", 0, prompt, request.logprobs) + tops
     tokens = [_token_text(entry) for entry in entries]
     return {
         "tokens": tokens,
-        "token_logprobs": [None if entry[0] is None else _finite(entry[0]) for entry in entries],
-        "top_logprobs": [
-            None if entry[0] is None else _top_dict(entry, top or []) for entry, top in zip(entries, tops)
-        ],
+        "token_logprobs": [None if entry[0] is None else finite(entry[0]) for entry in entries],
+        "top_logprobs": [None if entry[0] is None else _top_dict(entry, top) for entry, top in zip(entries, tops)],
         "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=position)) if tokens else [],
     }
 
 
-def _tops(meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry]) -> list[Any]:
-    """The most probable tokens beside `entries`, none where nobody asked for them."""
-    return meta[name][first:] if name in meta else [[] for _ in entries]
+def beside(
+    meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry], num_top: int | None
+) -> list[list[Entry]]:
+    """The `num_top` most probable tokens beside `entries`; a request has as many for its prompt as for its output."""
+    return [(top or [])[:num_top] for top in meta[name][first:]] if num_top else [[] for _ in entries]
 
 
 def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
     """Text -> log-probability, best first; of tokens with the same text the best counts."""
     result: dict[str, float] = {}
     for entry in [*top, sampled]:
-        result.setdefault(_token_text(entry), _finite(entry[0]))
+        result.setdefault(_token_text(entry), finite(entry[0]))
     return result
 
 
@@ -134,7 +165,7 @@ def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
 
 
 def chat_choice(request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
-    logprobs = chat_logprobs(native["meta_info"], 0) if request.logprobs else None
+    logprobs = chat_logprobs(native["meta_info"], 0, request.top_logprobs) if request.logprobs else None
     choice = {"index": index, "message": message.whole(native.get("text", "")), "logprobs": logprobs}
     return choice | chat_finish_fields(message, native) | choice_extras(request, native)
 
@@ -147,21 +178,21 @@ def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
     )
 
 
-def chat_logprobs(meta: dict[str, Any], first: int) -> dict[str, Any]:
-    """One object per output token from `first` on."""
+def chat_logprobs(meta: dict[str, Any], first: int, num_top: int | None) -> dict[str, Any]:
+    """One object per output token from `first` on, with the `num_top` most probable ones."""
     entries = meta["output_token_logprobs"][first:]
     content = [
         _chat_entry(entry) | {"top_logprobs": [_chat_entry(item) for item in top]}
-        for entry, top in zip(entries, _tops(meta, "output_top_logprobs", first, entries))
+        for entry, top in zip(entries, beside(meta, "output_top_logprobs", first, entries, num_top))
     ]
     return {"content": content, "refusal": None}
 
 
 def _chat_entry(entry: Entry) -> dict[str, Any]:
-    """`bytes` is null for a token that is only part of a character: its text does not tell them."""
+    """`bytes` is null for a token whose text does not tell them: part of a character, or its id."""
     text = _token_text(entry)
-    encoded = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": _finite(entry[0]), "bytes": encoded}
+    encoded = None if entry[2] is None or "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": finite(entry[0]), "bytes": encoded}
 
 
 # --- streams -----------------------------------------------------------------------------------------------------
@@ -195,7 +226,9 @@ class StreamCursor:
         self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native
     ) -> dict[str, Any]:
         """What is new as a choice of a chat chunk."""
-        logprobs = chat_logprobs(native["meta_info"], self._num_tokens) if request.logprobs else None
+        logprobs = None
+        if request.logprobs:
+            logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs)
         delta = message.delta(self._new_text(native), is_last=_is_finished(native))
         choice = {"index": index, "delta": delta, "logprobs": logprobs}
         finish = chat_finish_fields(message, native)
@@ -224,9 +257,10 @@ def _is_finished(native: Native) -> bool:
 
 
 def _token_text(entry: Entry) -> str:
-    """The token's text; on a server without a tokenizer its id."""
+    """The token's text, or its id on a server without a tokenizer and where the request prefers that."""
     return f"token_id:{entry[1]}" if entry[2] is None else entry[2]
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """`value`, or the lowest float32 for minus infinity."""
     return max(value, LOWEST_LOGPROB)

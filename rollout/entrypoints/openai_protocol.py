@@ -35,6 +35,7 @@ _SAMPLING_NAMES = {
     "ignore_eos": "ignore_eos",
     "no_stop_trim": "no_stop_trim",
     "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
     "repetition_penalty": "repetition_penalty",
@@ -43,17 +44,20 @@ _SAMPLING_NAMES = {
     "n": "n",
 }
 
+Count = Annotated[int, Field(ge=0)]
+
 
 class StreamOptions(Body):
+    unsupported = frozenset({"continuous_usage_stats"})
+
     include_usage: bool = False
 
 
-class OpenAIRequest(Body):
-    """What both endpoints share."""
+class SamplingFields(Body):
+    """Sampling parameters by OpenAI's and vLLM's names."""
 
-    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | UNSUPPORTED_SAMPLING_FIELDS
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -65,11 +69,46 @@ class OpenAIRequest(Body):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: Count | None = None
+
+    def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
+        """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
+        sampling = {name: getattr(self, wire) for wire, name in _SAMPLING_NAMES.items()}
+        sampling["max_new_tokens"] = max_new_tokens
+        if self.include_stop_str_in_output:
+            sampling["no_stop_trim"] = True
+        return {name: value for name, value in sampling.items() if value is not None}
+
+    def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:
+        """Fields of a `GenerateReqInput` for `num_top` alternatives of each output token, None for none of it.
+
+        Raises `UnsupportedFeature`.
+        """
+        if self.prompt_logprobs is not None and stream:
+            raise UnsupportedFeature("prompt_logprobs cannot be streamed")
+        wanted = [count for count in (num_top, self.prompt_logprobs) if count is not None]
+        return {
+            "return_logprob": bool(wanted),
+            "top_logprobs_num": max(wanted, default=0),
+            "logprob_start_len": -1 if self.prompt_logprobs is None else 0,
+        }
+
+
+class OpenAIRequest(SamplingFields):
+    """What both endpoints share.  `priority` is refused: lower ones go first in vLLM's, and last in SGLang's."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {"priority", "kv_transfer_params"}
+
+    model: str | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
@@ -82,21 +121,24 @@ class OpenAIRequest(Body):
     return_meta_info: bool = False
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def wants_prompt_token_ids(self) -> bool:
         return self.return_prompt_token_ids or self.return_token_ids
 
-    def _engine_fields(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """Fields of `GenerateReqInput` that do not depend on the endpoint."""
-        sampling = {name: getattr(self, wire) for wire, name in _SAMPLING_NAMES.items()}
-        sampling = {name: value for name, value in sampling.items() if value is not None}
-        if max_new_tokens is not None:
-            sampling["max_new_tokens"] = max_new_tokens
+    def _engine_fields(self, max_new_tokens: int | None, num_top: int | None) -> dict[str, Any]:
+        """Fields of `GenerateReqInput` that do not depend on the endpoint; `num_top` as in `engine_logprobs`.
+
+        Raises `BadRequest`.
+        """
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise UnsupportedFeature("response_format other than text is not supported by this server")
         return {
-            "sampling_params": sampling,
+            "sampling_params": self.engine_sampling(max_new_tokens),
             "rid": self.rid,
             "stream": self.stream,
+            "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
             "extra_key": combined_extra_key(self.cache_salt, self.extra_key),
             "max_kv_version_lag": self.max_kv_version_lag,
             "return_routed_experts": self.return_routed_experts,
@@ -104,19 +146,20 @@ class OpenAIRequest(Body):
             "routed_experts_format": self.routed_experts_format,
             "return_prompt_token_ids": self.wants_prompt_token_ids,
             "fill_context": max_new_tokens is None,
-        }
+        } | self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
 
 
 class CompletionRequest(OpenAIRequest):
-    """POST /v1/completions.  `suffix` and `user` have no effect."""
+    """POST /v1/completions.  `max_tokens` null: to the end of the context.  `user` has no effect."""
+
+    unsupported = OpenAIRequest.unsupported | {"suffix"}
+    takes_null = frozenset({"max_tokens"})
 
     prompt: Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
-    max_tokens: int = COMPLETION_MAX_TOKENS
-    logprobs: int | None = None
+    max_tokens: int | None = COMPLETION_MAX_TOKENS
+    logprobs: Count | None = None
     echo: bool = False
     best_of: int | None = None
-    suffix: str | None = None
-    user: str | None = None
 
     def to_request(self) -> GenerateReqInput:
         """Raises `BadRequest`."""
@@ -126,27 +169,29 @@ class CompletionRequest(OpenAIRequest):
         if isinstance(prompt, list) and not prompt:
             raise BadRequest("prompt is an empty list")
         is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
-        wants_logprobs = self.logprobs is not None
+        fields = self._engine_fields(self.max_tokens, self.logprobs)
+        if self.logprobs is not None and self.echo:
+            fields["logprob_start_len"] = 0
         return GenerateReqInput(
             text=prompt if is_text else None,  # type: ignore[arg-type]
             input_ids=None if is_text else prompt,  # type: ignore[arg-type]
-            return_logprob=wants_logprobs or self.return_meta_info,
-            return_text_in_logprobs=wants_logprobs,
-            logprob_start_len=0 if wants_logprobs and self.echo else -1,
-            top_logprobs_num=self.logprobs or 0,
-            **self._engine_fields(self.max_tokens),
+            **fields,
         )
 
 
 class ChatCompletionRequest(OpenAIRequest):
     """POST /v1/chat/completions.  `input_ids` replaces the rendered messages as the prompt."""
 
+    unsupported = OpenAIRequest.unsupported | {
+        *("echo", "chat_template", "add_special_tokens", "documents", "mm_processor_kwargs")
+    }
+
     messages: list[dict[str, Any]] = []
     input_ids: TokenIds | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -155,8 +200,7 @@ class ChatCompletionRequest(OpenAIRequest):
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
-    response_format: dict[str, Any] | None = None
-    user: str | None = None
+    add_generation_prompt: bool = True
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Tools that the template shows to the model, and whose calls are looked for in its answer."""
@@ -176,20 +220,13 @@ class ChatCompletionRequest(OpenAIRequest):
         """Raises `BadRequest`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise UnsupportedFeature("response_format other than text is not supported by this server")
         if self.tool_choice not in (None, "auto", "none"):
             raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
         if self.tools and not self.parallel_tool_calls:
             raise UnsupportedFeature("parallel_tool_calls: false is not supported by this server")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return GenerateReqInput(
-            input_ids=prompt_ids,
-            return_logprob=self.logprobs or self.return_meta_info,
-            return_text_in_logprobs=self.logprobs,
-            top_logprobs_num=self.top_logprobs or 0,
-            **self._engine_fields(limit),
-        )
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        return GenerateReqInput(input_ids=prompt_ids, **self._engine_fields(limit, num_top))
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

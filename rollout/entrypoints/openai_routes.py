@@ -15,11 +15,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from rollout.core.errors import NotFound, UnsupportedFeature
+from rollout.core.errors import NotFound
 from rollout.entrypoints import openai_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.openai_messages import ChatMessage, ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.entrypoints.protocol import template_variables
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
@@ -103,7 +104,8 @@ class OpenAIRoutes:
                 body.template_messages(),
                 tools=body.template_tools(),
                 continue_final=body.continue_final_message,
-                extra=_template_extras(body.chat_template_kwargs),
+                add_generation_prompt=body.add_generation_prompt,
+                extra=template_variables(body.chat_template_kwargs),
             )
         request: GenerateReqInput = body.to_request(prompt_ids)
         make_message = self._messages.maker(body, prompt_ids)
@@ -148,7 +150,8 @@ class OpenAIRoutes:
         async with contextlib.aclosing(handle.stream()) as stream:
             async for index, native in stream:
                 if opens_with_role and index not in cursors:
-                    yield encode_json(head | {"choices": [_role_choice(index)]})
+                    opening = {"prompt_token_ids": native["prompt_token_ids"]} if body.return_token_ids else {}
+                    yield encode_json(head | {"choices": [_role_choice(index)]} | opening)
                 choice_of = functools.partial(chunk_of, cursors[index], index, native)
                 if native["meta_info"]["finish_reason"] is None:
                     yield encode_json(_chunk(head, choice_of))
@@ -199,12 +202,3 @@ def _first_native(handle: GenerateHandle) -> fmt.Native:
 def _role_choice(index: int) -> dict[str, Any]:
     delta = {"role": "assistant", "content": ""}
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _template_extras(extras: dict[str, Any]) -> dict[str, Any]:
-    """Variables for the template.  Those that steer the rendering itself are not the client's to set."""
-    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools"}
-    refused = reserved & extras.keys()
-    if refused:
-        raise UnsupportedFeature(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
-    return extras

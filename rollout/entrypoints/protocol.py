@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from rollout.core.errors import UnsupportedFeature
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
@@ -21,25 +22,25 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensor
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
-UNSUPPORTED_GENERATE_FIELDS = frozenset(
+UNSUPPORTED_SAMPLING_FIELDS = frozenset(
     {
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "return_hidden_states",
-        "return_indexer_topk",
-        "return_sampling_mask",
-        "return_entropy",
-        "return_flat_raw_top_logprobs",
-        "return_flat_raw_output_top_logprobs",
-        "replay_routed_experts",
-        "session_params",
-        "lora_path",
-        "custom_logit_processor",
+        *("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "custom_params", "watermark"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
+        *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
+        *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
+        *("skip_reading_prefix_cache", "return_sampling_mask", "return_sample_support"),
     }
 )
-UNSUPPORTED_SAMPLING_FIELDS = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width"})
+"""Of either dialect: what they ask for would change the sample or the reply."""
+UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
+    *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
+    *("return_hidden_states", "return_indexer_topk", "return_entropy", "replay_routed_experts"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
+    *("session_params", "lora_path", "custom_logit_processor", "vllm_xargs"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
+}
+OTHER_LOGPROB_FIELDS = frozenset({"logprobs", "prompt_logprobs"})
+"""Of vLLM's `sampling_params`; 0 asks for something too."""
 
 
 def _fail_fast(node: Any) -> None:
@@ -57,11 +58,13 @@ def _fail_fast(node: Any) -> None:
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
+    Null means the default, but for the fields in `takes_null`.
     A list is looked at up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    takes_null: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -71,8 +74,19 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_means_default(cls, raw: Any) -> Any:
-        return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
+    def _prepared(cls, raw: Any) -> Any:
+        """Without nulls.  Raises `UnsupportedFeature`, also for a body inside a body."""
+        if not isinstance(raw, dict):
+            return raw
+        refuse_unsupported(raw, cls.unsupported)
+        return {key: value for key, value in raw.items() if value is not None or key in cls.takes_null}
+
+
+def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = "") -> None:
+    """Raise `UnsupportedFeature` for the first of `names` that holds a true value; `place` begins the message."""
+    for name in sorted(names & raw.keys()):
+        if raw[name]:
+            raise UnsupportedFeature(f"{place}{name} is not supported by this server")
 
 
 class GenerateRequest(Body):
@@ -97,15 +111,29 @@ class GenerateRequest(Body):
     extra_key: ExtraKey | None = None
     cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
+    priority: Int64 = 0
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # its old name
 
     def to_request(self) -> GenerateReqInput:
+        """Raises `UnsupportedFeature`."""
+        for params in self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]:
+            _check_sampling_names(params)
         others = ("cache_salt", "data_parallel_rank")
         fields = {name: getattr(self, name) for name in type(self).model_fields if name not in others}
+        fields["priority"] = -self.priority  # SGLang's higher ones come first
         if self.routed_dp_rank is None:
             fields["routed_dp_rank"] = self.data_parallel_rank
         return GenerateReqInput(**fields | {"extra_key": combined_extra_key(self.cache_salt, self.extra_key)})
+
+
+def _check_sampling_names(params: dict[str, Any]) -> None:
+    refuse_unsupported(params, UNSUPPORTED_SAMPLING_FIELDS, "sampling_params: ")
+    for name in sorted(OTHER_LOGPROB_FIELDS & params.keys()):
+        if params[name] is not None and params[name] is not False:
+            raise UnsupportedFeature(
+                f"sampling_params: {name} is vLLM's; ask with return_logprob, logprob_start_len and top_logprobs_num"
+            )
 
 
 def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | None:
@@ -115,10 +143,27 @@ def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | N
     return f"{cache_salt}\x1f{extra_key or ''}"
 
 
+def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    """What a client may set for the chat template; what steers the rendering itself raises `UnsupportedFeature`."""
+    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools"}
+    refused = reserved & variables.keys()
+    if refused:
+        raise UnsupportedFeature(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
+    return variables
+
+
 class TokenizeRequest(Body):
+    """POST /tokenize.  The fields from `tools` to `add_generation_prompt` are for messages."""
+
+    unsupported = frozenset({"chat_template", "return_token_strs", "documents", "mm_processor_kwargs"})
+
     model: str | None = None
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
     add_special_tokens: bool = True
 
 

@@ -1,7 +1,7 @@
 """Which requests run in the next step, and who makes room.
 
-First come, first served; the oldest request is never retracted, so that it always makes progress.  At most one
-request is partly prefilled.  Knows queues, lengths and free slots; does not know the model or sampling.
+First come, first served within a priority; the oldest request is never retracted, so that it always makes progress.
+At most one request is partly prefilled.  Knows queues, lengths and free slots; does not know the model or sampling.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ class RequestQueues:
     running: DecodeBatch
     waiting: deque[Req] = field(default_factory=deque)
     partial: Req | None = None
+
+    def enqueue(self, req: Req) -> None:
+        """Let `req` wait behind those that came before it, and before those of a lower rank (a higher `priority`)."""
+        index = len(self.waiting)
+        while index and self.waiting[index - 1].source.priority > req.source.priority:
+            index -= 1
+        self.waiting.insert(index, req)
 
     def all(self) -> list[Req]:
         return [*self.running, *([self.partial] if self.partial else []), *self.waiting]

@@ -261,7 +261,7 @@ class Scheduler:
             return
         self._arrivals += 1
         self._by_rid[req.rid] = req
-        self.queues.waiting.append(req)
+        self.queues.enqueue(req)
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
         """What only the scheduler can know; the shape of the request was checked before it was sent."""

@@ -375,6 +375,7 @@ def _message(records: Sequence[SampleRecord], request: GenerateReqInput) -> Toke
         routed_experts_start_len=options.routed_experts_start_len,
         extra_key=request.extra_key,
         max_kv_version_lag=request.max_kv_version_lag,
+        priority=request.priority,
         dp_rank=first.dp_rank,
         siblings=[(record.rid, record.params.sampling_seed) for record in siblings],
     )

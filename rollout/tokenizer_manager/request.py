@@ -31,7 +31,7 @@ MAX_RID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
 """Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
-RoutesFormat = Literal["compatible", "compact"]
+RoutesFormat = Literal["compatible", "compact", "npy", "dict", "packed"]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +41,7 @@ class GenerateReqInput:
     Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
+    `priority`: requests that wait are admitted from the lowest on, those of the same in the order of their coming.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the one with the least left to do.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
@@ -61,6 +62,7 @@ class GenerateReqInput:
     return_prompt_token_ids: bool = False
     extra_key: str | None = None
     max_kv_version_lag: int | None = None
+    priority: int = 0
     routed_dp_rank: int | None = None
     fill_context: bool = False
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from capture.array_forms import encode_dict, encode_npy, encode_packed
 from capture.codec import encode_compact, encode_compatible
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import LockstepError
@@ -30,6 +31,14 @@ HEAVY_JSON = 1 << 15
 
 TokenText = Callable[[int], str]
 Entry = list[Any]
+
+_ROUTE_ENCODERS: dict[str, Callable[[RoutedExperts], Any]] = {
+    "compatible": encode_compatible,
+    "compact": lambda routed: base64.b64encode(encode_compact(routed)).decode("ascii"),
+    "npy": encode_npy,
+    "dict": encode_dict,
+    "packed": encode_packed,
+}
 
 
 @dataclass(frozen=True)
@@ -195,12 +204,9 @@ def _top_entries(top: TopLogprobs, text_of: TokenText | None) -> list[Entry]:
 
 
 def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, shape: RouteShape, routes_format: str) -> None:
-    routed = routed_experts_of(payload, shape)
-    if routes_format == "compact":
-        meta["routed_experts"] = base64.b64encode(encode_compact(routed)).decode("ascii")
-        meta["routed_experts_format"] = "compact"
-    else:
-        meta["routed_experts"] = encode_compatible(routed)
+    meta["routed_experts"] = _ROUTE_ENCODERS[routes_format](routed_experts_of(payload, shape))
+    if routes_format != "compatible":
+        meta["routed_experts_format"] = routes_format
     meta["routed_experts_start_len"] = payload.start
 
 

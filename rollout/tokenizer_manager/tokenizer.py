@@ -149,10 +149,18 @@ class Tokenizer:
         return decode() if size <= INLINE_CHARS else await self._in_thread(decode, size)
 
     async def render_chat(
-        self, messages: list[dict[str, Any]], *, tools: list[Any] | None, continue_final: bool, extra: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None,
+        continue_final: bool,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
     ) -> list[int]:
-        """Token ids of a chat under the model's template, ready for the assistant's turn.
+        """Token ids of a chat under the model's template.
 
+        They end where the last message goes on (`continue_final`), or else after the head of the assistant's turn
+        (`add_generation_prompt`) or the end of the last message.
         Raises `UnsupportedFeature` without a template, `BadRequest` when the template refuses the messages.
         """
         if not self._backend.chat_template:
@@ -162,18 +170,18 @@ class Tokenizer:
         texts = [text for message in messages for text in message.values()]
         is_plain = tools is None and all(isinstance(text, str) for text in texts)
         size = _size(texts) + len(messages) if is_plain else LONG_CHARS + 1
-        return await self._in_thread(lambda: self._render(messages, tools, continue_final, extra), size)
+        extra = extra | {
+            "add_generation_prompt": add_generation_prompt and not continue_final,
+            "continue_final_message": continue_final,
+        }
+        return await self._in_thread(lambda: self._render(messages, tools, extra), size)
 
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, continue_final: bool, extra: dict[str, Any]
-    ) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, extra: dict[str, Any]) -> list[int]:
         try:
             text = self._backend.apply_chat_template(
                 messages,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=not continue_final,
-                continue_final_message=continue_final,
                 **extra,
             )
         except Exception as error:

@@ -37,6 +37,10 @@ class ServingLimits:
     has_tokenizer: bool
     eos_token_id: int | None = None
 
+    def room(self, prompt_len: int) -> int:
+        """Most tokens that can follow a prompt of `prompt_len` tokens."""
+        return max(min(self.context_length, self.max_total_num_tokens) - prompt_len, 0)
+
     def wants_routes(self, options: OutputOptions) -> bool:
         """Whether the request gets routed experts: its own word, else the server's default."""
         if options.return_routed_experts is None:
@@ -102,8 +106,7 @@ def _check_prompt_length(prompt_len: int, context_length: int) -> None:
 def _with_length(prompt: PromptRequest, prompt_len: int, limits: ServingLimits) -> SamplingParams:
     if not prompt.fill_context:
         return prompt.sampling_params
-    room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
-    return msgspec.structs.replace(prompt.sampling_params, max_new_tokens=max(room, 0))
+    return msgspec.structs.replace(prompt.sampling_params, max_new_tokens=limits.room(prompt_len))
 
 
 def _check_stop(params: SamplingParams, limits: ServingLimits) -> None:

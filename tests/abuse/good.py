@@ -40,6 +40,8 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
         "/generate": {"input_ids": [5, 6, 7], "sampling_params": PARAMS},
         "/v1/completions": {"model": "default", "prompt": "a", "max_tokens": 2},
         "/v1/chat/completions": {"model": "default", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}},
+        "/skyrl/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}},
         "/tokenize": {"prompt": "a"},
         "/v1/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},

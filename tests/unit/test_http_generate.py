@@ -78,7 +78,7 @@ def test_text_and_put_and_no_content_type(live: Live) -> None:
 def test_unknown_fields_and_nulls_are_ignored(live: Live) -> None:
     reply = live.generate(
         input_ids=[1], no_such_field=[1], stream=None, rid=None, image_data=[], return_hidden_states=False,
-        sampling_params={"max_new_tokens": 1, "custom_params": {"x": 1}, "stop": None, "seed": 2**62},
+        sampling_params={"max_new_tokens": 1, "no_such_param": {"x": 1}, "stop": None, "seed": 2**62},
     )  # fmt: skip
     assert reply["output_ids"] == [1]
     assert live.sent(TokenizedGenerateReqInput)[0].sampling_params.sampling_seed == 2**62
@@ -327,6 +327,13 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "image_data": ["x"]}, "image_data is not supported"),
     ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
     ({"input_ids": [1], "sampling_params": {"regex": "a*"}}, "regex is not supported"),
+    (
+        {"input_ids": [1], "sampling_params": {"custom_params": {"return_top_p_token_ids": True}}},
+        "custom_params is not supported",
+    ),
+    ({"input_ids": [1], "sampling_params": {"prompt_logprobs": 0}}, "prompt_logprobs is vLLM's"),
+    ({"input_ids": [1], "return_sample_support": True}, "return_sample_support is not supported"),
+    ({"input_ids": [1], "bootstrap_room": 7}, "bootstrap_room is not supported"),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": -1}, "max_new_tokens"),

@@ -12,6 +12,7 @@ import pytest
 
 from capture.codec import decode_compact
 from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.entrypoints import openai_format as fmt
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import logprob_of, route_rows
 from tests.tiny_tokenizer import write_model_folder
@@ -36,7 +37,7 @@ def tokens(live: Live, text: str) -> list[int]:
 
 
 def test_completion(live: Live, client: openai.OpenAI) -> None:
-    reply = client.completions.create(model="tiny", prompt="hello", max_tokens=2, suffix="ignored", seed=5)
+    reply = client.completions.create(model="tiny", prompt="hello", max_tokens=2, seed=5)
     choice = reply.choices[0]
     assert (reply.object, reply.model, choice.text, choice.finish_reason) == (
         "text_completion", "tiny", "hellohello", "length",
@@ -50,8 +51,9 @@ def test_completion(live: Live, client: openai.OpenAI) -> None:
     assert (params.max_new_tokens, params.sampling_seed) == (2, 5)
 
 
-def test_completion_default_length_is_16(live: Live, client: openai.OpenAI) -> None:
+def test_completion_default_length_is_16_and_null_is_the_whole_context(live: Live, client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="a").choices[0].text == "a" * 16
+    assert len(client.completions.create(model="tiny", prompt="a", max_tokens=None).choices[0].text) == 159
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,79 @@ def test_meta_info_on_every_choice(live: Live, client: openai.OpenAI) -> None:
         assert choice.model_extra["token_ids"] == [1, 2]
 
 
+def ids_of(names: list[str]) -> list[int]:
+    return [int(name.removeprefix("token_id:")) for name in names]
+
+
+def test_tokens_as_token_ids(live: Live, client: openai.OpenAI) -> None:
+    """TRL and AReaL read ids out of the names of tokens."""
+    body = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    [choice] = client.completions.create(
+        model="tiny", prompt=[5, 6], max_tokens=3, logprobs=1, extra_body=body
+    ).choices  # fmt: skip
+    assert choice.logprobs.tokens == ["token_id:5", "token_id:6", "token_id:5"]
+    assert [ids_of(list(top)) for top in choice.logprobs.top_logprobs] == [[5], [6], [5]]
+    assert choice.model_extra["prompt_token_ids"] == [5, 6] and choice.model_extra["token_ids"] == [5, 6, 5]
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=1, extra_body=body
+    )
+    [entries] = [choice.logprobs.content for choice in reply.choices]
+    assert ids_of([entry.token for entry in entries]) == reply.choices[0].model_extra["token_ids"]
+    assert entries[0].bytes is None and entries[0].top_logprobs[0].token == entries[0].token
+
+
+def test_a_chat_tells_its_prompt_at_the_top_too(live: Live, client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+    reply = client.chat.completions.create(**arguments, extra_body={"return_token_ids": True})
+    prompt = live.sent(TokenizedGenerateReqInput)[0].input_ids
+    assert reply.model_extra["prompt_token_ids"] == reply.choices[0].model_extra["prompt_token_ids"] == prompt
+    first = next(client.chat.completions.create(**arguments, stream=True, extra_body={"return_token_ids": True}))
+    assert first.model_extra["prompt_token_ids"] == prompt
+    assert "prompt_token_ids" not in client.chat.completions.create(**arguments).model_extra
+
+
+def test_prompt_logprobs(live: Live, client: openai.OpenAI) -> None:
+    """As vLLM's: the token itself first, whatever its rank; output log-probabilities only where asked for."""
+    completion = client.completions.create(
+        model="tiny", prompt=[[5, 6], [7]], max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
+    two, one = (choice.model_extra["prompt_logprobs"] for choice in completion.choices)
+    assert one == [None] and two[0] is None
+    assert two[1] == {
+        "6": {"logprob": logprob_of(6), "rank": 1, "decoded_token": None},
+        "7": {"logprob": logprob_of(7), "rank": 2, "decoded_token": None},
+    }
+    assert completion.choices[0].logprobs is None
+    chat = client.chat.completions.create(
+        model="tiny", messages=[], max_tokens=1, logprobs=True, top_logprobs=3,
+        extra_body={"input_ids": [5, 6], "prompt_logprobs": 0},
+    )  # fmt: skip
+    assert chat.model_extra["prompt_logprobs"][1]["6"]["rank"] == 1
+    assert len(chat.choices[0].logprobs.content[0].top_logprobs) == 3
+
+
+def test_prompt_logprobs_rank_a_token_outside_the_top() -> None:
+    meta = {"input_token_logprobs": [[None, 4, None], [-9.0, 5, "x"]],
+            "input_top_logprobs": [None, [[-1.0, 8, "y"], [float("-inf"), 9, "z"]]]}  # fmt: skip
+    first, second = fmt.prompt_logprobs(meta, 1)
+    assert first is None and list(second) == ["5", "8"]
+    assert second["5"] == {"logprob": -9.0, "rank": 2, "decoded_token": "x"}
+    assert fmt.prompt_logprobs(meta, 2)[1]["9"] == {
+        "logprob": fmt.LOWEST_LOGPROB, "rank": 2, "decoded_token": "z"
+    }  # fmt: skip
+
+
+def test_the_head_of_the_answer_can_be_left_out(live: Live, client: openai.OpenAI) -> None:
+    def prompt(**extra: Any) -> str:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body=extra)
+        sent = live.sent(TokenizedGenerateReqInput)[-1].input_ids
+        return live.manager.tokenizer.decode(sent, skip_special_tokens=False)
+
+    assert prompt().endswith("assistant\n")
+    assert prompt(add_generation_prompt=False).endswith("hello")
+    assert prompt(continue_final_message=True).endswith("hello")
+
+
 def test_models(live: Live, client: openai.OpenAI) -> None:
     [card] = client.models.list().data
     assert card.id == "tiny" and card.model_extra["max_model_len"] == 160
@@ -206,6 +281,16 @@ def test_models(live: Live, client: openai.OpenAI) -> None:
         ({"messages": MESSAGES, "max_tokens": -1}, "max_new_tokens"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": MESSAGES, "extra_body": {"regex": "a"}}, "regex"),
+        ({"messages": MESSAGES, "extra_body": {"chat_template": "x"}}, "chat_template"),
+        ({"messages": MESSAGES, "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+        ({"messages": MESSAGES, "extra_body": {"allowed_token_ids": [1]}}, "allowed_token_ids"),
+        ({"messages": MESSAGES, "extra_body": {"priority": 3}}, "priority"),
+        ({"messages": MESSAGES, "extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"messages": MESSAGES, "stream": True, "extra_body": {"prompt_logprobs": 0}}, "prompt_logprobs"),
+        (
+            {"messages": MESSAGES, "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "continuous_usage_stats",
+        ),
         ({"messages": MESSAGES, "extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template"),
         ({"messages": MESSAGES, "extra_body": {"input_ids": [300]}}, "vocabulary"),
     ],
@@ -219,7 +304,17 @@ def test_bad_chat_requests(live: Live, client: openai.OpenAI, arguments: dict[st
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"prompt": []}, {"prompt": ""}, {"prompt": "a", "best_of": 3}, {"prompt": "a", "logprobs": 5000}, {"prompt": 5}],
+    [
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": "a", "best_of": 3},
+        {"prompt": "a", "logprobs": 5000},
+        {"prompt": "a", "logprobs": -1},
+        {"prompt": "a", "suffix": "b"},
+        {"prompt": "a", "extra_body": {"response_format": {"type": "json_object"}}},
+        {"prompt": "a", "extra_body": {"bad_words": ["b"]}},
+        {"prompt": 5},
+    ],
 )
 def test_bad_completion_requests(live: Live, client: openai.OpenAI, arguments: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):

@@ -48,6 +48,20 @@ def test_a_request_that_cannot_fit_is_not_tried_in_every_step(checkpoint, monkey
     assert 2 <= len(attempts) <= 4, attempts  # at first, when the prompt of `long` entered the cache, at the end
 
 
+def test_priorities_go_first_and_equals_in_their_order(checkpoint) -> None:
+    """One runs at a time; of those that wait, the lower `priority`, though not before what runs already."""
+    harness = Harness(checkpoint, max_running_requests=1)
+    harness.submit([9] * 5, rid="running", params={"max_new_tokens": 4}, priority=5)
+    harness.tick()
+    for rid, priority in [("a", 0), ("late", 3), ("b", 0), ("urgent", -1), ("c", 0)]:
+        harness.submit([ord(rid[0]) % 7] * 5, rid=rid, params={"max_new_tokens": 2}, priority=priority)
+    ended: list[str] = []
+    for _ in range(100):
+        harness.tick()
+        ended += [rid for rid, result in harness.results.items() if result.finished and rid not in ended]
+    assert ended == ["running", "urgent", "a", "b", "c", "late"]
+
+
 def test_a_request_is_tried_again_when_its_prefix_enters_the_cache(checkpoint, monkeypatch) -> None:
     """With 40 of its 60 prompt tokens shared, `later` fits beside the request that computes them."""
     harness = Harness(checkpoint, max_total_tokens=95)

@@ -1,0 +1,72 @@
+"""Body of vLLM's token endpoint, and what it asks of the engine.
+
+Knows vLLM's names.  Does not know replies: `vllm_generate_format.py` does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rollout.entrypoints.openai_protocol import Count, SamplingFields, StreamOptions
+from rollout.entrypoints.protocol import (
+    UNSUPPORTED_GENERATE_FIELDS,
+    Body,
+    ExtraKey,
+    Int64,
+    TokenIds,
+    combined_extra_key,
+)
+from rollout.tokenizer_manager.request import MAX_RID_CHARS, GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.validation import ServingLimits
+
+
+class TokenSamplingParams(SamplingFields):
+    """`sampling_params` of vLLM.  `detokenize`, `output_kind` and `flat_logprobs` change nothing here."""
+
+    max_tokens: Count | None = None
+    logprobs: Count | None = None
+    routed_experts_prompt_start: int = 0
+
+
+class TokenGenerateRequest(Body):
+    """POST /inference/v1/generate and /skyrl/v1/generate."""
+
+    unsupported = UNSUPPORTED_GENERATE_FIELDS
+
+    token_ids: TokenIds
+    sampling_params: TokenSamplingParams = TokenSamplingParams()
+    request_id: Annotated[str | None, Field(min_length=1, max_length=MAX_RID_CHARS)] = None
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    cache_salt: ExtraKey | None = None
+    priority: Int64 = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool = False
+
+    def to_request(
+        self, rid: str, limits: ServingLimits, *, return_routed_experts: bool, routed_experts_format: RoutesFormat
+    ) -> GenerateReqInput:
+        """As vLLM does, a sample of more than the context holds ends at the context's end.
+
+        Raises `UnsupportedFeature`.
+        """
+        params = self.sampling_params
+        length = params.max_tokens
+        if length is not None:
+            length = min(length, limits.room(len(self.token_ids)))
+        return GenerateReqInput(
+            input_ids=self.token_ids,
+            rid=rid,
+            sampling_params=params.engine_sampling(length),
+            stream=self.stream,
+            extra_key=combined_extra_key(self.cache_salt, None),
+            priority=self.priority,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=params.routed_experts_prompt_start,
+            routed_experts_format=routed_experts_format,
+            fill_context=length is None,
+            **params.engine_logprobs(params.logprobs, stream=self.stream),
+        )
