@@ -150,7 +150,8 @@ class OpenAIRoutes:
         async with contextlib.aclosing(handle.stream()) as stream:
             async for index, native in stream:
                 if opens_with_role and index not in cursors:
-                    opening = {"prompt_token_ids": native["prompt_token_ids"]} if body.return_token_ids else {}
+                    has_ids = body.return_token_ids and not cursors
+                    opening = {"prompt_token_ids": native["prompt_token_ids"]} if has_ids else {}
                     yield encode_json(head | {"choices": [_role_choice(index)]} | opening)
                 choice_of = functools.partial(chunk_of, cursors[index], index, native)
                 if native["meta_info"]["finish_reason"] is None:
