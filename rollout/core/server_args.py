@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout.core.errors import StartupError
+from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -75,6 +76,10 @@ class ServerArgs:
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
     max_kv_version_lag: int = _arg(
         -1, "commits that a request's KV may be behind; older KV is computed again; -1: no limit"
+    )
+
+    kv_events_config: str | None = _arg(
+        None, "JSON: publish what the prefix cache holds over ZMQ, for routers; as SGLang's and vLLM's"
     )
 
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
@@ -158,6 +163,11 @@ class ServerArgs:
         return self.enable_return_routed_experts or self.return_routed_experts_by_default
 
     @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Raises `StartupError`."""
+        return parse_kv_events(self.kv_events_config, self.dp_size, self.allow_unauthenticated)
+
+    @property
     def is_local(self) -> bool:
         """Whether only programs on this machine can reach the server."""
         return _is_loopback(self.host)
@@ -197,6 +207,10 @@ class ServerArgs:
         _require(
             self.enable_memory_saver or not self.enable_weights_cpu_backup,
             "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
+        )
+        _require(
+            self.kv_events is None or not self.disable_radix_cache,
+            "--kv-events-config tells of the prefix cache, which --disable-radix-cache turns off",
         )
         _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
         _require(self.eplb_rebalance_num_iterations >= 1, "--eplb-rebalance-num-iterations must be at least 1")

@@ -20,7 +20,7 @@ from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
-from rollout.entrypoints.server_info import launch_command, resolved_args, running_facts
+from rollout.entrypoints.server_info import kv_events_facts, launch_command, resolved_args, running_facts
 from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.communicator import SchedulerTimeout
 from rollout.tokenizer_manager.handle import RefusedByScheduler
@@ -204,7 +204,7 @@ class InfoRoutes:
                 "scheduler_info": scheduler_info,
                 "startup_time": manager.started_at,
                 "internal_states": [internal],
-                "kv_events": None,
+                "kv_events": kv_events_facts(args, by_dp_rank(state)),
                 "frontend": "python",
                 "version": version("lockstep-rl"),
             }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.core.server_args import ServerArgs
@@ -41,6 +41,13 @@ def running_facts(state: Mapping[str, Any]) -> dict[str, Any]:
     """What only the running engine knows and clients look for at the top; the rest is in `internal_states`."""
     names = ("weight_version", "weight_update", "batch_invariant", "batch_invariance_note")
     return {name: state[name] for name in names}
+
+
+def kv_events_facts(args: ServerArgs, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Where events of the prefix cache are published, and how many batches each data-parallel rank has sent."""
+    if args.kv_events is None:
+        return None
+    return args.kv_events.description(args.dp_size) | {"num_batches": [rank["num_kv_event_batches"] for rank in ranks]}
 
 
 def launch_command(args: ServerArgs) -> str:

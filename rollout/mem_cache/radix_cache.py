@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,17 +22,22 @@ from rollout.mem_cache.allocator import SlotAllocator
 
 Namespace = tuple[str | None, int]
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_NO_HASHES = np.empty(0, dtype=np.int64)
 
 
 class RadixNode:
-    """`tokens` [n] and `slots` [n] of one edge.  `lock_count` counts the users of this node or of one below it."""
+    """`tokens` [n] and `slots` [n] of one edge.  `lock_count` counts the users of this node or of one below it.
 
-    __slots__ = ("children", "last_access", "lock_count", "parent", "slots", "tokens")
+    `block_hashes` [n] are a listener's names of its tokens; empty where nobody was told of them.
+    """
+
+    __slots__ = ("block_hashes", "children", "last_access", "lock_count", "parent", "slots", "tokens")
 
     def __init__(self, parent: RadixNode | None, tokens: np.ndarray, slots: torch.Tensor) -> None:
         self.parent = parent
         self.tokens = tokens
         self.slots = slots
+        self.block_hashes = _NO_HASHES
         self.children: dict[int, RadixNode] = {}
         self.lock_count = 0
         self.last_access = 0
@@ -50,13 +56,26 @@ class _Root(RadixNode):
         self.namespace = namespace
 
 
+class CacheListener(Protocol):
+    """Told of every change of what can be matched."""
+
+    def stored(self, node: RadixNode, namespace: Namespace) -> None:
+        """`node` is new; sets its `block_hashes`."""
+
+    def removed(self, node: RadixNode) -> None: ...
+
+    def cleared(self) -> None:
+        """All nodes are gone, or can never be matched again."""
+
+
 class RadixCache:
     """Owns the slots in its nodes; gives them back to `allocator` on eviction."""
 
     keeps_prefixes = True
 
-    def __init__(self, allocator: SlotAllocator) -> None:
+    def __init__(self, allocator: SlotAllocator, listener: CacheListener | None = None) -> None:
         self._allocator = allocator
+        self._listener = listener
         self._roots: dict[Namespace, _Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
         self._clock = count(1)
@@ -104,6 +123,8 @@ class RadixCache:
             self.num_cached += len(child)
             self.num_inserts += 1
             self._touch(child, next(self._clock))
+            if self._listener is not None:
+                self._listener.stored(child, namespace)
             node = child
         return node, known
 
@@ -140,8 +161,11 @@ class RadixCache:
     def retire(self, current_epoch: int) -> None:
         """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked."""
         self._retired_below = current_epoch
+        if self._listener is not None:
+            self._listener.cleared()
         for root in [root for (_, epoch), root in self._roots.items() if epoch < current_epoch]:
             for node in list(_postorder(root)):
+                node.block_hashes = _NO_HASHES
                 if self._is_evictable(node):
                     self._remove_leaf(node)
                 else:
@@ -157,6 +181,8 @@ class RadixCache:
         self._roots.clear()
         self._heap.clear()
         self.num_cached = 0
+        if self._listener is not None:
+            self._listener.cleared()
 
     def cached_slots(self) -> torch.Tensor:
         """All slots in the tree [num_cached], for integrity checks."""
@@ -177,6 +203,7 @@ class RadixCache:
         upper = RadixNode(parent, child.tokens[:length], child.slots[:length])
         upper.lock_count = child.lock_count
         upper.last_access = child.last_access
+        upper.block_hashes, child.block_hashes = child.block_hashes[:length], child.block_hashes[length:]
         parent.children[int(upper.tokens[0])] = upper
         child.tokens, child.slots, child.parent = child.tokens[length:], child.slots[length:], upper
         upper.children[int(child.tokens[0])] = child
@@ -213,6 +240,8 @@ class RadixCache:
         assert parent is not None
         del parent.children[int(node.tokens[0])]
         node.parent = None
+        if self._listener is not None and len(node.block_hashes):
+            self._listener.removed(node)
         self._allocator.free(node.slots)
         self.num_cached -= len(node)
         self._offer(parent)

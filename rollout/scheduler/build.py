@@ -51,6 +51,7 @@ from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.eplb_parts import build_eplb, rebalance_policy, start_counting
 from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
 from rollout.scheduler.kv_age import KVAgeLimit
+from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
@@ -285,12 +286,14 @@ def _wire(
     device: torch.device,
     parallel: Parallel,
 ) -> Scheduler:
+    events = _kv_events(args, runner.state, parallel)
     cache = CacheManager(
         num_slots=limits.num_slots,
         max_requests=args.max_running_requests,
         max_context=limits.context_length,
         device=device,
         disable_radix_cache=args.disable_radix_cache,
+        listener=events,
     )
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
@@ -311,7 +314,16 @@ def _wire(
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
         parallel=parallel,
+        kv_events=events,
     )
+
+
+def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:
+    """One publisher for each prefix cache: ranks that share requests have the same."""
+    if args.kv_events is None or not parallel.position.speaks:
+        return None
+    dp_rank = max(parallel.position.attn_dp_rank, parallel.position.replica)
+    return KVEvents(args.kv_events, dp_rank, lambda: (state.epoch.weight_version, state.epoch.weight_epoch))
 
 
 def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int, parallel: Parallel) -> Limits:

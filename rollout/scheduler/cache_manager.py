@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollout.mem_cache.allocator import SlotAllocator
-from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
 from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
 from rollout.scheduler.req import Req
 
@@ -34,9 +34,11 @@ class CacheManager:
         max_context: int,
         device: torch.device | str,
         disable_radix_cache: bool,
+        listener: CacheListener | None = None,
     ) -> None:
         self.allocator = SlotAllocator(num_slots, device)
-        self.prefix_cache: RadixCache = (NoPrefixCache if disable_radix_cache else RadixCache)(self.allocator)
+        kind = NoPrefixCache if disable_radix_cache else RadixCache
+        self.prefix_cache: RadixCache = kind(self.allocator, listener)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last

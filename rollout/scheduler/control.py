@@ -140,6 +140,7 @@ class Control:
             "num_generated_tokens": stats.num_generated,
             "num_prompt_tokens": stats.num_prompt_tokens,
             "num_prompt_tokens_reused": stats.num_cached_tokens,
+            "num_kv_event_batches": None if scheduler.kv_events is None else scheduler.kv_events.num_batches,
             "step_time_ms": stats.step_time_ms(),
             "paused": scheduler.paused or scheduler.pausing,
             "withheld": scheduler.withheld,

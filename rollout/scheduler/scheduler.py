@@ -37,6 +37,7 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.dp_sync import DPSync
+from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
@@ -69,12 +70,14 @@ class Scheduler:
         max_queued_requests: int,
         random_seed: int,
         parallel: Parallel,
+        kv_events: KVEvents | None = None,
     ) -> None:
         self.parallel = parallel
         self.runner = runner
         self.cache = cache
         self.queues = queues
         self.records = records
+        self.kv_events = kv_events
         self.stats = StepStats()
         self.paused = False
         self.pausing = False  # paused as soon as the requests that have begun have ended; no other begins
@@ -159,10 +162,14 @@ class Scheduler:
         for advance in self._between_steps:
             advance()
         self.parallel.require_whole()
-        if self.stopped or not (self.has_work or not self._dp.is_alone):
+        runs = not self.stopped and (self.has_work or not self._dp.is_alone)
+        if runs:
+            runs = self._step()
+        else:
             self.stats.idle()
-            return False
-        return self._step()
+        if self.kv_events is not None:
+            self.kv_events.publish()
+        return runs
 
     def _step(self) -> bool:
         stats = self.stats

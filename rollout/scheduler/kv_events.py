@@ -1,0 +1,185 @@
+"""Events of the prefix cache over ZMQ, for routers that send a request where its prefix is.
+
+Knows how blocks are named and how batches travel: those of SGLang and vLLM.  Does not know requests.
+
+    topic | sequence number, 8 bytes | msgpack [time, events, data-parallel rank]
+
+A block is one token.  Its name depends on all tokens before it, on the request's salt and on the version of the weights
+that computed it.  A commit makes all blocks useless, so it is an `AllBlocksCleared`; what running requests still hold
+of older weights is never spoken of again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import zmq
+
+from rollout.core.errors import StartupError
+from rollout.core.kv_events_config import BLOCK_SIZE, KVEventsConfig
+from rollout.mem_cache.radix_cache import CacheListener, Namespace, RadixNode
+
+_MEDIUM = "GPU"  # SGLang's and vLLM's word for the memory that forwards read
+_NO_MORE = (-1).to_bytes(8, "big", signed=True)
+
+
+class _Event(msgspec.Struct, tag=True, kw_only=True):
+    """A map with its class name as `type`."""
+
+
+class BlockStored(_Event):
+    """Blocks in a row, the first below `parent_block_hash`, or at the root of its salt (None).
+
+    `extra_keys`, vLLM's form of the salt, has an entry a block; only the first below a root has one.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    weight_version: str
+    weight_epoch: int
+    block_size: int = BLOCK_SIZE
+    lora_id: None = None
+    lora_name: None = None
+    medium: str = _MEDIUM
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    extra_keys: list[list[str] | None] | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[int]
+    medium: str = _MEDIUM
+
+
+class AllBlocksCleared(_Event):
+    """By a commit or a flush; the version and the epoch are those of the blocks to come."""
+
+    weight_version: str
+    weight_epoch: int
+
+
+class KVEvents(CacheListener):
+    """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop."""
+
+    def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
+        """`serving()`: the weight version and the weight epoch in force.  Raises `StartupError`."""
+        self.num_batches = 0  # also the sequence number of the next one
+        self._dp_rank = dp_rank
+        self._serving = serving
+        self._topic = config.topic.encode()
+        self._events: list[_Event] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._pub = self._open(zmq.PUB, config.endpoint_of(dp_rank), config.is_bound, config.hwm)
+        replay = config.replay_endpoint_of(dp_rank)
+        self._replay = None if replay is None else self._open(zmq.ROUTER, replay, True, config.hwm)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self.cleared()
+
+    def _open(self, kind: int, endpoint: str, bind: bool, hwm: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(hwm)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            (socket.bind if bind else socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartupError(f"--kv-events-config: {endpoint}: {error.strerror}") from None
+        return socket
+
+    # --- CacheListener -------------------------------------------------------------------------------------------
+
+    def stored(self, node: RadixNode, namespace: Namespace) -> None:
+        parent, version = node.parent, self._serving()
+        assert parent is not None
+        is_first = parent.parent is None
+        above = _root_name(namespace[0], version[0]) if is_first else int(parent.block_hashes[-1])
+        node.block_hashes = block_names(above, _depth(parent), node.tokens)
+        salt, separator, extra_key = (namespace[0] or "").partition("\x1f")
+        event = BlockStored(
+            block_hashes=node.block_hashes.tolist(),
+            parent_block_hash=None if is_first else above,
+            token_ids=node.tokens.tolist(),
+            weight_version=version[0],
+            weight_epoch=version[1],
+        )
+        if namespace[0] is not None:
+            event.cache_salt = salt if separator else None
+            event.extra_key = (extra_key if separator else salt) or None
+            event.extra_keys = [[namespace[0].strip("\x1f")] if is_first else None, *[None] * (len(node) - 1)]
+        self._events.append(event)
+
+    def removed(self, node: RadixNode) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes += node.block_hashes.tolist()
+        else:
+            self._events.append(BlockRemoved(block_hashes=node.block_hashes.tolist()))
+
+    def cleared(self) -> None:
+        version, epoch = self._serving()
+        self._events = [AllBlocksCleared(weight_version=version, weight_epoch=epoch)]
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Send what happened since the last call, as one batch, and answer who asks for older ones.  Never blocks."""
+        if self._events:
+            payload = self._encoder.encode([time.time(), self._events, self._dp_rank])
+            self._pub.send_multipart([self._topic, self.num_batches.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            if self._replay is not None:
+                self._sent.append((self.num_batches, payload))
+            self.num_batches += 1
+            self._events = []
+        if self._replay is not None and int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._answer_replay(self._replay)
+
+    def _answer_replay(self, socket: zmq.Socket) -> None:
+        """A request is [identity, empty, first sequence number]; the answer one message a batch, and -1 at the end."""
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        identity, first = frames[0], int.from_bytes(frames[2], "big")
+        for number, payload in self._sent:
+            if number >= first:
+                socket.send_multipart([identity, b"", number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+        socket.send_multipart([identity, b"", _NO_MORE, b""], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
+    """Names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
+
+    `above` is the name of the block before, or of the root.  A name is the root's plus a hash (splitmix64) of each
+    (position, token) up to it: the same wherever an edge of the tree begins.  Not for proofs: whoever can choose
+    prompts can find two with one name.
+    """
+    positions = np.arange(depth, depth + len(tokens), dtype=np.uint64)
+    mixed = (positions << np.uint64(32)) ^ tokens.astype(np.uint64)
+    mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return np.cumsum(mixed, dtype=np.uint64).view(np.int64) + np.int64(above)
+
+
+def _root_name(extra_key: str | None, weight_version: str) -> int:
+    digest = blake2b(msgspec.msgpack.encode([extra_key, weight_version]), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _depth(node: RadixNode | None) -> int:
+    """Tokens from the root to the end of `node`."""
+    depth = 0
+    while node is not None:
+        depth += len(node)
+        node = node.parent
+    return depth

@@ -1,0 +1,256 @@
+"""Events of the prefix cache: names of blocks, the tree that they describe, replay, and settings that are refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from rollout.core.errors import StartupError
+from rollout.core.kv_events_config import parse_kv_events
+from rollout.core.server_args import ServerArgs
+from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.scheduler.kv_events import KVEvents, block_names
+from tests.kv_listener import Listener, ask_replay
+
+SLOTS = 300
+
+
+class Rig:
+    """A prefix cache, its publisher and a listener."""
+
+    def __init__(self, folder: Path, **config: object) -> None:
+        self.version = ("v0", 0)
+        self.endpoint, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        text = json.dumps({"endpoint": self.endpoint, "replay_endpoint": self.replay} | config)
+        parsed = parse_kv_events(text, 1, False)
+        assert parsed is not None
+        self.events = KVEvents(parsed, 0, lambda: self.version)
+        self.allocator = SlotAllocator(SLOTS)
+        self.cache = RadixCache(self.allocator, self.events)
+        self.context = zmq.Context()
+
+    def publish(self) -> None:
+        self.events.publish()
+
+    def listener(self) -> Listener:
+        """One that missed everything so far, and asks for it; the publisher answers when it publishes."""
+        return Listener(self.endpoint, replay=self.replay)
+
+    def replayed(self, first: int = 0) -> list[tuple[int, bytes]]:
+        box: list[list[tuple[int, bytes]]] = []
+
+        thread = threading.Thread(target=lambda: box.append(ask_replay(self.context, self.replay, first)))
+        thread.start()
+        while thread.is_alive():
+            self.publish()
+            thread.join(0.01)
+        return box[0]
+
+    def insert(self, tokens: list[int], salt: str | None = None) -> None:
+        array = np.array(tokens, dtype=np.int64)
+        if self.allocator.num_free < len(array):
+            self.cache.evict(len(array) - self.allocator.num_free)
+        slots = self.allocator.alloc(len(array))
+        _, known = self.cache.insert((salt, self.version[1]), array, slots)
+        self.allocator.free(slots[:known])
+
+    def match(self, tokens: list[int], salt: str | None = None) -> int:
+        return self.cache.match((salt, self.version[1]), np.array(tokens, dtype=np.int64))[1].shape[0]
+
+    def close(self) -> None:
+        self.events.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def tree_of(batches: list[tuple[int, bytes]]) -> Listener:
+    listener = Listener("ipc:///nowhere")
+    for number, payload in batches:
+        listener._apply(number, payload)
+    listener.close()
+    return listener
+
+
+def test_the_tree_of_a_listener_is_the_cache(rig: Rig) -> None:
+    """Random inserts under three salts with evictions, locks, flushes and commits."""
+    rng = np.random.default_rng(7)
+    prompts: list[tuple[list[int], str | None]] = []
+    for step in range(400):
+        salt = rng.choice([None, "a", "b"])  # type: ignore[arg-type]
+        base, shared = ([], 0) if not prompts or rng.random() < 0.2 else (prompts[rng.integers(len(prompts))][0], 0)
+        shared = int(rng.integers(len(base) + 1))
+        tokens = base[:shared] + rng.integers(0, 4, size=rng.integers(1, 40)).tolist()
+        prompts.append((tokens, salt))
+        rig.insert(tokens, salt)
+        if step % 50 == 25:
+            rig.version = (f"v{step}", rig.version[1] + 1)
+            rig.cache.retire(rig.version[1])
+        if step % 97 == 96:
+            rig.cache.flush()
+        if rng.random() < 0.5:
+            rig.publish()
+    tree = tree_of(rig.replayed()).tree
+    assert len(tree.blocks) == rig.cache.num_cached > 50
+    for tokens, salt in prompts:
+        assert tree.match(tokens, salt) == rig.match(tokens, salt)
+    assert [epoch for _, epoch in tree.versions] == sorted(epoch for _, epoch in tree.versions)
+    assert {f"v{step}" for step in range(25, 400, 50)} <= {version for version, _ in tree.versions}
+
+
+def test_what_was_locked_over_a_commit_is_not_spoken_of_again(rig: Rig) -> None:
+    rig.insert([1, 2, 3])
+    node, _ = rig.cache.match((None, 0), np.array([1, 2, 3]))
+    rig.cache.lock(node)
+    rig.publish()
+    rig.version = ("v1", 1)
+    rig.cache.retire(1)
+    rig.publish()
+    rig.cache.unlock(node)
+    rig.cache.evict(3)
+    rig.publish()
+    assert rig.events.num_batches == 2, "nothing to say after the commit"
+    assert tree_of(rig.replayed()).tree.versions == [("v0", 0), ("v1", 1)]
+
+
+def test_a_name_depends_on_what_comes_before_and_not_on_where_an_edge_begins() -> None:
+    tokens = np.random.default_rng(1).integers(0, 150_000, size=500)
+    whole = block_names(11, 0, tokens)
+    for cut in (1, 250, 499):
+        parts = np.concatenate([block_names(11, 0, tokens[:cut]), block_names(int(whole[cut - 1]), cut, tokens[cut:])])
+        assert (parts == whole).all()
+    assert len(np.unique(whole)) == 500
+    other = tokens.copy()
+    other[[3, 4]] = other[[4, 3]]
+    changed = block_names(11, 0, other)
+    assert (changed[:3] == whole[:3]).all() and (changed[3] != whole[3]) and (changed[4:] == whole[4:]).sum() <= 496
+    assert not set(block_names(12, 0, tokens).tolist()) & set(whole.tolist())
+
+
+def test_a_name_depends_on_version_and_salt(rig: Rig) -> None:
+    names = []
+    for version, salt in ((("v0", 0), None), (("v0", 0), "a"), (("v1", 1), None), (("v1", 2), None)):
+        rig.version = version
+        rig.cache.retire(version[1])
+        rig.insert([5, 6], salt)
+        node, _ = rig.cache.match((salt, version[1]), np.array([5, 6]))
+        names.append(tuple(node.block_hashes.tolist()))
+    assert len(set(names[:3])) == 3
+    assert names[2] == names[3], "engines with other counts of commits use the same names"
+
+
+def test_salts_are_told_as_they_were_given(rig: Rig) -> None:
+
+    for key in (None, "extra", "salt\x1f", "salt\x1fextra"):
+        rig.insert([1, 2], key)
+        rig.insert([1, 2, 3], key)
+    rig.publish()
+    stored = [e for _, p in rig.replayed() for e in msgspec.msgpack.decode(p)[1] if e["type"] == "BlockStored"]
+    told = [(event["cache_salt"], event["extra_key"]) for event in stored]
+    assert told == [(None, None)] * 2 + [(None, "extra")] * 2 + [("salt", None)] * 2 + [("salt", "extra")] * 2
+    keys = [event["extra_keys"] for event in stored]
+    assert keys == [
+        None,
+        None,
+        *[[["extra"], None], [None]],
+        *[[["salt"], None], [None]],
+        [["salt\x1fextra"], None],
+        [None],
+    ]
+
+
+def test_replay_has_the_last_batches(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, buffer_steps=5)
+    for token in range(9):
+        rig.insert([token])
+        rig.publish()
+    assert [number for number, _ in rig.replayed()] == [4, 5, 6, 7, 8]
+    assert [number for number, _ in rig.replayed(7)] == [7, 8] and rig.replayed(99) == []
+    with rig.context.socket(zmq.DEALER) as rude:
+        rude.connect(rig.replay)
+        for frames in ([b"x"], [b"", b"short"], [b"", b"", b"", b""]):
+            rude.send_multipart(frames)
+        assert [number for number, _ in rig.replayed(8)] == [8]
+    rig.close()
+
+
+def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, hwm=2, buffer_steps=500)
+    deaf = rig.context.socket(zmq.SUB)
+    deaf.setsockopt_string(zmq.SUBSCRIBE, "")
+    deaf.set_hwm(1)
+    deaf.connect(rig.endpoint)
+    for token in range(3000):
+        rig.cache.flush()
+        rig.insert([token % SLOTS] * 50)
+        rig.publish()
+    deaf.close(linger=0)
+    assert rig.events.num_batches == 3000
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("not json", "malformed|expected"),
+        ("[]", "Expected"),
+        ({"endpint": "tcp://*:1"}, "endpint"),
+        ({"publisher": "kafka"}, "kafka"),
+        ({"endpoint": "tcp://*:5557"}, "can read the tokens"),
+        ({}, "can read the tokens"),
+        ({"endpoint": "tcp://10.0.0.1:5557", "bind": True}, "can read the tokens"),
+        ({"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://*:6000"}, "can read the tokens"),
+        ({"endpoint": "http://127.0.0.1:5557"}, "tcp://HOST:PORT"),
+        ({"endpoint": "tcp://127.0.0.1"}, "tcp://HOST:PORT"),
+        ({"endpoint": "tcp://127.0.0.1:0"}, "tcp://HOST:PORT"),
+        ({"endpoint": "tcp://127.0.0.1:65535"}, "no ports"),
+        ({"endpoint": "ipc:///tmp/x"}, "one data-parallel rank"),
+        ({"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}, "share some"),
+        ({"endpoint": "tcp://127.0.0.1:5557", "buffer_steps": 0}, "at least 1"),
+        ({"endpoint": "tcp://127.0.0.1:5557", "hwm": "many"}, "hwm"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_at_start(config: object, message: str) -> None:
+    text = config if isinstance(config, str) else json.dumps(config)
+    with pytest.raises(StartupError, match=message) as error:
+        ServerArgs(model_path="m", dp_size=2, enable_dp_attention=True, tp_size=2, kv_events_config=text).validate()
+    assert str(error.value).startswith("--kv-events-config") and "\n" not in str(error.value)
+
+
+def test_configs_that_work() -> None:
+    assert ServerArgs(kv_events_config=json.dumps({"publisher": "null", "endpoint": "tcp://*:1"})).kv_events is None
+    assert ServerArgs(kv_events_config='{"enable_kv_cache_events": false}').kv_events is None
+    assert ServerArgs().kv_events is None and ServerArgs(kv_events_config="").kv_events is None
+    wide = ServerArgs(kv_events_config="{}", allow_unauthenticated=True, dp_size=2).kv_events
+    assert wide is not None and wide.is_bound and wide.endpoint_of(1) == "tcp://*:5558"
+    assert wide.description(2) == {
+        "publisher": "zmq", "topic": "", "block_size": 1, "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2
+    }  # fmt: skip
+    near = ServerArgs(kv_events_config='{"endpoint": "tcp://10.1.1.1:7000"}').kv_events
+    assert near is not None and not near.is_bound, "it goes to a named peer"
+    with pytest.raises(StartupError, match="--disable-radix-cache"):
+        ServerArgs(
+            model_path="m", disable_radix_cache=True, kv_events_config='{"endpoint": "tcp://127.0.0.1:7000"}'
+        ).validate()
+
+
+def test_a_port_that_is_taken_is_one_line_at_start(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        config = parse_kv_events(json.dumps({"endpoint": f"tcp://127.0.0.1:{port}", "bind": True}), 1, False)
+        assert config is not None
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}: Address already in use"):
+            KVEvents(config, 0, lambda: ("v", 0))
