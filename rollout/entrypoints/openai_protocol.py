@@ -18,6 +18,7 @@ from rollout.entrypoints.protocol import (
     ExtraKey,
     TokenIds,
     combined_extra_key,
+    template_variables,
 )
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 
@@ -104,7 +105,10 @@ class SamplingFields(Body):
 class OpenAIRequest(SamplingFields):
     """What both endpoints share.  `priority` is refused: lower ones go first in vLLM's, and last in SGLang's."""
 
-    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {"priority", "kv_transfer_params"}
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
+        *("priority", "kv_transfer_params", "return_prompt_text"),
+        *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    }
 
     model: str | None = None
     response_format: dict[str, Any] | None = None
@@ -112,9 +116,12 @@ class OpenAIRequest(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
+    request_id: str | None = None  # vLLM's name for it
     extra_key: ExtraKey | None = None
     cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
@@ -136,11 +143,12 @@ class OpenAIRequest(SamplingFields):
             raise UnsupportedFeature("response_format other than text is not supported by this server")
         return {
             "sampling_params": self.engine_sampling(max_new_tokens),
-            "rid": self.rid,
+            "rid": self.rid or self.request_id,
             "stream": self.stream,
             "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
             "extra_key": combined_extra_key(self.cache_salt, self.extra_key),
             "max_kv_version_lag": self.max_kv_version_lag,
+            "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
             "return_routed_experts": self.return_routed_experts,
             "routed_experts_start_len": self.routed_experts_start_len,
             "routed_experts_format": self.routed_experts_format,
@@ -160,11 +168,14 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Count | None = None
     echo: bool = False
     best_of: int | None = None
+    add_special_tokens: bool = True
 
     def to_request(self) -> GenerateReqInput:
         """Raises `BadRequest`."""
         if self.best_of is not None and self.best_of != self.n:
             raise BadRequest(f"best_of must equal n ({self.n}): candidates are not ranked, got {self.best_of}")
+        if not self.add_special_tokens:
+            raise UnsupportedFeature("add_special_tokens: false is not supported by this server; send token ids")
         prompt = self.prompt
         if isinstance(prompt, list) and not prompt:
             raise BadRequest("prompt is an empty list")
@@ -183,7 +194,7 @@ class ChatCompletionRequest(OpenAIRequest):
     """POST /v1/chat/completions.  `input_ids` replaces the rendered messages as the prompt."""
 
     unsupported = OpenAIRequest.unsupported | {
-        *("echo", "chat_template", "add_special_tokens", "documents", "mm_processor_kwargs")
+        *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task")
     }
 
     messages: list[dict[str, Any]] = []
@@ -199,12 +210,18 @@ class ChatCompletionRequest(OpenAIRequest):
     stream_reasoning: bool = True
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Tools that the template shows to the model, and whose calls are looked for in its answer."""
         return None if self.tool_choice == "none" else self.tools
+
+    def template_variables(self) -> dict[str, Any]:
+        """What else the template may read.  Raises `UnsupportedFeature`."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | template_variables(self.chat_template_kwargs)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Messages with content parts joined to plain text.  Raises `BadRequest`."""

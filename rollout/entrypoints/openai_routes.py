@@ -20,7 +20,6 @@ from rollout.entrypoints import openai_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.openai_messages import ChatMessage, ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
-from rollout.entrypoints.protocol import template_variables
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
@@ -105,7 +104,7 @@ class OpenAIRoutes:
                 tools=body.template_tools(),
                 continue_final=body.continue_final_message,
                 add_generation_prompt=body.add_generation_prompt,
-                extra=template_variables(body.chat_template_kwargs),
+                extra=body.template_variables(),
             )
         request: GenerateReqInput = body.to_request(prompt_ids)
         make_message = self._messages.maker(body, prompt_ids)

@@ -24,11 +24,11 @@ ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
     {
-        *("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "custom_params", "watermark"),
+        *("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "custom_params"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
         *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
         *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
-        *("skip_reading_prefix_cache", "return_sampling_mask", "return_sample_support"),
+        *("skip_reading_prefix_cache", "return_sampling_mask", "return_sample_support", "watermark", "watermarking"),
     }
 )
 """Of either dialect: what they ask for would change the sample or the reply."""
@@ -36,11 +36,17 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
     *("return_hidden_states", "return_indexer_topk", "return_entropy", "replay_routed_experts"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
-    *("session_params", "lora_path", "custom_logit_processor", "vllm_xargs"),
+    *("return_cached_tokens_details", "return_spec_tokens_details", "sampling_logprobs_mode", "background"),
+    *("session_params", "lora_path", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
+    *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
 }
-OTHER_LOGPROB_FIELDS = frozenset({"logprobs", "prompt_logprobs"})
-"""Of vLLM's `sampling_params`; 0 asks for something too."""
+VLLM_SAMPLING_FIELDS = {
+    "logprobs": "return_logprob and top_logprobs_num",
+    "prompt_logprobs": "return_logprob and logprob_start_len",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
+"""Of vLLM's `sampling_params`, and what stands beside SGLang's for the same; a 0 asks for something too."""
 
 
 def _fail_fast(node: Any) -> None:
@@ -129,11 +135,9 @@ class GenerateRequest(Body):
 
 def _check_sampling_names(params: dict[str, Any]) -> None:
     refuse_unsupported(params, UNSUPPORTED_SAMPLING_FIELDS, "sampling_params: ")
-    for name in sorted(OTHER_LOGPROB_FIELDS & params.keys()):
-        if params[name] is not None and params[name] is not False:
-            raise UnsupportedFeature(
-                f"sampling_params: {name} is vLLM's; ask with return_logprob, logprob_start_len and top_logprobs_num"
-            )
+    for name, ours in VLLM_SAMPLING_FIELDS.items():
+        if params.get(name) is not None and params[name] is not False:
+            raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
 
 
 def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | None:

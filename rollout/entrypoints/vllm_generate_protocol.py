@@ -5,7 +5,7 @@ Knows vLLM's names.  Does not know replies: `vllm_generate_format.py` does.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,7 @@ class TokenGenerateRequest(Body):
     priority: Int64 = 0
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
+    output_mode: Literal["tokens"] = "tokens"
 
     def to_request(
         self, rid: str, limits: ServingLimits, *, return_routed_experts: bool, routed_experts_format: RoutesFormat

@@ -249,6 +249,15 @@ def test_prompt_logprobs_rank_a_token_outside_the_top() -> None:
     }  # fmt: skip
 
 
+def test_vllms_request_id_and_the_rank(live: Live, client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="a", max_tokens=1, extra_body={"request_id": "mine", "data_parallel_rank": 0}
+    )
+    assert reply.id == "mine"
+    with pytest.raises(openai.BadRequestError, match="routed_dp_rank"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"data_parallel_rank": 1})
+
+
 def test_the_head_of_the_answer_can_be_left_out(live: Live, client: openai.OpenAI) -> None:
     def prompt(**extra: Any) -> str:
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body=extra)
