@@ -34,7 +34,7 @@ class VllmGenerateRoutes:
         self._manager = manager
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["vllm"])
+        router = APIRouter(tags=["tokens"])
         schema = body_schema(TokenGenerateRequest)
         router.add_api_route("/inference/v1/generate", self.generate, methods=["POST"], openapi_extra=schema)
         router.add_api_route("/skyrl/v1/generate", self.skyrl_generate, methods=["POST"], openapi_extra=schema)
