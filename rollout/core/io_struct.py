@@ -40,6 +40,7 @@ class TokenizedGenerateReqInput(Message):
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     priority: int = 0  # lower ones are admitted first
     dp_rank: int = 0  # the data-parallel rank that runs it
+    session_id: str | None = None  # whose prefix is kept for a while after it has ended
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
 
     def samples(self) -> list[TokenizedGenerateReqInput]:
@@ -102,6 +103,16 @@ class ResumeMemoryOccupationReqInput(ControlReqInput):
     tags: list[MemoryTag] | None = None
 
 
+class GetSessionsReqInput(ControlReqInput):
+    """What KV each session keeps."""
+
+
+class FinishSessionReqInput(ControlReqInput):
+    """Nothing needs to be kept for this session any more; one that is not known is no mistake."""
+
+    session_id: str
+
+
 class GetStateReqInput(ControlReqInput):
     """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
 
@@ -118,6 +129,8 @@ SchedulerInput = (
     | PauseGenerationReqInput
     | ContinueGenerationReqInput
     | FlushCacheReqInput
+    | GetSessionsReqInput
+    | FinishSessionReqInput
     | ReleaseMemoryOccupationReqInput
     | ResumeMemoryOccupationReqInput
     | GetStateReqInput

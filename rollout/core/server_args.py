@@ -74,6 +74,10 @@ class ServerArgs:
     chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
     max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    session_pin_fraction: float = _arg(
+        0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
+    )
+    session_pin_timeout: float = _arg(60.0, "seconds that a session's prefix is kept after its last request")
     max_kv_version_lag: int = _arg(
         -1, "commits that a request's KV may be behind; older KV is computed again; -1: no limit"
     )
@@ -203,6 +207,12 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
+        _require(
+            not (self.session_pin_fraction and self.disable_radix_cache),
+            "--session-pin-fraction keeps cached prefixes, and --disable-radix-cache has none",
+        )
+        _require(self.session_pin_timeout > 0, "--session-pin-timeout must be positive")
         _require(self.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
         _require(
             self.enable_memory_saver or not self.enable_weights_cpu_backup,

@@ -25,6 +25,7 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.entrypoints.session_routes import SessionRoutes
 from rollout.entrypoints.vllm_generate_routes import VllmGenerateRoutes
 from rollout.entrypoints.weight_routes import WeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -44,6 +45,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     app.include_router(OpenAIRoutes(manager).router())
     app.include_router(VllmGenerateRoutes(manager).router())
     app.include_router(InfoRoutes(manager, metrics).router())
+    app.include_router(SessionRoutes(manager).router())
     app.include_router(control)
     app.include_router(weights)
     app.include_router(experts)

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from rollout.entrypoints.eplb_metrics import EplbMetrics
 from rollout.entrypoints.expert_metrics import ExpertMetrics
+from rollout.entrypoints.session_metrics import SessionMetrics
 from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.sample import SampleRecord
 
@@ -42,6 +43,8 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gen_throughput", "Generated tokens per second, recent", ("sglang:gen_throughput",)),
     ("cache_hit_rate", "Share of prompt tokens taken from the prefix cache", ("sglang:cache_hit_rate",)),
     ("num_retracted_reqs", "Retractions since start", ("sglang:num_retracted_reqs",)),
+    ("num_running_sessions", "Sessions with requests that hold KV", ("sglang:num_unique_running_routing_keys",)),
+    ("num_pinned_tokens", "Cached tokens kept from eviction for sessions", ("lockstep:session_pinned_tokens",)),
     ("paused", "1 while generation is paused", ("sglang:paused",)),
 )
 _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -152,6 +155,7 @@ class Metrics:
         )
         self._experts = ExpertMetrics(model_name, self._registry)
         self._eplb = EplbMetrics(model_name, self._registry)
+        self._sessions = SessionMetrics(model_name, self._registry)
 
     # --- RequestObserver -----------------------------------------------------------------------------------------
 
@@ -179,6 +183,7 @@ class Metrics:
                 seconds["per_token"] = seconds["decode"] / (len(record.output_ids) - 1)
         for key, value in seconds.items():
             self._seconds[key].labels(*labels).observe(value)
+        self._sessions.on_finished(record)
 
     # --- other sources -------------------------------------------------------------------------------------------
 

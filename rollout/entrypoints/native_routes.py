@@ -17,6 +17,7 @@ from starlette.responses import Response
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
+from rollout.entrypoints.session_routes import addressed
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_BATCH
@@ -47,7 +48,8 @@ class NativeRoutes:
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list."""
-        handle = await until_disconnect(request.receive, self._manager.submit(body.to_request()))
+        wanted = addressed(body.to_request(), request.headers)
+        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         if body.stream:
             return SseResponse(_events(handle), on_close=handle.abort)
         result = await until_disconnect(request.receive, handle.result())

@@ -55,13 +55,13 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
 
 
 def metadata(native: Native) -> dict[str, Any]:
-    """What weights made the choice, as `meta_info` says it."""
+    """What weights made the choice, and for whom, as `meta_info` says it."""
     meta = native["meta_info"]
     names = (
         "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-        "kv_weight_version_oldest", "kv_weight_epoch_oldest",
+        "kv_weight_version_oldest", "kv_weight_epoch_oldest", "session_id",
     )  # fmt: skip
-    return {name: meta[name] for name in names}
+    return {name: meta[name] for name in names if name in meta}
 
 
 def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class OpenAIRequest(SamplingFields):
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
     request_id: str | None = None  # vLLM's name for it
+    session_id: str | None = None
     extra_key: ExtraKey | None = None
     cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
@@ -144,6 +145,7 @@ class OpenAIRequest(SamplingFields):
         return {
             "sampling_params": self.engine_sampling(max_new_tokens),
             "rid": self.rid or self.request_id,
+            "session_id": self.session_id,
             "stream": self.stream,
             "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
             "extra_key": combined_extra_key(self.cache_salt, self.extra_key),

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from rollout.core.errors import NotFound
@@ -20,9 +21,9 @@ from rollout.entrypoints import openai_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.openai_messages import ChatMessage, ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.entrypoints.session_routes import addressed
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
-from rollout.tokenizer_manager.request import GenerateReqInput
 from rollout.tokenizer_manager.response import encode_json
 
 CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
@@ -51,7 +52,8 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as text or token ids."""
-        handle = await until_disconnect(request.receive, self._manager.submit(body.to_request()))
+        wanted = addressed(body.to_request(), request.headers)
+        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         prompt_texts = self._prompt_texts(body, handle)
         if body.stream:
 
@@ -80,7 +82,7 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a chat under the model's template, or continue `input_ids`."""
-        handle, messages = await until_disconnect(request.receive, self._submit_chat(body))
+        handle, messages = await until_disconnect(request.receive, self._submit_chat(body, request.headers))
         if body.stream:
 
             def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
@@ -95,7 +97,9 @@ class OpenAIRoutes:
 
         return await self._response(handle, body, "chat.completion", natives, choice_of)
 
-    async def _submit_chat(self, body: ChatCompletionRequest) -> tuple[GenerateHandle, list[ChatMessage]]:
+    async def _submit_chat(
+        self, body: ChatCompletionRequest, headers: Headers
+    ) -> tuple[GenerateHandle, list[ChatMessage]]:
         """The request on its way, and a message for each of its samples."""
         prompt_ids = body.input_ids
         if prompt_ids is None:
@@ -106,9 +110,9 @@ class OpenAIRoutes:
                 add_generation_prompt=body.add_generation_prompt,
                 extra=body.template_variables(),
             )
-        request: GenerateReqInput = body.to_request(prompt_ids)
+        wanted = addressed(body.to_request(prompt_ids), headers)
         make_message = self._messages.maker(body, prompt_ids)
-        handle = await self._manager.submit(request)
+        handle = await self._manager.submit(wanted)
         return handle, [make_message() for _ in handle.records]
 
     # --- replies -------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class GenerateRequest(Body):
     cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
     priority: Int64 = 0
+    session_id: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # its old name
 

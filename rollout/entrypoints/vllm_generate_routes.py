@@ -18,6 +18,7 @@ from starlette.responses import Response
 from rollout.entrypoints import vllm_generate_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, until_disconnect
 from rollout.entrypoints.openai_format import Native, metadata
+from rollout.entrypoints.session_routes import addressed
 from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -61,7 +62,8 @@ class VllmGenerateRoutes:
         asked = body.to_request(
             rid, self._manager.limits, return_routed_experts=wants_routes, routed_experts_format=routes_format
         )
-        handle = await until_disconnect(request.receive, self._manager.submit(asked))
+        wanted = addressed(asked, request.headers)
+        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         if body.stream:
             return SseResponse(_events(handle, body, head), on_close=handle.abort)
         natives = await until_disconnect(request.receive, handle.results())

@@ -6,6 +6,7 @@ and locks; does not know requests or tensors of KV.
     match()   longest cached prefix -> (node to lock, its slots)
     insert()  give the tree a finished prefix; it keeps the part it lacks
     lock()    everything from a node up to its root stays until unlock()
+    pin()     the same, and counted apart: kept although nobody uses it
 """
 
 from __future__ import annotations
@@ -26,12 +27,22 @@ _NO_HASHES = np.empty(0, dtype=np.int64)
 
 
 class RadixNode:
-    """`tokens` [n] and `slots` [n] of one edge.  `lock_count` counts the users of this node or of one below it.
+    """`tokens` [n] and `slots` [n] of one edge.
 
+    `lock_count` counts the users of this node or of one below it, `pin_count` those of them that are pins.
     `block_hashes` [n] are a listener's names of its tokens; empty where nobody was told of them.
     """
 
-    __slots__ = ("block_hashes", "children", "last_access", "lock_count", "parent", "slots", "tokens")
+    __slots__ = (
+        "block_hashes",
+        "children",
+        "last_access",
+        "lock_count",
+        "parent",
+        "pin_count",
+        "slots",
+        "tokens",
+    )
 
     def __init__(self, parent: RadixNode | None, tokens: np.ndarray, slots: torch.Tensor) -> None:
         self.parent = parent
@@ -40,6 +51,7 @@ class RadixNode:
         self.block_hashes = _NO_HASHES
         self.children: dict[int, RadixNode] = {}
         self.lock_count = 0
+        self.pin_count = 0
         self.last_access = 0
 
     def __len__(self) -> int:
@@ -84,6 +96,7 @@ class RadixCache:
         self._heap_floor = 1024
         self.num_cached = 0
         self.num_locked = 0
+        self.num_pinned = 0
         self.num_inserts = 0  # that added something: while it stays, no match gets longer
 
     @property
@@ -146,6 +159,27 @@ class RadixCache:
                 self._offer(walker)
             walker = walker.parent
 
+    def pin(self, node: RadixNode) -> None:
+        for walker in self.path(node):
+            self.num_pinned += len(walker) if walker.pin_count == 0 else 0
+            walker.pin_count += 1
+        self.lock(node)
+
+    def unpin(self, node: RadixNode) -> None:
+        for walker in self.path(node):
+            walker.pin_count -= 1
+            self.num_pinned -= len(walker) if walker.pin_count == 0 else 0
+        self.unlock(node)
+
+    @staticmethod
+    def path(node: RadixNode) -> list[RadixNode]:
+        """The nodes of the prefix that ends at `node`, last first."""
+        nodes = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
+
     def evict(self, wanted: int) -> int:
         """Free at least `wanted` slots if that many are evictable, least recently used leaves first.
 
@@ -201,7 +235,7 @@ class RadixCache:
         parent = child.parent
         assert parent is not None
         upper = RadixNode(parent, child.tokens[:length], child.slots[:length])
-        upper.lock_count = child.lock_count
+        upper.lock_count, upper.pin_count = child.lock_count, child.pin_count
         upper.last_access = child.last_access
         upper.block_hashes, child.block_hashes = child.block_hashes[:length], child.block_hashes[length:]
         parent.children[int(upper.tokens[0])] = upper

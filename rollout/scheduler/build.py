@@ -59,6 +59,7 @@ from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.session_control import SessionControl
 from rollout.scheduler.shared_channel import SharedChannel
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.weight_checker import WeightChecker
@@ -173,6 +174,7 @@ def build_scheduler(
     KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
     Control(scheduler, weights, memory, experts, eplb, static_state)
+    SessionControl(scheduler)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
@@ -294,6 +296,8 @@ def _wire(
         device=device,
         disable_radix_cache=args.disable_radix_cache,
         listener=events,
+        max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
+        pin_timeout=args.session_pin_timeout,
     )
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))

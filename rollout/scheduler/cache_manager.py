@@ -18,6 +18,7 @@ import torch
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
 from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
+from rollout.mem_cache.session_pins import SessionPins
 from rollout.scheduler.req import Req
 
 MAX_STEPS_AHEAD = 16
@@ -35,10 +36,13 @@ class CacheManager:
         device: torch.device | str,
         disable_radix_cache: bool,
         listener: CacheListener | None = None,
+        max_pinned_tokens: int = 0,
+        pin_timeout: float = 0.0,
     ) -> None:
         self.allocator = SlotAllocator(num_slots, device)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
         self.prefix_cache: RadixCache = kind(self.allocator, listener)
+        self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last
@@ -105,14 +109,19 @@ class CacheManager:
         req.cached_len = req.device_len
 
     def detach(self, req: Req, weight_epoch: int) -> None:
-        """Take back the row and all slots of `req`; what it computed under the current weights goes to the cache."""
+        """Take back the row and all slots of `req`; what it computed under the current weights goes to the cache.
+
+        There it is kept for the session of a request that has ended.
+        """
         if req.pool_index == -1:
             return
         assert req.namespace is not None and req.prefix_node is not None
         superfluous = req.device_len
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
             everything = self.slots(req, 0, req.device_len)
-            _, superfluous = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
+            node, superfluous = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
+            if req.finished and req.source.session_id is not None:
+                self.pins.keep(req.source.session_id, node)
         if superfluous > req.cached_len:
             self.allocator.free(self.slots(req, req.cached_len, superfluous))
         self.num_private -= req.device_len - req.cached_len
@@ -126,6 +135,7 @@ class CacheManager:
         """Every slot becomes free.  The caller has checked that no request holds one."""
         assert self.num_private == 0
         self._give_back_ahead()
+        self.pins.clear()
         self.prefix_cache.flush()
 
     def check(self) -> None:

@@ -131,6 +131,8 @@ class Control:
             "num_waiting_reqs": len(queues.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.prefix_cache.num_cached,
+            "num_pinned_tokens": cache.prefix_cache.num_pinned,
+            "num_running_sessions": len({req.source.session_id for req in queues.holding_kv()} - {None}),
             "num_total_tokens": sum(req.num_tokens for req in queues.all()),
             "max_total_num_tokens": total,
             "token_usage": used / total,

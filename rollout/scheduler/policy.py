@@ -95,6 +95,17 @@ class Policy:
 
         `begins`: requests that never ran may.
         """
+        plan = self._plan(weight_epoch, retract, begins)
+        while plan.is_empty and self._lacks_slots and self._cache.pins.drop_oldest():
+            plan = self._plan(weight_epoch, retract, begins)  # what nobody uses never keeps everybody from running
+        return plan
+
+    @property
+    def _lacks_slots(self) -> bool:
+        queues, misfit = self._queues, self._misfit
+        return bool(queues.partial or (queues.waiting and misfit is not None and misfit.req is queues.waiting[0]))
+
+    def _plan(self, weight_epoch: int, retract: Callable[[Req], None], begins: bool) -> StepPlan:
         queues = self._queues
         plan = StepPlan(queues.running)
         self._make_room_for_decode(plan, retract)
@@ -106,6 +117,8 @@ class Policy:
     def _make_room_for_decode(self, plan: StepPlan, retract: Callable[[Req], None]) -> None:
         queues = self._queues
         while queues.running and self._cache.num_available < len(queues.running):
+            if self._cache.pins.drop_oldest():
+                continue
             victim = max(queues.holding_kv(), key=lambda req: req.arrival)
             if victim is queues.partial:
                 queues.partial = None

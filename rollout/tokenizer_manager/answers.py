@@ -14,9 +14,9 @@ from rollout.core.io_struct import ControlReqOutput, SchedulerReady
 
 _ADD_UP = {
     "gen_throughput", "kv_bytes", "max_total_num_tokens", "model_bytes", "num_aborted", "num_cached_tokens",
-    "num_generated_tokens", "num_paused_requests", "num_prompt_tokens", "num_prompt_tokens_reused",
-    "num_retracted_reqs", "num_running", "num_running_reqs", "num_total_tokens", "num_used_tokens",
-    "num_waiting", "num_waiting_reqs",
+    "num_generated_tokens", "num_paused_requests", "num_pinned_tokens", "num_prompt_tokens", "num_prompt_tokens_reused",
+    "num_released_tokens", "num_retracted_reqs", "num_running", "num_running_reqs", "num_running_sessions",
+    "num_total_tokens", "num_used_tokens", "num_waiting", "num_waiting_reqs",
 }  # fmt: skip
 
 

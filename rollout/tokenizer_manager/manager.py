@@ -44,6 +44,7 @@ from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput,
 from rollout.tokenizer_manager.response import RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.session_book import SessionBook
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from rollout.tokenizer_manager.validation import ServingLimits, check_logprob_entries, check_prompt, num_logprob_entries
 
@@ -100,7 +101,8 @@ class TokenizerManager:
         self.failure_message: str | None = None  # the scheduler's last words
         self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
-        self._observers = list(observers)
+        self.sessions = SessionBook()
+        self._observers = [self.sessions, *observers]
         self._route_shape = RouteShape.of(model_config)
         self._tokenizer: Tokenizer | None = None
         self._limits: ServingLimits | None = None
@@ -170,6 +172,11 @@ class TokenizerManager:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def sessions_in_flight(self) -> list[str]:
+        """The session of each sample in flight that has one."""
+        ids = (entry.record.session_id for entry in self._in_flight.values())
+        return [session_id for session_id in ids if session_id is not None]
 
     @property
     def limits(self) -> ServingLimits:
@@ -331,6 +338,7 @@ class TokenizerManager:
         for group in groups:
             by_rank: dict[int, list[SampleRecord]] = {}
             for record in group:
+                record.session_id = request.session_id
                 self._in_flight[record.rid] = _InFlight(record, handle, next(index))
                 if self._rids.is_aborted(record.rid):
                     self._on_output(_aborted_before_prefill(record), time.monotonic())
@@ -377,6 +385,7 @@ def _message(records: Sequence[SampleRecord], request: GenerateReqInput) -> Toke
         max_kv_version_lag=request.max_kv_version_lag,
         priority=request.priority,
         dp_rank=first.dp_rank,
+        session_id=request.session_id,
         siblings=[(record.rid, record.params.sampling_seed) for record in siblings],
     )
 

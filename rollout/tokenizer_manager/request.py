@@ -28,6 +28,7 @@ MAX_SAMPLES = 8192
 """Prompts times n in one request."""
 MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_RID_CHARS = 512
+MAX_SESSION_ID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
 """Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
@@ -43,6 +44,7 @@ class GenerateReqInput:
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
     `priority`: requests that wait are admitted from the lowest on, those of the same in the order of their coming.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the one with the least left to do.
+    `session_id`: of whom the request is; the session's prefix may be kept, and the reply says it again.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
 
@@ -64,6 +66,7 @@ class GenerateReqInput:
     max_kv_version_lag: int | None = None
     priority: int = 0
     routed_dp_rank: int | None = None
+    session_id: str | None = None
     fill_context: bool = False
 
 
@@ -124,6 +127,8 @@ def expand(request: GenerateReqInput) -> ExpandedRequest:
     lag = request.max_kv_version_lag
     if lag is not None and not -1 <= lag < 2**31:
         raise BadRequest(f"max_kv_version_lag must be -1 (no limit) or in 0..{2**31 - 1}, got {lag}")
+    if request.session_id is not None and not 0 < len(request.session_id) <= MAX_SESSION_ID_CHARS:
+        raise BadRequest(f"a session id must have 1 to {MAX_SESSION_ID_CHARS} characters")
     texts, ids, is_batch = _prompts(request)
     count = len(texts)
     if count > MAX_BATCH:

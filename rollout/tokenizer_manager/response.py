@@ -118,6 +118,8 @@ def build_meta_info(
         "weight_version": record.weight_version,
         "dp_rank": record.dp_rank,
     }
+    if record.session_id is not None:
+        meta["session_id"] = record.session_id
     if record.options.return_logprob:
         text_of = token_text if record.options.return_text_in_logprobs else None
         entries.extend(record, text_of)

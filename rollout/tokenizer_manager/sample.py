@@ -26,6 +26,7 @@ class SampleRecord:
     created_at: float
     weight_version: str
     dp_rank: int = 0
+    session_id: str | None = None
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[TopLogprobs] = field(default_factory=list)

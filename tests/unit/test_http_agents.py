@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,15 @@ import openai
 import pytest
 
 from rollout.core.errors import StartupError
+from rollout.core.io_struct import (
+    ControlReqOutput,
+    FinishSessionReqInput,
+    GetSessionsReqInput,
+    TokenizedGenerateReqInput,
+)
 from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
+from rollout.entrypoints import session_metrics
 from rollout.entrypoints.openai_messages import ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -176,3 +184,125 @@ def test_routes_count_on_the_given_tokens(live: Live, client: openai.OpenAI) -> 
         assert len(rows) == len(sequence) + len(answer) - 1 - num_rows
         num_rows += len(rows)
         sequence = [*sequence, *answer, *ids_of(live, turn)]
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+KEPT = {"mine": {"kv_tokens": 30, "pinned_tokens": 20, "expires_in_s": 5.0}}
+
+
+@pytest.fixture
+def sessions(live: Live) -> Live:
+    """The server, whose scheduler says that one session keeps KV."""
+
+    def answer(verb: Any) -> ControlReqOutput:
+        data: dict[str, Any] = {"sessions": KEPT, "num_pinned_tokens": 20}
+        if isinstance(verb, FinishSessionReqInput):
+            data = {"num_released_tokens": 20 if verb.session_id == "mine" else 0}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+
+    live.scheduler.answers |= {GetSessionsReqInput: answer, FinishSessionReqInput: answer}
+    live.scheduler.received.clear()
+    return live
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session_id"),
+    [
+        ({"X-Session-ID": "a"}, {}, "a"),
+        ({"X-SMG-Routing-Key": "b"}, {}, "b"),
+        ({"X-Session-ID": "a", "X-SMG-Routing-Key": "b"}, {}, "a"),
+        ({"X-Session-ID": "a"}, {"session_id": "c"}, "c"),
+        ({"X-Session-ID": ""}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_whose_request_it_is(
+    sessions: Live, headers: dict[str, str], body: dict[str, Any], session_id: str | None
+) -> None:
+    calls: dict[str, dict[str, Any]] = {
+        "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}},
+        "/v1/completions": {"prompt": "a", "max_tokens": 2},
+        "/v1/chat/completions": {"input_ids": [5], "max_tokens": 2},
+    }
+    if not body:
+        calls["/inference/v1/generate"] = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
+    for path, call in calls.items():
+        reply = sessions.client.post(path, json=call | body, headers=headers).json()
+        assert reply.get("meta_info", reply.get("metadata")).get("session_id") == session_id
+        assert sessions.sent(TokenizedGenerateReqInput)[-1].session_id == session_id
+
+
+def test_the_data_parallel_rank_of_the_header(sessions: Live) -> None:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    assert sessions.client.post("/generate", json=body, headers={"X-data-parallel-rank": "0"}).status_code == 200
+    for rank in ("1", "-1", "x", "9" * 30):
+        reply = sessions.client.post("/generate", json=body, headers={"X-data-parallel-rank": rank})
+        assert reply.status_code == 400 and "rank" in reply.json()["error"]["message"]
+    given = body | {"data_parallel_rank": 0}
+    assert sessions.client.post("/generate", json=given, headers={"X-data-parallel-rank": "x"}).status_code == 200
+
+
+def test_a_session_id_has_an_end(sessions: Live) -> None:
+    for session_id in ("x" * 513, ""):
+        status, message = sessions.refused(input_ids=[5], session_id=session_id)
+        assert status == 400 and "session id" in message
+
+
+def test_the_report_of_sessions(sessions: Live) -> None:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "session_id": "reported"}
+    assert sessions.generate(**body)["meta_info"]["session_id"] == "reported"
+    assert sessions.generate(**body | {"stream": False})["meta_info"]["dp_rank"] == 0
+    report = sessions.client.get("/sessions/reported").json()
+    assert report.pop("idle_s") < 10.0
+    assert report == {
+        "session_id": "reported", "num_running": 0, "kv_tokens": 0, "pinned_tokens": 0, "expires_in_s": None,
+        "num_finished": 2, "prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": 6, "context_tokens": 5,
+        "dp_rank": 0,
+    }  # fmt: skip
+    mine = sessions.client.get("/sessions/mine").json()
+    assert (mine["kv_tokens"], mine["num_finished"], mine["idle_s"]) == (30, 0, None)
+    everything = sessions.client.get("/sessions").json()
+    assert [item["session_id"] for item in everything["sessions"]][:2] == ["mine", "reported"]
+    assert everything["num_sessions"] >= 2 and everything["num_pinned_tokens"] == 20
+    assert len(sessions.client.get("/sessions", params={"limit": 1}).json()["sessions"]) == 1
+
+
+def test_requests_that_run_are_counted(sessions: Live) -> None:
+    with sessions.client.stream(
+        "POST", "/generate", json={"input_ids": [5], "stream": True, "extra_key": "slow", "session_id": "busy"}
+    ) as stream:
+        events = stream.iter_bytes()
+        next(events)
+        assert sessions.client.get("/sessions/busy").json()["num_running"] == 1
+    sessions.wait_until(lambda: sessions.client.get("/sessions/busy").json()["num_running"] == 0)
+
+
+def test_bad_questions_about_sessions(sessions: Live) -> None:
+    limits = {f"/sessions?limit={limit}": 400 for limit in (0, 5000, "x")}
+    for path, status in ({"/sessions/nobody": 404} | limits).items():
+        reply = sessions.client.get(path)
+        assert reply.status_code == status and reply.json()["error"]["message"]
+
+
+def test_a_session_is_finished(sessions: Live) -> None:
+    def finish(**params: str) -> Any:
+        return sessions.client.post("/finish_session", params=params)
+
+    assert finish(session_id="mine").json()["num_released_tokens"] == 20
+    assert finish(session_id="nobody").json()["num_released_tokens"] == 0
+    assert finish().status_code == finish(session_id="").status_code == 400
+    assert [verb.session_id for verb in sessions.sent(FinishSessionReqInput)] == ["mine", "nobody"]
+
+
+def test_labels_of_sessions_have_a_bound(sessions: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def labels() -> dict[str, float]:
+        text = sessions.client.get("/metrics").text
+        found = re.findall(r'^lockstep:session_requests_total{.*session_id="(.*)"} (.*)$', text, re.MULTILINE)
+        return {label: float(value) for label, value in found}
+
+    before = labels()
+    monkeypatch.setattr(session_metrics, "MAX_LABELS", len(before) + 2)
+    for index in range(5):
+        sessions.generate(input_ids=[5], sampling_params={"max_new_tokens": 1}, session_id=f'label-{index}"')
+    assert labels() == before | {'label-0\\"': 1.0, 'label-1\\"': 1.0, "other": 3.0}

@@ -1,0 +1,103 @@
+"""Sessions of agents: whose request it is, what KV each session keeps, and when one is over.
+
+Knows the headers in which gateways and routers name sessions.  What is kept, and for how long, is the scheduler's
+business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from rollout.core.errors import BadRequest, NotFound
+from rollout.core.io_struct import FinishSessionReqInput, GetSessionsReqInput
+from rollout.entrypoints.control_io import reply
+from rollout.entrypoints.http_io import json_response
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
+from rollout.tokenizer_manager.session_book import MAX_SESSIONS, Session
+
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+RANK_HEADER = "x-data-parallel-rank"
+SESSIONS_TIMEOUT_S = 10.0
+
+
+def addressed(wanted: GenerateReqInput, headers: Headers) -> GenerateReqInput:
+    """`wanted` with the session and the data-parallel rank that the headers name, where its body names none.
+
+    Raises `BadRequest`.
+    """
+    if wanted.session_id is None:
+        wanted.session_id = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+    rank = headers.get(RANK_HEADER)
+    if wanted.routed_dp_rank is None and rank:
+        if not rank.isdecimal() or len(rank) > 9:
+            raise BadRequest(f"{RANK_HEADER} must be a number, got {rank[:80]!r}")
+        wanted.routed_dp_rank = int(rank)
+    return wanted
+
+
+class SessionRoutes:
+    """What routers that schedule sessions ask for."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["sessions"])
+        router.add_api_route("/sessions", self.sessions)
+        router.add_api_route("/sessions/{session_id:path}", self.session)
+        router.add_api_route("/finish_session", self.finish_session, methods=["POST"])
+        return router
+
+    async def sessions(self, limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 100) -> Response:
+        """The sessions that keep KV, then those that were heard of last; at most `limit`."""
+        found, pinned = await self._reports()
+        return json_response(
+            {"sessions": list(found.values())[:limit], "num_sessions": len(found), "num_pinned_tokens": pinned}
+        )
+
+    async def session(self, session_id: str) -> Response:
+        """One session; 404 if it is not known, or not any more."""
+        found, _ = await self._reports()
+        if session_id not in found:
+            raise NotFound(f"no session {session_id[:80]!r} is known")
+        return json_response(found[session_id])
+
+    async def finish_session(self, session_id: Annotated[str, Query(min_length=1)]) -> Response:
+        """Keep nothing for this session any more.  One that is not known is no mistake."""
+        answer = await self._manager.control(FinishSessionReqInput, SESSIONS_TIMEOUT_S, session_id=session_id)
+        return reply(answer)
+
+    async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:
+        """What is known of each session, and the tokens that are pinned for all of them."""
+        answer = await self._manager.control(GetSessionsReqInput, SESSIONS_TIMEOUT_S)
+        kept: dict[str, dict[str, Any]] = {}
+        for rank in answer.data.get("dp_ranks", [answer.data]):
+            for session_id, report in rank["sessions"].items():
+                other = kept.get(session_id, {"kv_tokens": 0, "pinned_tokens": 0, "expires_in_s": None})
+                ends = [end for end in (other["expires_in_s"], report["expires_in_s"]) if end is not None]
+                sums = {name: other[name] + report[name] for name in ("kv_tokens", "pinned_tokens")}
+                kept[session_id] = sums | {"expires_in_s": max(ends, default=None)}
+        book = self._manager.sessions.sessions
+        running = Counter(self._manager.sessions_in_flight())
+        nothing = {"kv_tokens": 0, "pinned_tokens": 0, "expires_in_s": None}
+        return {
+            session_id: {"session_id": session_id, "num_running": running[session_id]}
+            | kept.get(session_id, nothing)
+            | _history(book.get(session_id))
+            for session_id in dict.fromkeys([*kept, *running, *reversed(book)])
+        }, answer.data["num_pinned_tokens"]
+
+
+def _history(session: Session | None) -> dict[str, Any]:
+    """Sums over finished requests; `idle_s` is None before the first."""
+    fields = dataclasses.asdict(session or Session())
+    finished_at = fields.pop("finished_at")
+    return fields | {"idle_s": None if session is None else time.monotonic() - finished_at}

@@ -1,0 +1,58 @@
+"""Sessions as the scheduler sees them: what KV each keeps, and the end of its pin.
+
+Knows requests, pins and nodes of the prefix cache.  Does not schedule: which engine a session goes to, and when, is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.core.io_struct import ControlReqOutput, FinishSessionReqInput, GetSessionsReqInput
+from rollout.mem_cache.radix_cache import RadixNode
+from rollout.scheduler.scheduler import Scheduler
+
+
+class SessionControl:
+    """Handlers of the session verbs; lets pins expire."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        scheduler.add_verbs({GetSessionsReqInput: self._get, FinishSessionReqInput: self._finish})
+        scheduler.add_between_steps(self._advance)
+
+    def _advance(self) -> bool:
+        scheduler = self._scheduler
+        scheduler.cache.pins.advance(scheduler.now, scheduler.runner.state.epoch.weight_epoch)
+        return False
+
+    def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput:
+        """Of each session that keeps KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""
+        cache = self._scheduler.cache
+        nodes: dict[str, set[RadixNode]] = {}
+        private: dict[str, int] = {}
+        for session_id, ends in cache.pins.nodes().items():
+            nodes[session_id] = {node for end in ends for node in cache.prefix_cache.path(end)}
+        pinned = {session_id: sum(map(len, path)) for session_id, path in nodes.items()}
+        for req in self._scheduler.queues.holding_kv():
+            owner = req.source.session_id
+            if owner is not None and req.prefix_node is not None:
+                nodes.setdefault(owner, set()).update(cache.prefix_cache.path(req.prefix_node))
+                private[owner] = private.get(owner, 0) + req.device_len - req.cached_len
+        sessions: dict[str, Any] = {
+            session_id: {
+                "kv_tokens": sum(map(len, path)) + private.get(session_id, 0),
+                "pinned_tokens": pinned.get(session_id, 0),
+                "expires_in_s": cache.pins.expires_in(session_id),
+            }
+            for session_id, path in nodes.items()
+        }
+        data = {"sessions": sessions, "num_pinned_tokens": cache.prefix_cache.num_pinned}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+
+    def _finish(self, verb: FinishSessionReqInput) -> ControlReqOutput:
+        cache = self._scheduler.cache
+        pinned = cache.prefix_cache.num_pinned
+        cache.pins.drop(verb.session_id)
+        data = {"num_released_tokens": pinned - cache.prefix_cache.num_pinned}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
