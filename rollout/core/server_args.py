@@ -14,6 +14,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
@@ -56,6 +57,9 @@ class ServerArgs:
     )
     reasoning_parser: Literal["qwen3", "glm45", "deepseek-r1", "deepseek_r1"] | None = _arg(
         None, "how the model marks its reasoning, which chats then return apart; default: it stays in the content"
+    )
+    register_url: str | None = _arg(
+        None, "router (sglang-router, smg, vllm-router) at which to register when ready, and to leave before draining"
     )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
@@ -193,6 +197,10 @@ class ServerArgs:
             _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
             _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
+        _require(
+            self.register_url is None or _is_base_url(self.register_url),
+            f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}",
+        )
         _require(self.receive_timeout > 0, "--receive-timeout must be positive")
         _require(
             not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
@@ -315,6 +323,14 @@ def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
 def _is_address(text: str | None) -> bool:
     host, colon, port = (text or "").rpartition(":")
     return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -39,6 +39,7 @@ from rollout.entrypoints.connections import (
 from rollout.entrypoints.follower import run_follower
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.router_registration import RouterRegistration, own_url
 from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
@@ -103,6 +104,7 @@ class _Server:
         self._most_connections = connections_within(raise_file_limit())
         self._stop = asyncio.Event()
         self._scheduler: SchedulerProcesses | None = None
+        self._registration = RouterRegistration(args.register_url, own_url(args), args.api_key)
 
     async def run(self) -> int:
         """Raises `StartupError`."""
@@ -150,11 +152,14 @@ class _Server:
             start.result()
             gc.freeze()  # what is there now stays: no collection between two requests need look at it
             _say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
+            self._registration.join()
             await _first_of(death, stop, http_task, reader)
             if stop.done():
+                await self._registration.leave()  # first, so that no request comes that would be refused
                 return await self._shut_down(manager, scheduler, death)
             reason = await _reason(manager, death, reader, "while serving")
             manager.fail(reason)
+            await self._registration.leave()
             return _fail(reason)
         finally:
             for task in (death, stop, start):

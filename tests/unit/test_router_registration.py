@@ -1,0 +1,172 @@
+"""Registration at a router that comes late, forgets, refuses or talks nonsense; both ways of naming a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from urllib.parse import unquote
+
+import httpx
+import pytest
+
+from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs
+from rollout.entrypoints.router_registration import RouterRegistration, own_url
+
+OWN = "http://10.0.0.5:30000"
+
+
+class Router:
+    """`/workers` of sglang-router and smg (ids) or of vllm-router (URLs)."""
+
+    def __init__(self, names_by_id: bool) -> None:
+        self.names_by_id = names_by_id
+        self.workers: dict[str, str] = {"other": "http://10.0.0.9:30000"}  # name -> url
+        self.posted: list[dict] = []
+        self.answer: Callable[[], httpx.Response] | None = None  # instead of the right one
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.answer is not None:
+            return self.answer()
+        if request.method == "GET":
+            entries = [{"url": url, **({"id": name} if self.names_by_id else {})} for name, url in self.workers.items()]
+            return httpx.Response(200, json={"workers": entries, "total": len(entries), "stats": {}})
+        if request.method == "POST":
+            body = json.loads(request.content)
+            self.posted.append(body)
+            self.workers["uuid-1" if self.names_by_id else body["url"]] = body["url"]
+            return httpx.Response(202)
+        name = unquote(request.url.raw_path.decode().removeprefix("/workers/"))
+        if name not in self.workers:
+            return httpx.Response(400, json={"error": "unknown worker"})
+        del self.workers[name]
+        return httpx.Response(202)
+
+    def lists(self, url: str) -> bool:
+        return url in self.workers.values()
+
+
+def registration(router: Router, url: str | None = "http://router:30001/") -> RouterRegistration:
+    return RouterRegistration(url, OWN, "key", check_every_s=0.02, transport=httpx.MockTransport(router))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("names_by_id", [True, False], ids=["id", "url"])
+def test_a_server_joins_stays_and_leaves(names_by_id: bool) -> None:
+    async def run() -> None:
+        router = Router(names_by_id)
+        own = registration(router)
+        own.join()
+        await until(lambda: router.lists(OWN))
+        await asyncio.sleep(0.1)
+        assert router.posted == [{"url": OWN, "api_key": "key"}], "once, while it is listed"
+        router.workers.clear()
+        await until(lambda: router.lists(OWN))
+        await own.leave()
+        assert not router.lists(OWN)
+        await asyncio.sleep(0.05)
+        assert not router.lists(OWN), "it does not come back"
+
+    asyncio.run(run())
+
+
+def test_other_workers_stay(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        router = Router(names_by_id=False)
+        router.workers = {"other": "http://10.0.0.5:3000"}
+        own = registration(router)
+        own.join()
+        await until(lambda: router.lists(OWN))
+        await own.leave()
+        assert list(router.workers) == ["other"]
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def unreachable() -> httpx.Response:
+    raise httpx.ConnectError("connection refused")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        unreachable,
+        lambda: httpx.Response(500, text="not yet"),
+        lambda: httpx.Response(200, text="<html>"),
+        lambda: httpx.Response(200, json={"workers": [3]}),
+        lambda: httpx.Response(200, json=["http://10.0.0.5:30000"]),
+    ],
+    ids=["unreachable", "500", "html", "numbers", "list"],
+)
+def test_a_router_that_is_not_there_yet_is_asked_again(
+    answer: Callable[[], httpx.Response], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        router.answer = answer
+        own = registration(router)
+        own.join()
+        await asyncio.sleep(0.2)
+        router.answer = None
+        await until(lambda: router.lists(OWN))
+        router.answer = answer
+        await own.leave()
+
+    asyncio.run(run())
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in warnings if line.startswith("not registered")]) <= 2, "not one line a try"
+    assert warnings[0].startswith("not registered at http://router:30001/: ")
+    assert warnings[-1].startswith("http://router:30001/ may still list")
+
+
+def test_a_router_that_does_not_answer_holds_the_end_up_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.entrypoints.router_registration.CALL_TIMEOUT_S", 0.1)
+
+    async def silent(_: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def run() -> None:
+        own = RouterRegistration("http://router", OWN, transport=httpx.MockTransport(silent))
+        own.join()
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(3):
+            await own.leave()
+
+    asyncio.run(run())
+
+
+def test_without_a_router_nothing_is_called() -> None:
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        own = registration(router, url=None)
+        own.join()
+        await asyncio.sleep(0.05)
+        await own.leave()
+        assert router.posted == []
+
+    asyncio.run(run())
+
+
+def test_where_the_router_finds_the_server() -> None:
+    def url(host: str, router: str = "http://127.0.0.1:9") -> str:
+        return own_url(ServerArgs(host=host, port=31000, register_url=router))
+
+    assert url("10.2.3.4") == "http://10.2.3.4:31000"
+    assert url("::1") == "http://[::1]:31000"
+    assert url("0.0.0.0") == "http://127.0.0.1:31000", "the address that faces the router"
+    assert url("0.0.0.0", "http://no-such-host.invalid:9") == "http://0.0.0.0:31000"
+
+
+@pytest.mark.parametrize("url", ["router:30000", "ftp://router", "http://", "http://r:x", "http://r?a=b", ""])
+def test_what_is_no_router_is_refused_at_start(url: str) -> None:
+    with pytest.raises(StartupError, match="--register-url"):
+        ServerArgs(model_path="m", register_url=url).validate()
