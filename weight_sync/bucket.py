@@ -52,6 +52,19 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
     return pieces
 
 
+def cut_packed(metas: Sequence[TensorMeta], buffer_bytes: int) -> list[list[TensorMeta]]:
+    """Tensors, in order, as vLLM's senders pack them: the one that makes a buffer longer than that is its last."""
+    buffers: list[list[TensorMeta]] = []
+    num_bytes = buffer_bytes + 1
+    for meta in metas:
+        if num_bytes > buffer_bytes:
+            buffers.append([])
+            num_bytes = 0
+        buffers[-1].append(meta)
+        num_bytes += meta.nbytes
+    return buffers
+
+
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """The bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
 

@@ -25,8 +25,12 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.entrypoints.server_info import num_ranks
 from rollout.entrypoints.session_routes import SessionRoutes
+from rollout.entrypoints.vllm_control_routes import VllmControlRoutes
 from rollout.entrypoints.vllm_generate_routes import VllmGenerateRoutes
+from rollout.entrypoints.vllm_rpc_routes import RpcRoutes
+from rollout.entrypoints.vllm_weight_routes import VllmWeightRoutes
 from rollout.entrypoints.weight_routes import WeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
 
@@ -38,27 +42,27 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
     app.state.heavy_bodies = asyncio.Lock()
-    control = ControlRoutes(manager).router()
-    weights = WeightRoutes(manager, metrics).router()
-    experts = ExpertRoutes(manager).router()
-    app.include_router(NativeRoutes(manager).router())
-    app.include_router(OpenAIRoutes(manager).router())
-    app.include_router(VllmGenerateRoutes(manager).router())
-    app.include_router(InfoRoutes(manager, metrics).router())
-    app.include_router(SessionRoutes(manager).router())
-    app.include_router(control)
-    app.include_router(weights)
-    app.include_router(experts)
-    app.add_middleware(
-        KeyMiddleware,
-        args=args,
-        control_paths={
-            route.path
-            for router in (control, weights, experts)
-            for route in router.routes
-            if isinstance(route, APIRoute)
-        },
-    )
+    weights, vllm_weights = WeightRoutes(manager, metrics), VllmWeightRoutes(manager, metrics)
+    vllm_control = VllmControlRoutes(manager)
+    control = [
+        ControlRoutes(manager).router(),
+        weights.router(),
+        ExpertRoutes(manager).router(),
+        vllm_control.router(),
+        vllm_weights.router(),
+        RpcRoutes(weights, vllm_weights, vllm_control, num_ranks(args)).router(),
+    ]
+    open_to_clients = [
+        NativeRoutes(manager).router(),
+        OpenAIRoutes(manager).router(),
+        VllmGenerateRoutes(manager).router(),
+        InfoRoutes(manager, metrics).router(),
+        SessionRoutes(manager).router(),
+    ]
+    for router in (*open_to_clients, *control):
+        app.include_router(router)
+    control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
+    app.add_middleware(KeyMiddleware, args=args, control_paths=control_paths)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):
         app.add_exception_handler(kind, _on_known_error)

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from starlette.responses import PlainTextResponse
@@ -20,7 +20,13 @@ from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
-from rollout.entrypoints.server_info import kv_events_facts, launch_command, resolved_args, running_facts
+from rollout.entrypoints.server_info import (
+    kv_events_facts,
+    launch_command,
+    resolved_args,
+    running_facts,
+    vllm_config,
+)
 from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.communicator import SchedulerTimeout
 from rollout.tokenizer_manager.handle import RefusedByScheduler
@@ -173,8 +179,11 @@ class InfoRoutes:
             }
         )
 
-    async def server_info(self) -> Response:
-        """The launch arguments flat at the top, as external-engine clients compare them, and the scheduler's state."""
+    async def server_info(self, config_format: Literal["text", "json"] | None = None) -> Response:
+        """The launch arguments flat at the top, as external-engine clients compare them, and the scheduler's state.
+
+        With a `config_format`, as vLLM's clients ask for it, also `vllm_config`.
+        """
         manager = self._manager
         args, state = manager.server_args, await self._state()
         resolved = resolved_args(args)
@@ -196,9 +205,14 @@ class InfoRoutes:
             "max_req_input_len": manager.limits.context_length - 1,
             "startup_time": manager.started_at,
         }
+        asked_for: dict[str, Any] = {}
+        if config_format is not None:
+            config = vllm_config(args, state, manager.limits.context_length)
+            asked_for = {"vllm_config": config if config_format == "json" else str(config)}
         return json_response(
             resolved
             | running_facts(state)
+            | asked_for
             | {
                 "launch_command": launch_command(args),
                 "scheduler_info": scheduler_info,

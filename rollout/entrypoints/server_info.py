@@ -13,6 +13,35 @@ from typing import Any
 from rollout.core.server_args import ServerArgs
 
 
+def num_ranks(args: ServerArgs) -> int:
+    """Of all engines of the server: what joins a weight update group."""
+    return args.tp_size * (1 if args.enable_dp_attention else args.dp_size)
+
+
+def vllm_config(args: ServerArgs, state: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+    """What clients of vLLM's /server_info look for, under vLLM's names."""
+    return {
+        "model_config": {
+            "model": args.model_path,
+            "served_model_name": args.name,
+            "dtype": f"torch.{state['dtype']}",
+            "max_model_len": context_length,
+            "logprobs_mode": "processed_logprobs",
+            "enable_return_routed_experts": args.captures_routes,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": args.tp_size,
+            "pipeline_parallel_size": args.pp_size,
+            "data_parallel_size": args.dp_size,
+            "world_size": args.tp_size,
+            "world_size_across_dp": num_ranks(args),
+        },
+        "cache_config": {"block_size": 1, "num_gpu_blocks": state["max_total_num_tokens"]},
+        "lora_config": None,
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+
+
 def resolved_args(args: ServerArgs) -> dict[str, Any]:
     """`ServerArgs` without keys, plus settings of SGLang that this engine has only in their off state."""
     return args.public_dict() | {
@@ -20,7 +49,7 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "tokenizer_path": args.tokenizer_path or args.model_path,
         "gpu_id_step": 1,
         "base_gpu_id": 0,
-        "num_gpus": args.tp_size * (1 if args.enable_dp_attention else args.dp_size),
+        "num_gpus": num_ranks(args),
         "moe_dp_size": 1,
         "attn_dp_size": args.dp_size if args.enable_dp_attention else 1,
         "attn_cp_size": 1,

@@ -129,13 +129,19 @@ class WeightRoutes:
 
     async def bucket(self, request: Request) -> Response:
         """Receive tensors by broadcast from rank 0 of the group."""
+        return await self.receive_bucket(await self.read_bucket(request))
+
+    async def read_bucket(self, request: Request) -> protocol.UpdateWeightsFromDistributedRequest:
+        """The body.  One that cannot be read is told to the engine, as its broadcast may come all the same."""
         data = b"unread"
         try:
             data = await read_limited(request)
-            body = await asyncio.to_thread(parse_body, protocol.UpdateWeightsFromDistributedRequest, data)
+            return await asyncio.to_thread(parse_body, protocol.UpdateWeightsFromDistributedRequest, data)
         except LockstepError as error:
             await self._refuse_bucket(data, error)
             raise
+
+    async def receive_bucket(self, body: protocol.UpdateWeightsFromDistributedRequest) -> Response:
         fields = body.model_dump(exclude={"selector"})
         started = time.monotonic()
         answer = await self._manager.control(UpdateWeightsFromDistributedReqInput, self._weight_timeout_s, **fields)

@@ -1,0 +1,105 @@
+"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models.
+
+Knows names, types and defaults.  Does not know what an endpoint does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from rollout.core.errors import UnsupportedFeature
+from rollout.entrypoints.protocol import Body, InitWeightsUpdateGroupRequest, Size
+
+SleepTag = Literal["weights", "kv_cache"]
+DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
+PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
+
+
+class AbortRequestsRequest(Body):
+    """Null or empty: all."""
+
+    request_ids: list[str] = []
+
+
+class ResetPrefixCacheRequest(Body):
+    """SkyRL's clients send in the body what vLLM takes from the query."""
+
+    reset_running_requests: bool = False
+
+
+class _Info(Body):
+    """A body inside a body; `unsupported` is refused here, too."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, raw: Any) -> Any:
+        for name in sorted(cls.unsupported & raw.keys()) if isinstance(raw, dict) else ():
+            if raw[name]:
+                raise UnsupportedFeature(f"{name} is not supported by this server")
+        return raw
+
+
+class InitInfo(_Info, InitWeightsUpdateGroupRequest):
+    """How tensors will come: by which group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
+
+    unsupported = frozenset({"nccl_unique_id_b64"})
+
+    packed: bool = False
+    packed_buffer_size_bytes: PackedBytes = DEFAULT_PACKED_BYTES
+    packed_num_buffers: int = 2
+
+
+class InitWeightTransferEngineRequest(Body):
+    init_info: InitInfo
+
+
+class StartWeightUpdateRequest(Body):
+    is_checkpoint_format: Literal[True] = True
+
+
+class UpdateInfo(_Info):
+    """The tensors that are about to come.  Clients of older versions say here, not before, that they are packed."""
+
+    unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[Size]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: PackedBytes | None = None
+
+
+class UpdateWeightsRequest(Body):
+    """POST /update_weights: `update_info` as vLLM's clients send it, or `weight_dir` as prime-rl's do."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: str | None = Field(default=None, min_length=1)
+
+
+class FinishWeightUpdateRequest(Body):
+    weight_version: str | None = Field(default=None, min_length=1)
+
+
+class CollectiveRpcRequest(Body):
+    """POST /collective_rpc.  `timeout` has no effect: every verb has a deadline of its own."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class SleepForWeightSync(Body):
+    """SkyRL's.  The KV of requests cannot be put aside: they give it up, and compute it again."""
+
+    unsupported = frozenset({"offload_kv"})
+
+    offload_kv: bool = False
+
+
+class WakeForWeightSync(Body):
+    tags: list[SleepTag] | None = None

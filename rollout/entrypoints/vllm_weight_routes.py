@@ -1,0 +1,214 @@
+"""vLLM's weight transfer: init, start, update, finish, as one transaction of the engine.  May demand the admin key.
+
+    /init_weight_transfer_engine   join the trainer's group; packed buffers or not
+    /start_weight_update           begin, with partial coverage, under an id of this server's own
+    /update_weights                one bucket, or one for each packed buffer
+    /finish_weight_update          end: all of it in force, or nothing
+
+vLLM's clients carry no ids, so the id of the update that they started is kept here, and so is what the group was told.
+Packed buffers are flattened buckets: tensors end to end, a new buffer after the tensor that makes one too long.
+
+Knows vLLM's names, replies and packing.  What an update is belongs to the engine.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from rollout.core.errors import BadRequest, Conflict, LockstepError
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
+from rollout.core.weight_io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    RefusedBucketReqInput,
+    UpdateWeightsFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
+from rollout.entrypoints.control_io import ControlRoute, add_route, reply
+from rollout.entrypoints.http_io import json_body, parse_body, parsed, read_limited
+from rollout.entrypoints.metrics import Metrics
+from rollout.entrypoints.protocol import EmptyRequest
+from rollout.entrypoints.vllm_control_protocol import (
+    FinishWeightUpdateRequest,
+    InitInfo,
+    InitWeightTransferEngineRequest,
+    StartWeightUpdateRequest,
+    UpdateInfo,
+    UpdateWeightsRequest,
+)
+from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
+from rollout.tokenizer_manager.manager import TokenizerManager
+from weight_sync.bucket import cut_packed
+from weight_sync.errors import WeightSyncError
+from weight_sync.receivers.distributed import FLATTENED_BUCKET
+from weight_sync.tensor_meta import dtype_name
+from weight_sync.wire import parse_metas
+
+InitBody = Annotated[InitWeightTransferEngineRequest, Depends(json_body(InitWeightTransferEngineRequest))]
+StartBody = Annotated[StartWeightUpdateRequest, Depends(json_body(StartWeightUpdateRequest))]
+FinishBody = Annotated[FinishWeightUpdateRequest, Depends(json_body(FinishWeightUpdateRequest))]
+
+_OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
+
+
+class VllmWeightRoutes:
+    """One for a server: it remembers the group that was joined and the update that was started."""
+
+    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
+        self._manager = manager
+        self._metrics = metrics
+        self._timeout_s = manager.server_args.weight_update_timeout + WEIGHT_MARGIN_S
+        self._joined: InitInfo | None = None
+        self._update_id: str | None = None
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=ControlRoute, tags=["vLLM weights"])
+        add_route(router, "/init_weight_transfer_engine", self.init_engine, InitWeightTransferEngineRequest)
+        add_route(router, "/shutdown_weight_transfer_engine", self.shutdown_engine, EmptyRequest)
+        add_route(router, "/start_weight_update", self.start_update, StartWeightUpdateRequest)
+        add_route(router, "/update_weights", self.update_weights, UpdateWeightsRequest)
+        add_route(router, "/finish_weight_update", self.finish_update, FinishWeightUpdateRequest)
+        return router
+
+    async def init_engine(self, body: InitBody) -> Response:
+        """Join a process group with the trainer; replies when all members are there.
+
+        A new trainer: what the one before started and did not finish is dropped.
+        """
+        await self._drop_unfinished()
+        info = body.init_info
+        answer = await self._send(InitWeightsUpdateGroupReqInput, **info.model_dump(include=_OF_THE_GROUP))
+        if answer.success:
+            self._joined = info
+        return reply(answer)
+
+    async def shutdown_engine(self) -> Response:
+        """Leave the group."""
+        answer = await self._send(DestroyWeightsUpdateGroupReqInput, group_name=self._require_joined().group_name)
+        self._joined = None
+        return reply(answer)
+
+    async def start_update(self, _: StartBody) -> Response:
+        """Open a weight update of whatever tensors come.  Nothing changes for requests until it is finished.
+
+        One that failed and was not finished makes room.
+        """
+        await self._drop_unfinished(only_failed=True)
+        update_id = f"vllm-{uuid.uuid4().hex}"
+        answer = await self._send(BeginWeightUpdateReqInput, update_id=update_id, coverage="partial")
+        if answer.success:
+            self._update_id = update_id
+        return reply(answer)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole."""
+        try:
+            data = await read_limited(request)
+            body = await parsed(request, data, lambda data: parse_body(UpdateWeightsRequest, data))
+        except LockstepError as error:
+            await self.refuse(error)
+            raise
+        return await self.update(body)
+
+    async def update(self, body: UpdateWeightsRequest) -> Response:
+        """The same, of a body that was read."""
+        if body.update_info is not None:
+            return reply(await self._receive(body.update_info))
+        if body.weight_dir is None:
+            raise BadRequest("update_info is missing, and so is weight_dir")
+        started = time.monotonic()
+        verb = UpdateWeightsFromDiskReqInput
+        answer = await self._send(verb, model_path=body.weight_dir, update_id=self._update_id)
+        self._metrics.on_weight_load("disk", time.monotonic() - started)
+        return reply(answer)
+
+    async def _receive(self, info: UpdateInfo) -> ControlReqOutput:
+        """The answer to the first bucket that was refused, else to the last.
+
+        Its sender broadcasts all buffers whatever becomes of one, so all are received.
+        """
+        joined = self._require_joined()
+        try:
+            calls, load_format = _calls(info, joined), FLATTENED_BUCKET if _is_packed(info, joined) else None
+        except WeightSyncError as error:
+            await self.refuse(error)
+            raise
+        answer = ControlReqOutput(request_id="", success=True, message="no tensors were announced")
+        started = time.monotonic()
+        for lists in calls:
+            received = await self._send(
+                UpdateWeightsFromDistributedReqInput,
+                **lists,
+                group_name=joined.group_name,
+                load_format=load_format,
+                update_id=self._update_id,
+            )
+            answer = received if answer.success else answer
+        self._metrics.on_weight_load("distributed", time.monotonic() - started)
+        return answer
+
+    async def finish_update(self, body: FinishBody) -> Response:
+        """Verify what came and put it in force, all or nothing, under `weight_version` if there is one.
+
+        Whatever the answer, the update is over.
+        """
+        if self._update_id is None:
+            raise Conflict("no weight update was started: POST /start_weight_update")
+        verb = EndWeightUpdateReqInput
+        answer = await self._send(verb, update_id=self._update_id, weight_version=body.weight_version)
+        self._update_id = None
+        return reply(answer)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    async def _send(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
+        return await self._manager.control(verb, self._timeout_s, **fields)
+
+    def _require_joined(self) -> InitInfo:
+        if self._joined is None:
+            raise Conflict("no group was joined: POST /init_weight_transfer_engine")
+        return self._joined
+
+    async def refuse(self, error: Exception) -> None:
+        """A body that cannot be read: as its broadcast may come all the same, the engine leaves the group."""
+        if self._joined is not None:
+            group, update_id = self._joined.group_name, self._update_id
+            await self._send(RefusedBucketReqInput, reason=str(error), group_name=group, update_id=update_id)
+
+    async def _drop_unfinished(self, *, only_failed: bool = False) -> None:
+        if self._update_id is None:
+            return
+        open_now = (await self._send(GetWeightUpdateReqInput)).data
+        is_failed = open_now.get("failed") is not None
+        if open_now.get("update_id") == self._update_id and (is_failed or not only_failed):
+            await self._send(AbortWeightUpdateReqInput, update_id=self._update_id)
+            self._update_id = None
+
+
+def _is_packed(info: UpdateInfo, joined: InitInfo) -> bool:
+    return joined.packed if info.packed is None else info.packed
+
+
+def _calls(info: UpdateInfo, joined: InitInfo) -> list[dict[str, list[Any]]]:
+    """Names, dtypes and shapes of each bucket.  Raises `WeightRequestError`."""
+    metas = parse_metas(info.names, info.dtype_names, info.shapes)
+    buffer_bytes = info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes
+    buckets = cut_packed(metas, buffer_bytes) if _is_packed(info, joined) else [metas] if metas else []
+    return [
+        {
+            "names": [meta.name for meta in bucket],
+            "dtypes": [dtype_name(meta.dtype) for meta in bucket],
+            "shapes": [list(meta.shape) for meta in bucket],
+        }
+        for bucket in buckets
+    ]

@@ -1,0 +1,354 @@
+"""vLLM's control and weight endpoints over the stand-in: to which verbs they come, what they reply and refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.core import io_struct, weight_io_struct
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqInput
+from tests.http_harness import Live, live_server
+from tests.tiny_tokenizer import write_model_folder
+from weight_sync.bucket import cut_packed
+from weight_sync.wire import parse_metas
+
+GROUP = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2}
+TENSORS = {"names": ["a", "b"], "dtype_names": ["float32", "torch.bfloat16"], "shapes": [[4], [2, 3]]}
+AWAKE = {"weights": "in_use", "kv_cache": "in_use", "cuda_graph": "in_use"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = write_model_folder(Path(tmp_path_factory.mktemp("model")))
+    with live_server(folder, enable_memory_saver=True, enable_weights_cpu_backup=True) as server:
+        yield server
+
+
+@pytest.fixture
+def live(shared: Live) -> Iterator[Live]:
+    shared.client.post("/init_weight_transfer_engine", json={"init_info": GROUP})
+    shared.scheduler.received.clear()
+    yield shared
+    shared.scheduler.answers.clear()
+    shared.client.post("/finish_weight_update")
+    shared.client.post("/resume")
+
+
+def refusing(status: int) -> Any:
+    def answer(verb: ControlReqInput) -> ControlReqOutput:
+        return ControlReqOutput(request_id=verb.request_id, success=False, message="no", status_code=status)
+
+    return answer
+
+
+def state(live: Live, **facts: Any) -> None:
+    """What the scheduler says of itself from now on."""
+    known = live.scheduler._state() | {"memory": AWAKE}
+
+    def answer(verb: ControlReqInput) -> ControlReqOutput:
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=known | facts)
+
+    live.scheduler.answers[io_struct.GetStateReqInput] = answer
+
+
+def verbs(live: Live) -> list[str]:
+    """The control verbs that reached the scheduler, looks at its state left out."""
+    names = [type(item).__name__.removesuffix("ReqInput") for item in live.scheduler.received]
+    return [name for name in names if name not in ("GetState", "GetWeightUpdate")]
+
+
+@pytest.mark.parametrize(
+    ("query", "mode", "flushes"),
+    [
+        ({}, "abort", True),
+        ({"mode": "keep"}, "in_place", False),
+        ({"mode": "keep", "clear_cache": "false"}, "in_place", False),
+        ({"mode": "wait", "clear_cache": "false"}, "wait", False),
+        ({"mode": "abort", "clear_cache": "true"}, "abort", True),
+        ({"wait_for_inflight_requests": "true"}, "wait", True),
+    ],
+)
+def test_pause_and_resume(live: Live, query: dict[str, str], mode: str, flushes: bool) -> None:
+    reply = live.client.post("/pause", params=query)
+    assert reply.status_code == 200 and reply.json()["status"] == "paused"
+    assert live.sent(io_struct.PauseGenerationReqInput)[0].mode == mode
+    assert verbs(live)[1:] == ["FlushCache"] * flushes
+    assert live.client.get("/is_paused").json() == {"is_paused": True}
+    assert live.client.post("/resume").json()["status"] == "resumed"
+    assert live.client.get("/is_paused").json() == {"is_paused": False}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/pause?mode=freeze", "/pause?clear_cache=perhaps", "/sleep?level=3", "/sleep?level=x", "/sleep?mode=now"),
+        *("/sleep?tags=cuda_graph", "/wake_up?tags=gpu"),
+    ],
+)
+def test_what_cannot_be_meant_changes_nothing(live: Live, path: str) -> None:
+    reply = live.client.post(path)
+    assert reply.status_code == 400 and reply.json()["success"] is False
+    assert not verbs(live)
+
+
+def test_abort_some_or_all(live: Live) -> None:
+    box: list[Any] = []
+
+    def run(rid: str) -> None:
+        box.append(live.generate(rid=rid, input_ids=[1], extra_key="hold", sampling_params={"max_new_tokens": 5}))
+
+    for rid in ("one", "two", "three"):
+        threading.Thread(target=run, args=(rid,)).start()
+    live.wait_until(lambda: live.manager.num_in_flight == 3)
+    assert live.client.post("/abort_requests", json={"request_ids": ["one"]}).json() == {
+        "status": "aborted", "aborted": 1,
+    }  # fmt: skip
+    live.wait_until(lambda: len(box) == 1)
+    assert live.client.post("/abort_requests").json()["aborted"] == 2
+    live.wait_until(lambda: len(box) == 3)
+    assert {item["meta_info"]["finish_reason"]["type"] for item in box} == {"abort"}
+    assert not live.client.get("/is_paused").json()["is_paused"]
+
+
+@pytest.mark.parametrize(
+    ("query", "mode", "tags"),
+    [
+        ({}, "abort", ["weights", "kv_cache"]),
+        ({"level": 2, "mode": "keep"}, "retract", ["weights", "kv_cache"]),
+        ({"level": 1, "mode": "wait", "tags": "kv_cache"}, "wait", ["kv_cache"]),
+        ({"level": 0, "mode": "keep"}, "in_place", None),
+    ],
+)
+def test_sleep(live: Live, query: dict[str, Any], mode: str, tags: list[str] | None) -> None:
+    state(live)
+    reply = live.client.post("/sleep", params=query)
+    assert reply.status_code == 200 and reply.json()["status"] == "sleeping"
+    assert reply.json()["level"] == query.get("level", 1)
+    assert live.sent(io_struct.PauseGenerationReqInput)[0].mode == mode
+    released = live.sent(io_struct.ReleaseMemoryOccupationReqInput)
+    assert [verb.tags for verb in released] == ([] if tags is None else [tags])
+
+
+def test_who_sleeps_sleeps_on_and_who_is_awake_stays_awake(live: Live) -> None:
+    state(live, memory=AWAKE | {"weights": "released"})
+    assert live.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert live.client.post("/sleep").status_code == 200
+    assert live.sent(io_struct.ReleaseMemoryOccupationReqInput)[0].tags == ["kv_cache"]
+    live.scheduler.received.clear()
+    reply = live.client.post("/wake_up", params={"tags": ["kv_cache"]})
+    assert reply.json() == {"status": "sleeping", "tags": ["kv_cache"]} and verbs(live) == []
+    reply = live.client.post("/wake_up", params={"tags": ["weights", "kv_cache"]})
+    assert reply.json()["status"] == "awake" and verbs(live) == ["ResumeMemoryOccupation", "ContinueGeneration"]
+    state(live)
+    assert live.client.get("/is_sleeping").json() == {"is_sleeping": False}
+    live.scheduler.received.clear()
+    assert live.client.post("/wake_up").json()["status"] == "awake" and verbs(live) == ["ContinueGeneration"]
+
+
+def test_a_sleep_that_is_refused_leaves_no_pause(live: Live) -> None:
+    state(live)
+    live.scheduler.answers[io_struct.ReleaseMemoryOccupationReqInput] = refusing(409)
+    reply = live.client.post("/sleep")
+    assert reply.status_code == 409 and reply.json()["message"] == "no"
+    assert verbs(live) == ["PauseGeneration", "ReleaseMemoryOccupation", "ContinueGeneration"]
+    state(live, paused=True)
+    live.scheduler.received.clear()
+    assert live.client.post("/sleep").status_code == 409 and verbs(live)[-1] == "ReleaseMemoryOccupation"
+
+
+def test_sleep_says_which_flags_it_needs(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    with live_server(folder) as live:
+        assert "--enable-memory-saver" in live.client.post("/sleep").json()["message"]
+        assert live.client.post("/sleep?level=0").status_code == 200
+    with live_server(folder, enable_memory_saver=True) as live:
+        state(live)
+        assert "--enable-weights-cpu-backup" in live.client.post("/sleep").json()["message"]
+        assert not verbs(live)
+        assert live.client.post("/sleep?tags=kv_cache").status_code == 200
+        assert live.client.post("/sleep?level=2").status_code == 200
+
+
+@pytest.mark.parametrize("where", ["params", "json"])
+def test_the_prefix_cache(live: Live, where: str) -> None:
+    reply = live.client.post("/reset_prefix_cache", **{where: {"reset_running_requests": True}})
+    assert reply.json()["success"] is True
+    assert live.client.post("/reset_prefix_cache").json()["success"] is True
+    assert [verb.retract for verb in live.sent(io_struct.FlushCacheReqInput)] == [True, False]
+    live.scheduler.answers[io_struct.FlushCacheReqInput] = refusing(400)
+    reply = live.client.post("/reset_prefix_cache")
+    assert (reply.status_code, reply.json()["success"]) == (200, False)
+
+
+def test_what_clients_ask_of_the_server(live: Live) -> None:
+    assert live.client.get("/get_world_size").json() == {"world_size": 1}
+    assert live.client.get("/get_world_size", params={"include_dp": "false"}).json() == {"world_size": 1}
+    config = live.client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert config["weight_transfer_config"] is not None and config["lora_config"] is None
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert "vllm_config" not in live.client.get("/server_info").json()
+    assert live.client.get("/server_info", params={"config_format": "yaml"}).status_code == 400
+
+
+# --- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_one_transaction_under_an_id_of_its_own(live: Live) -> None:
+    assert live.client.post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
+    assert live.client.post("/update_weights", json={"update_info": TENSORS}).status_code == 200
+    assert live.client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
+    begin, bucket, end = live.scheduler.received
+    assert begin.coverage == "partial" and begin.update_id == bucket.update_id == end.update_id
+    assert (bucket.names, bucket.dtypes, bucket.shapes) == (["a", "b"], ["float32", "bfloat16"], [[4], [2, 3]])
+    assert (bucket.group_name, bucket.load_format) == ("weight_update_group", None)
+    assert end.weight_version == "7"
+    refused = live.client.post("/finish_weight_update")
+    assert refused.status_code == 409 and "/start_weight_update" in refused.json()["message"]
+    assert live.client.post("/start_weight_update").status_code == 200
+    assert live.scheduler.received[-1].update_id != begin.update_id
+
+
+def test_packed_buffers_are_one_bucket_each_and_all_are_received(live: Live) -> None:
+    info = {"names": list("abcde"), "dtype_names": ["float32"] * 5, "shapes": [[2], [1], [3], [9], [1]]}
+    joined = GROUP | {"packed": True, "packed_buffer_size_bytes": 11, "packed_num_buffers": 2}
+    assert live.client.post("/init_weight_transfer_engine", json={"init_info": joined}).status_code == 200
+    live.scheduler.answers[weight_io_struct.UpdateWeightsFromDistributedReqInput] = refusing(400)
+    reply = live.client.post("/update_weights", json={"update_info": info})
+    assert reply.status_code == 400 and reply.json()["message"] == "no"
+    sent = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
+    assert [verb.names for verb in sent] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert {verb.load_format for verb in sent} == {"flattened_bucket"}
+    live.scheduler.received.clear()
+    older = info | {"packed": True, "packed_buffer_size_bytes": 1000}
+    live.client.post("/update_weights", json={"update_info": older})
+    assert [verb.names for verb in live.scheduler.received] == [list("abcde")]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 7, 8, 9, 100])
+def test_packed_buffers_are_cut_where_senders_cut_them(buffer_bytes: int) -> None:
+    """A sender appends until it is over the size, and then sends."""
+    metas = parse_metas(list("abcdef"), ["float32"] * 6, [[1], [1], [0], [3], [1], [1]])
+    buffers, size = [[]], 0  # type: ignore[var-annotated]
+    for meta in metas:
+        buffers[-1].append(meta)
+        size += meta.nbytes
+        if size > buffer_bytes:
+            buffers.append([])
+            size = 0
+    assert cut_packed(metas, buffer_bytes) == [buffer for buffer in buffers if buffer]
+    assert cut_packed([], buffer_bytes) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/init_weight_transfer_engine", {}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {"packed": True}}, "init_info.master_address"),
+        ("/init_weight_transfer_engine", {"init_info": GROUP | {"world_size": 0}}, "init_info.world_size"),
+        ("/init_weight_transfer_engine", {"init_info": GROUP | {"nccl_unique_id_b64": "x"}}, "nccl_unique_id_b64"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/update_weights", {}, "weight_dir"),
+        ("/update_weights", {"weight_dir": None}, "weight_dir"),
+        ("/update_weights", {"update_info": {}}, "update_info.names"),
+        ("/update_weights", {"update_info": [TENSORS]}, "update_info"),
+        ("/update_weights", {"update_info": TENSORS | {"dtype_names": ["float32"]}}, "equally long"),
+        ("/update_weights", {"update_info": TENSORS | {"dtype_names": ["float32", "int3"]}}, "unknown dtype"),
+        ("/update_weights", {"update_info": TENSORS | {"ipc_handles_pickled": "gAM="}}, "ipc_handles_pickled is not"),
+        ("/finish_weight_update", {"weight_version": 7.5}, "weight_version"),
+        ("/collective_rpc", {}, "method"),
+        ("/collective_rpc", {"method": "reload_weights"}, "known: update_weights_from_ipc"),
+        ("/collective_rpc", {"method": "update_weights_from_ipc", "args": [{"cpu": 3}]}, "zmq_handles"),
+        ("/collective_rpc", {"method": "update_weights_from_ipc", "args": [{}, 3]}, "one argument"),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update", "kwargs": {"force": 1}}, "'force'"),
+        ("/collective_rpc", {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}}, "offload_kv"),
+        ("/areal_set_update_weight_meta", {"names": ["a"]}, "dtypes"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_refused_with_the_reason(live: Live, path: str, body: Any, message: str) -> None:
+    reply = live.client.post(path, json=body)
+    assert reply.status_code == 400 and message in reply.json()["message"], reply.text
+    is_coming = "update_info" in body or "meta" in path
+    assert verbs(live) == ["RefusedBucket"] * is_coming, "what cannot be read may be broadcast all the same"
+
+
+def test_without_a_group_nothing_can_be_received(tmp_path: Path) -> None:
+    with live_server(write_model_folder(tmp_path)) as live:
+        for path, body in (("/update_weights", {"update_info": TENSORS}), ("/shutdown_weight_transfer_engine", {})):
+            reply = live.client.post(path, json=body)
+            assert reply.status_code == 409 and "/init_weight_transfer_engine" in reply.json()["message"]
+        assert not verbs(live)
+
+
+@pytest.mark.parametrize(("failed", "dropped"), [(None, False), ("NaN", True)])
+def test_a_start_drops_what_failed_and_an_init_what_is_left(live: Live, failed: str | None, dropped: bool) -> None:
+    live.client.post("/start_weight_update")
+    update_id = live.scheduler.received[-1].update_id
+
+    def answer(verb: ControlReqInput) -> ControlReqOutput:
+        data = {"update_id": update_id, "failed": failed}
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+
+    live.scheduler.answers[weight_io_struct.GetWeightUpdateReqInput] = answer
+    live.scheduler.received.clear()
+    if not dropped:
+        live.scheduler.answers[weight_io_struct.BeginWeightUpdateReqInput] = refusing(409)
+    assert live.client.post("/start_weight_update").status_code == (200 if dropped else 409)
+    assert verbs(live) == ["AbortWeightUpdate"] * dropped + ["BeginWeightUpdate"]
+    live.scheduler.received.clear()
+    live.client.post("/init_weight_transfer_engine", json={"init_info": GROUP})
+    assert verbs(live) == ["AbortWeightUpdate"] * (not dropped) + ["InitWeightsUpdateGroup"]
+
+
+def test_a_folder_of_prime_rl(live: Live) -> None:
+    assert live.client.post("/update_weights", json={"weight_dir": "/weights/step_3"}).status_code == 200
+    (sent,) = live.sent(weight_io_struct.UpdateWeightsFromDiskReqInput)
+    assert sent.model_path == "/weights/step_3" and sent.update_id is None
+
+
+def test_collective_rpc_takes_names_of_a_closed_list(live: Live) -> None:
+    state(live)
+    steps: list[tuple[str, list[Any], dict[str, Any]]] = [
+        ("update_weights_from_ipc", [{"cpu": "ipc:///tmp/x"}], {}),
+        ("skyrl_start_weight_update", [], {"is_checkpoint_format": True}),
+        ("update_weights_nccl", [], {"update_info": TENSORS}),
+        ("skyrl_finish_weight_update", [], {}),
+        ("skyrl_sleep_for_weight_sync", [], {"offload_kv": False}),
+        ("skyrl_wake_for_weight_sync", [], {"tags": ["weights"]}),
+    ]
+    for method, args, kwargs in steps:
+        body = {"method": method, "args": args, "kwargs": kwargs, "timeout": 300}
+        reply = live.client.post("/collective_rpc", json=body)
+        assert reply.status_code == 200 and reply.json() == {"results": [None]}, reply.text
+    assert verbs(live) == [
+        "UpdateWeightsFromIPC", "BeginWeightUpdate", "UpdateWeightsFromDistributed", "EndWeightUpdate",
+        "PauseGeneration", "ReleaseMemoryOccupation",
+    ]  # fmt: skip
+    live.scheduler.answers[weight_io_struct.UpdateWeightsFromIPCReqInput] = refusing(502)
+    reply = live.client.post("/collective_rpc", json={"method": "update_weights_from_ipc", "args": [{"cpu": "x"}]})
+    assert reply.status_code == 502 and reply.json()["message"] == "no"
+
+
+def test_what_areal_calls(live: Live) -> None:
+    group = GROUP | {"master_port": "5", "group_name": "g", "backend": "gloo"}
+    meta = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2]], "group_name": "g"}
+    assert live.client.post("/areal_pause_generation", json={}).json()["success"]
+    assert live.client.post("/areal_init_weights_update_group", json=group).json()["success"]
+    assert live.client.post("/areal_update_weights_xccl", json={}).status_code == 409
+    assert live.client.post("/areal_set_update_weight_meta", json=meta).json()["success"]
+    assert live.client.post("/areal_update_weights_xccl", json={}).json()["success"]
+    assert live.client.post("/areal_update_weights_xccl", json={}).status_code == 409
+    assert live.client.post("/areal_update_weights", json={"model_path": "/w"}).json()["success"]
+    assert live.client.post("/areal_continue_generation", json={}).json()["success"]
+    assert verbs(live) == [
+        "PauseGeneration", "FlushCache", "InitWeightsUpdateGroup", "UpdateWeightsFromDistributed",
+        "UpdateWeightsFromDisk", "ContinueGeneration",
+    ]  # fmt: skip
+    assert live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)[0].group_name == "g"
+    assert live.sent(weight_io_struct.InitWeightsUpdateGroupReqInput)[0].master_port == 5
