@@ -117,6 +117,25 @@ class GetStateReqInput(ControlReqInput):
     """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
 
 
+MAX_PROFILED_STEPS = 1000
+
+
+class StartProfileReqInput(ControlReqInput):
+    """Trace the next `num_steps` steps (None: all, up to `MAX_PROFILED_STEPS`), into `output_dir` (None: the system's
+    temporary folder)."""
+
+    prefix: str
+    activities: list[Literal["CPU", "GPU"]]
+    output_dir: str | None = None
+    num_steps: int | None = None
+    with_stack: bool = True
+    record_shapes: bool = False
+
+
+class StopProfileReqInput(ControlReqInput):
+    """Write the trace; answered when it is there."""
+
+
 class ShutdownReqInput(ControlReqInput):
     """Finish what runs within `drain_s` seconds, abort the rest, answer, and exit 0."""
 
@@ -134,6 +153,8 @@ SchedulerInput = (
     | ReleaseMemoryOccupationReqInput
     | ResumeMemoryOccupationReqInput
     | GetStateReqInput
+    | StartProfileReqInput
+    | StopProfileReqInput
     | ShutdownReqInput
     | WeightVerb
     | ExpertVerb

@@ -25,6 +25,7 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.entrypoints.profile_routes import ProfileRoutes
 from rollout.entrypoints.server_info import num_ranks
 from rollout.entrypoints.session_routes import SessionRoutes
 from rollout.entrypoints.vllm_control_routes import VllmControlRoutes
@@ -51,6 +52,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
         vllm_control.router(),
         vllm_weights.router(),
         RpcRoutes(weights, vllm_weights, vllm_control, num_ranks(args)).router(),
+        ProfileRoutes(manager).router(),
     ]
     open_to_clients = [
         NativeRoutes(manager).router(),

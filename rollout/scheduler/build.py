@@ -55,6 +55,7 @@ from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
+from rollout.scheduler.profiler import StepProfiler
 from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
@@ -174,6 +175,7 @@ def build_scheduler(
     KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
     Control(scheduler, weights, memory, experts, eplb, static_state)
+    StepProfiler(scheduler)
     SessionControl(scheduler)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
