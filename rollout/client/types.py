@@ -30,6 +30,7 @@ class GenerateOptions(TypedDict, total=False):
     extra_key: str  # partitions the prefix cache
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
     priority: int
+    session_id: str  # whose request it is; its prefix may be kept for the session's next one
     extra_body: Mapping[str, Any]  # further fields of the request body, sent as they are
     timeout: float  # seconds for this call, instead of `Timeouts.generate`
 

@@ -26,6 +26,9 @@ OPEN = Setup(
         "enable_return_routed_experts": True,
         "enable_memory_saver": True,
         "enable_weights_cpu_backup": True,
+        "session_pin_fraction": 0.5,
+        "tool_call_parser": "qwen3_coder",
+        "reasoning_parser": "deepseek-r1",
     },
 )
 KEYED = Setup("keyed", BASE | {"api_key": "user-key", "admin_api_key": "admin-key"}, descriptors=(128, 512))

@@ -188,7 +188,7 @@ def test_a_signal_ends_all_ranks_in_order(folder: Path) -> None:
 
 def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dict, tmp_path: Path) -> None:
     tensors = new_tensors(folder)
-    with serve(folder, dp_size=2) as server:
+    with serve(folder, dp_size=2, session_pin_fraction=0.5) as server:
         replies = generate(server)
         assert [facts(reply) for reply in replies] == expected["old"]
         assert {reply["meta_info"]["dp_rank"] for reply in replies} == {0, 1}
@@ -197,6 +197,7 @@ def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dic
         body = {"input_ids": [1], "sampling_params": PARAMS, "routed_dp_rank": 2}
         refused = server.http.post("/generate", json=body)
         assert refused.status_code == 400 and "routed_dp_rank" in refused.text
+        _check_session_on_both_ranks(server)
         assert [load["dp_rank"] for load in server.http.get("/get_load").json()] == [0, 1]
         path = tmp_path / "v1"
         _checkpoint(folder, path, tensors)
@@ -205,6 +206,19 @@ def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dic
         new = [generate(server, input_ids=PROMPTS[:1], routed_dp_rank=rank)[0] for rank in (0, 1)]
         assert facts(new[0]) == facts(new[1]) != expected["old"][0]
         assert [reply["meta_info"]["weight_version"] for reply in new] == ["v1", "v1"]
+
+
+def _check_session_on_both_ranks(server: ServerProcess) -> None:
+    body = {"input_ids": PROMPTS[1], "sampling_params": PARAMS}
+    for rank in (0, 1):
+        headers = {"X-Session-ID": "agent", "X-data-parallel-rank": str(rank)}
+        meta = server.http.post("/generate", json=body, headers=headers).json()["meta_info"]
+        assert (meta["dp_rank"], meta["session_id"]) == (rank, "agent")
+    report = server.http.get("/sessions/agent").json()
+    kept = len(PROMPTS[1]) + PARAMS["max_new_tokens"] - 1
+    assert (report["num_finished"], report["dp_rank"], report["pinned_tokens"]) == (2, 1, 2 * kept)
+    finished = server.http.post("/finish_session", params={"session_id": "agent"})
+    assert finished.json()["num_released_tokens"] == 2 * kept
 
 
 @pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])

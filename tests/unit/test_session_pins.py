@@ -17,6 +17,7 @@ from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 
 POOL = 128
@@ -229,3 +230,32 @@ def test_pins_change_no_token(folders, chunk: int) -> None:
         prompts = {name: [*ids, *expected[name], rng.randrange(1, 60)] for name, ids in prompts.items()}
     crowded.scheduler.cache.pins.clear()
     crowded.check_idle()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_ranks_keep_and_give_up_the_same(folders, layout: str) -> None:
+    settings = {"tp_size": 2, "ep_size": 2, "session_pin_fraction": 0.6, "max_total_tokens": POOL}
+    if layout == "dp2":
+        settings |= {"dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "all_to_all"}
+    rng = random.Random(5)
+    with ParallelHarness(folders[0], **settings) as harness:
+        for _ in range(4):
+            for session in range(6):
+                prompt = [session, *(rng.randrange(60) for _ in range(rng.randint(10, 40)))]
+                harness.submit(prompt, params={"max_new_tokens": 6}, session_id=f"s{session}")
+            harness.run()
+            data = harness.control(GetSessionsReqInput).data
+            held = [
+                {name: [len(node) for end in ends for node in s.cache.prefix_cache.path(end)] for name, ends in pins}
+                for s in harness.schedulers
+                if (pins := s.cache.pins.nodes().items())
+            ]
+            assert len(held) == 2
+            if layout == "tp2":
+                assert held[0] == held[1]
+            else:
+                assert data["num_pinned_tokens"] == sum(s.cache.prefix_cache.num_pinned for s in harness.schedulers)
+                assert [set(rank["sessions"]) for rank in data["dp_ranks"]] == [set(pins) for pins in held]
+        assert all(result.finished.reason.type == "length" for result in harness.results.values() if result.finished)
+        for scheduler in harness.schedulers:
+            scheduler.cache.check()

@@ -11,6 +11,7 @@ from tests.abuse.attacks import (  # noqa: F401
     long_texts,
     raw_bytes,
     readers,
+    sessions,
     silence,
     strangers,
     trainers,
