@@ -25,6 +25,12 @@ from rollout.core.kv_events_config import BLOCK_SIZE, KVEventsConfig
 from rollout.mem_cache.radix_cache import CacheListener, Namespace, RadixNode
 
 _MEDIUM = "GPU"  # SGLang's and vLLM's word for the memory that forwards read
+_POSITION_SHIFT = np.int64(32)
+_ONE, _GOLDEN, _LAST_SHIFT = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+_ROUNDS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -162,13 +168,19 @@ def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
     (position, token) up to it: the same wherever an edge of the tree begins.  Not for proofs: whoever can choose
     prompts can find two with one name.
     """
-    positions = np.arange(depth, depth + len(tokens), dtype=np.uint64)
-    mixed = (positions << np.uint64(32)) ^ tokens.astype(np.uint64)
-    mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.cumsum(mixed, dtype=np.uint64).view(np.int64) + np.int64(above)
+    mixed = np.arange(depth, depth + len(tokens))
+    mixed <<= _POSITION_SHIFT
+    mixed ^= tokens
+    mixed = mixed.view(np.uint64)
+    mixed += _ONE
+    mixed *= _GOLDEN
+    for shift, factor in _ROUNDS:
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _LAST_SHIFT
+    names = mixed.cumsum().view(np.int64)
+    names += above
+    return names
 
 
 def _root_name(extra_key: str | None, weight_version: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import zmq
 
 from tests.kv_listener import Listener, PrefixTree, ask_replay
 from tests.model_zoo import tiny_checkpoint
+from tests.promql import Scrapes
 from tests.server_process import ServerProcess, free_port
 
 SLOTS = 700
@@ -160,6 +162,47 @@ def test_a_renamed_version_keeps_its_blocks(server: ServerProcess, seat: Seat) -
     assert renamed.status_code == 200
     assert seat.tree().match(prompt) == len(prompt)
     assert Traffic(server.http, 1).generate(prompt, {}) == len(prompt) - 1
+
+
+def test_each_data_parallel_rank_has_a_publisher_and_numbers_of_its_own(folder: Path) -> None:
+    base = _two_free_ports()
+    config = {"endpoint": f"tcp://127.0.0.1:{base}", "bind": True}
+    prompt = list(range(20, 50))
+    settings = {"kv_events_config": json.dumps(config), "max_total_tokens": SLOTS, "dp_size": 2, "num_threads": 1}
+    with ServerProcess(folder, **settings) as server, zmq.Context() as context:
+        subscribers = [context.socket(zmq.SUB) for _ in range(2)]
+        for rank, subscriber in enumerate(subscribers):
+            subscriber.setsockopt(zmq.LINGER, 0)
+            subscriber.setsockopt_string(zmq.SUBSCRIBE, "")
+            subscriber.connect(f"tcp://127.0.0.1:{base + rank}")
+        for attempt in range(50):  # until the subscription is there
+            reply = server.http.post("/generate", json=body([attempt, *prompt], {"routed_dp_rank": 1}))
+            assert reply.status_code == 200
+            if subscribers[1].poll(100):
+                break
+        _, events, dp_rank = msgspec.msgpack.decode(subscribers[1].recv_multipart()[2])
+        assert dp_rank == 1 and events[0]["type"] == "BlockStored" and events[0]["token_ids"][-3:] == [47, 48, 49]
+        assert not subscribers[0].poll(0)
+        facts = server.http.get("/server_info").json()["kv_events"]
+        assert facts["dp_size"] == 2 and facts["num_batches"][0] == 1 < facts["num_batches"][1]
+        text = server.http.get("/metrics").text
+        for subscriber in subscribers:
+            subscriber.close()
+    scrapes = Scrapes(text, text, 1.0, {})
+    for name in ("vllm:request_success_total", "sglang:num_requests_total", "vllm:prompt_tokens_total"):
+        by_rank = scrapes.evaluate(f"sum by (engine, dp_rank) ({name})")
+        labels = [frozenset({("engine", rank), ("dp_rank", rank)}) for rank in "01"]
+        assert by_rank[labels[0]] == 0 < by_rank[labels[1]]
+    assert len(scrapes.evaluate("vllm:kv_cache_usage_perc")) == 2
+
+
+def _two_free_ports() -> int:
+    """The first of two in a row."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port + 1)):
+                return port
 
 
 def test_a_taken_port_ends_the_start_with_one_line(server: ServerProcess, seat: Seat, folder: Path) -> None:

@@ -172,6 +172,54 @@ def test_salts_are_told_as_they_were_given(rig: Rig) -> None:
     ]
 
 
+class SGLangEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(SGLangEvent):
+    """The fields that SGLang 0.5.23 and vLLM 0.33 declare, with those that must be there."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(SGLangEvent):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(SGLangEvent):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    attn_dp_rank: int | None = None
+
+
+def test_subscribers_of_sglang_and_vllm_read_the_batches(rig: Rig) -> None:
+    rig.insert([4, 5, 6], "salt\x1f")
+    rig.insert([4, 5, 7], "salt\x1f")
+    rig.cache.evict(1)
+    rig.publish()
+    ((_, payload),) = rig.replayed()
+    cleared, first, second, removed = msgspec.msgpack.decode(payload, type=Batch).events
+    assert isinstance(cleared, AllBlocksCleared) and isinstance(removed, BlockRemoved)
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert first.token_ids == [4, 5, 6] and second.token_ids == [7] and first.extra_keys == [("salt",), None, None]
+    assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[1]
+    assert removed.block_hashes == [first.block_hashes[2]] and first.medium == removed.medium == "GPU"
+
+
 def test_replay_has_the_last_batches(tmp_path: Path) -> None:
     rig = Rig(tmp_path, buffer_steps=5)
     for token in range(9):
