@@ -15,6 +15,7 @@ from rollout.entrypoints.parsers.answer import AnswerParser
 from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS
 from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS, ToolCall
 from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.validation import check_token_ids
 
 PROMPT_TAIL = 16
 """Tokens at the end of a prompt that may hold the marker of a thought, spelled out."""
@@ -67,13 +68,18 @@ class ChatMessages:
         self._reasoning_format = _named(REASONING_FORMATS, "--reasoning-parser", args.reasoning_parser)
 
     def maker(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Callable[[], ChatMessage]:
-        """What makes the messages that answer `body`, whose prompt has the given ids."""
+        """What makes the messages that answer `body`, whose prompt has the given ids.
+
+        Raises `BadRequest` for ids that do not exist, and for messages that are none.
+        """
         tools = body.template_tools() or []
         format_ = self._reasoning_format if body.separate_reasoning else None
         in_thought = False
         if format_ is not None:
-            tail = self._manager.tokenizer.decode(prompt_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-            in_thought = format_.begins_in_thought(tail, body.begun_answer())
+            tail = prompt_ids[-PROMPT_TAIL:]
+            check_token_ids(tail, self._manager.limits.vocab_size, "input_ids")
+            text = self._manager.tokenizer.decode(tail, skip_special_tokens=False)
+            in_thought = format_.begins_in_thought(text, body.begun_answer())
         read_call = self._read_call if tools else None
         return lambda: ChatMessage(
             AnswerParser(format_, read_call, tools, in_thought=in_thought),

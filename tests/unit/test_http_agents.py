@@ -139,6 +139,12 @@ def test_what_needs_a_grammar_is_refused(
         chat(live, client, CALL, **options)
 
 
+@pytest.mark.parametrize("token_id", [-1, 300, 2**31, 2**63, -(2**63)])
+def test_ids_that_do_not_exist_are_refused(live: Live, token_id: int) -> None:
+    status, message = live.refused("/v1/chat/completions", input_ids=[5, token_id])
+    assert status == 400 and str(token_id) in message
+
+
 def test_templates_get_arguments_as_objects() -> None:
     def call(arguments: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": "f", "arguments": arguments}}
