@@ -16,15 +16,24 @@ Parent = int | tuple[str, str | None]  # the block before, or ("root", salt)
 
 
 class PrefixTree:
-    """Blocks of one token."""
+    """Blocks of one token, from batches that come in order."""
 
     def __init__(self) -> None:
+        self.next_number = 0
         self.blocks: dict[int, tuple[Parent, int]] = {}
         self.below: dict[tuple[Parent, int], int] = {}
         self.versions: list[tuple[str, int]] = []
         """(weight version, weight epoch) of each time that everything was cleared."""
 
-    def apply(self, event: dict[str, Any]) -> None:
+    def take(self, number: int, payload: bytes) -> None:
+        assert number == self.next_number, "a batch is missing"
+        stamp, events, dp_rank = msgspec.msgpack.decode(payload)
+        assert abs(time.time() - stamp) < 3600 and dp_rank == 0
+        for event in events:
+            self._apply(event)
+        self.next_number += 1
+
+    def _apply(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         if kind == "BlockStored":
             assert event["block_size"] == 1 and event["medium"] == "GPU"
@@ -64,17 +73,17 @@ class Listener:
 
     def __init__(self, endpoint: str, topic: str = "", replay: str | None = None) -> None:
         self.tree = PrefixTree()
-        self.next_number = 0
         self._replay = replay
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
 
     def catch_up(self, num_batches: int, timeout_s: float = 10.0) -> None:
         """Take batches until `num_batches` have been seen."""
         deadline = time.monotonic() + timeout_s
-        while self.next_number < num_batches:
+        while self.tree.next_number < num_batches:
             assert time.monotonic() < deadline, "a batch did not come"
             if self._socket.poll(500):
                 _, number, payload = self._socket.recv_multipart()
@@ -83,25 +92,15 @@ class Listener:
                 self._fill_in()
 
     def _take(self, number: int, payload: bytes) -> None:
-        if number < self.next_number:
-            return
-        if number > self.next_number:
+        if number > self.tree.next_number:
             self._fill_in()
-        if number == self.next_number:
-            self._apply(number, payload)
+        if number == self.tree.next_number:
+            self.tree.take(number, payload)
 
     def _fill_in(self) -> None:
-        assert self._replay is not None, f"batch {self.next_number} is missing"
-        for missed, payload in ask_replay(self._context, self._replay, self.next_number):
-            self._apply(missed, payload)
-
-    def _apply(self, number: int, payload: bytes) -> None:
-        assert number == self.next_number
-        stamp, events, dp_rank = msgspec.msgpack.decode(payload)
-        assert abs(time.time() - stamp) < 3600 and dp_rank == 0
-        for event in events:
-            self.tree.apply(event)
-        self.next_number += 1
+        assert self._replay is not None, f"batch {self.tree.next_number} is missing"
+        for number, payload in ask_replay(self._context, self._replay, self.tree.next_number):
+            self.tree.take(number, payload)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -110,6 +109,7 @@ class Listener:
 def ask_replay(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
     """The batches from number `first` on that the publisher still has."""
     with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         batches = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.scheduler.kv_events import KVEvents, block_names
-from tests.kv_listener import Listener, ask_replay
+from tests.kv_listener import PrefixTree, ask_replay
 
 SLOTS = 300
 
@@ -39,10 +40,6 @@ class Rig:
 
     def publish(self) -> None:
         self.events.publish()
-
-    def listener(self) -> Listener:
-        """One that missed everything so far, and asks for it; the publisher answers when it publishes."""
-        return Listener(self.endpoint, replay=self.replay)
 
     def replayed(self, first: int = 0) -> list[tuple[int, bytes]]:
         box: list[list[tuple[int, bytes]]] = []
@@ -71,18 +68,22 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
+def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs that are closed in the end: an open socket would hold the process up."""
+    with ExitStack() as stack:
+        yield lambda **config: stack.enter_context(closing(Rig(tmp_path, **config)))
 
 
-def tree_of(batches: list[tuple[int, bytes]]) -> Listener:
-    listener = Listener("ipc:///nowhere")
+@pytest.fixture
+def rig(rigs: Callable[..., Rig]) -> Rig:
+    return rigs()
+
+
+def tree_of(batches: list[tuple[int, bytes]]) -> PrefixTree:
+    tree = PrefixTree()
     for number, payload in batches:
-        listener._apply(number, payload)
-    listener.close()
-    return listener
+        tree.take(number, payload)
+    return tree
 
 
 def test_the_tree_of_a_listener_is_the_cache(rig: Rig) -> None:
@@ -103,7 +104,7 @@ def test_the_tree_of_a_listener_is_the_cache(rig: Rig) -> None:
             rig.cache.flush()
         if rng.random() < 0.5:
             rig.publish()
-    tree = tree_of(rig.replayed()).tree
+    tree = tree_of(rig.replayed())
     assert len(tree.blocks) == rig.cache.num_cached > 50
     for tokens, salt in prompts:
         assert tree.match(tokens, salt) == rig.match(tokens, salt)
@@ -123,7 +124,7 @@ def test_what_was_locked_over_a_commit_is_not_spoken_of_again(rig: Rig) -> None:
     rig.cache.evict(3)
     rig.publish()
     assert rig.events.num_batches == 2, "nothing to say after the commit"
-    assert tree_of(rig.replayed()).tree.versions == [("v0", 0), ("v1", 1)]
+    assert tree_of(rig.replayed()).versions == [("v0", 0), ("v1", 1)]
 
 
 def test_a_name_depends_on_what_comes_before_and_not_on_where_an_edge_begins() -> None:
@@ -220,8 +221,8 @@ def test_subscribers_of_sglang_and_vllm_read_the_batches(rig: Rig) -> None:
     assert removed.block_hashes == [first.block_hashes[2]] and first.medium == removed.medium == "GPU"
 
 
-def test_replay_has_the_last_batches(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, buffer_steps=5)
+def test_replay_has_the_last_batches(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(buffer_steps=5)
     for token in range(9):
         rig.insert([token])
         rig.publish()
@@ -232,11 +233,10 @@ def test_replay_has_the_last_batches(tmp_path: Path) -> None:
         for frames in ([b"x"], [b"", b"short"], [b"", b"", b"", b""]):
             rude.send_multipart(frames)
         assert [number for number, _ in rig.replayed(8)] == [8]
-    rig.close()
 
 
-def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, hwm=2, buffer_steps=500)
+def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(hwm=2, buffer_steps=500)
     deaf = rig.context.socket(zmq.SUB)
     deaf.setsockopt_string(zmq.SUBSCRIBE, "")
     deaf.set_hwm(1)
@@ -247,7 +247,6 @@ def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(tmp_path: Path) -> N
         rig.publish()
     deaf.close(linger=0)
     assert rig.events.num_batches == 3000
-    rig.close()
 
 
 @pytest.mark.parametrize(
