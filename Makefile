@@ -3,14 +3,21 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+INTEGRATIONS := .venv-integrations
+WHEELS := $(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo test nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
+.PHONY: demo test test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo
 
 test: install-dev lint
 	$(BIN)/python -m pytest
+
+# Frameworks' own client code against real servers, in an environment of its own (under twenty minutes with its install),
+# and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
 
 # Thousands of random histories of requests and refreshes; `make test` plays hundreds.  SEED plays the same ones again.
 HISTORIES ?= 5000
@@ -60,5 +67,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
+# Over .venv: what is not here comes from there.  `tests` of wheels would hide this project's.
+$(INTEGRATIONS)/.installed: $(VENV)/.installed-dev tests/integrations/requirements.txt
+	$(PYTHON) -m venv --clear $(INTEGRATIONS)
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $$($(INTEGRATIONS)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
+	$(WHEELS) -r tests/integrations/requirements.txt
+	$(WHEELS) --target $(INTEGRATIONS)/apart/miles-rl miles-rl==0.0.2
+	rm -rf $(INTEGRATIONS)/lib/python*/site-packages/tests
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info

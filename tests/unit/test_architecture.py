@@ -38,6 +38,7 @@ LAYERS = {
     "rollout.tokenizer_manager": 7,
     "rollout.client": 7,
     "rollout.entrypoints": 8,
+    "rollout.integrations": 9,
 }
 OPTIONAL_EXTRAS = {"flashinfer", "deep_ep"}
 LAZY_IMPORT_ALLOWED = {"rollout/entrypoints/cli.py"}  # so that `lockstep --help` does not load torch

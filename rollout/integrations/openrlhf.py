@@ -1,0 +1,277 @@
+"""What OpenRLHF takes from vLLM, over this server: the engine that its rollout actors hold, and the trainer's group.
+
+    PYTHONPATH=.../rollout/integrations/openrlhf_path        there `import vllm` finds a package that hands these on
+
+An actor starts a server with its arguments, or uses the one at LOCKSTEP_URL; LOCKSTEP_FLAGS are flags for the former.
+Weights come one parameter a call, as OpenRLHF sends them, and are in force after the last one, all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from rollout.client import AsyncRolloutClient, GenerationOutput
+from rollout.core.errors import BadRequest
+from rollout.integrations.child_server import ChildServer
+from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
+from weight_sync.tensor_meta import dtype_name
+
+GROUP_NAME = "openrlhf"
+JOIN_S = 300.0
+
+
+@dataclass
+class SamplingParams:
+    """The fields that OpenRLHF sets; another one is a `TypeError`."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+
+    def as_sglang(self) -> dict[str, Any]:
+        """Under the names of `/generate`."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+        )
+        given = {name: getattr(self, name) for name in names}
+        given |= {
+            "skip_special_tokens": self.skip_special_tokens,
+            "max_new_tokens": self.max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "sampling_seed": self.seed,
+            "no_stop_trim": self.include_stop_str_in_output,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class AsyncEngineArgs:
+    """Keyword arguments of the engine.  Those that tune vLLM's kernels, processes and memory have no effect."""
+
+    WITHOUT_EFFECT = frozenset(
+        {
+            *("enforce_eager", "worker_extension_cls", "distributed_executor_backend", "trust_remote_code"),
+            *("gpu_memory_utilization", "max_logprobs"),
+        }
+    )
+
+    def __init__(self, **given: Any) -> None:
+        """Raises `BadRequest` for an argument that this server cannot honour."""
+        given = {name: value for name, value in given.items() if name not in self.WITHOUT_EFFECT and value is not None}
+        if (mode := given.pop("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
+            raise BadRequest(f"logprobs_mode {mode!r}: log-probabilities are of the logits over the temperature")
+        may_sleep = given.pop("enable_sleep_mode", False)
+        self.settings: dict[str, Any] = {
+            "model_path": given.pop("model"),
+            "tp_size": given.pop("tensor_parallel_size", 1),
+            "random_seed": given.pop("seed", 0),
+            "context_length": given.pop("max_model_len", None),
+            "disable_radix_cache": not given.pop("enable_prefix_caching", True),
+            "dtype": given.pop("dtype", "auto"),
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "enable_memory_saver": may_sleep,
+            "enable_weights_cpu_backup": may_sleep,
+        }
+        if given:
+            raise BadRequest(f"arguments of vLLM's engine that this server does not have: {', '.join(sorted(given))}")
+
+
+class Logprob(NamedTuple):
+    """As an entry of vLLM's."""
+
+    logprob: float
+
+
+@dataclass
+class Completion:
+    """One sample: ids, text, "stop" or "length", and for each token its log-probability by its id."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[dict[int, Logprob]] | None
+
+
+@dataclass
+class RequestOutput:
+    """What a generation yields, once."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    finished: bool = True
+
+
+class AsyncLLMEngine:
+    """vLLM's engine, as far as OpenRLHF asks."""
+
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self._settings = args.settings
+        self._url = os.environ.get("LOCKSTEP_URL")
+        self._server: ChildServer | None = None
+        self._client_when_ready: asyncio.Task[AsyncRolloutClient] | None = None
+        self._updates = 0
+        self._is_updating = False
+        self._released: list[str] = []
+        self._running = 0
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: self._running)
+
+    @classmethod
+    def from_engine_args(cls, args: AsyncEngineArgs) -> AsyncLLMEngine:
+        return cls(args)
+
+    async def generate(
+        self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        """The finished answer.  Raises `ClientError`, `BadRequest`."""
+        if set(prompt) != {"prompt_token_ids"} or sampling_params.n != 1:
+            raise BadRequest("a prompt is one list of token ids, for one sample; images are not part of this server")
+        client = await self._client()
+        self._running += 1
+        try:
+            output = await client.generate(
+                input_ids=prompt["prompt_token_ids"],
+                sampling_params=sampling_params.as_sglang(),
+                rid=request_id,
+                return_logprob=True,
+            )
+        finally:
+            self._running -= 1
+        assert isinstance(output, GenerationOutput)  # one prompt, one sample
+        yield RequestOutput(request_id, list(prompt["prompt_token_ids"]), [_completion(output, sampling_params)])
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """`mode`: vLLM's name; "keep" leaves requests where they are."""
+        await (await self._client()).pause("in_place" if mode == "keep" else "abort")
+
+    async def resume_generation(self) -> None:
+        await (await self._client()).continue_generation()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV back."""
+        self._released = ["weights", "kv_cache"]
+        await (await self._client()).release_memory_occupation(["weights", "kv_cache"])
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it again, where it was given back."""
+        wanted = [tag for tag in self._released if tags is None or tag in tags]
+        self._released = [tag for tag in self._released if tag not in wanted]
+        if wanted:
+            await (await self._client()).resume_memory_occupation(wanted)  # type: ignore[arg-type]
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is given back.  The first call starts the server."""
+        await self._client()
+        return bool(self._released)
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing: a prefix that was cached under other weights is never used."""
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[None]:
+        """A method of OpenRLHF's worker extension.  Raises `BadRequest` for one that is not known, `ClientError`."""
+        if method == "init_process_group":
+            await self._join(*args)
+        elif method == "update_weight":
+            await self._receive(*args)
+        else:
+            raise BadRequest(f"collective_rpc {method!r} is not part of this server")
+        return [None]
+
+    async def _join(
+        self, address: str, port: int, rank_offset: int, world_size: int, _: str, backend: str, use_ray: bool = False
+    ) -> None:
+        if use_ray:
+            raise BadRequest("weights over Ray's collectives are not part of this server: set sync_with_ray to false")
+        client = await self._client()
+        await client.init_weights_update_group(address, port, rank_offset, world_size, GROUP_NAME, backend)
+
+    async def _receive(self, name: str, dtype: torch.dtype, shape: Sequence[int], is_last: bool = False) -> None:
+        client = await self._client()
+        if not self._is_updating:
+            self._updates += 1
+            await client.begin_weight_update(f"openrlhf-{self._updates}")
+            self._is_updating = True
+        await client.update_weights_from_distributed([name], [dtype_name(dtype)], [list(shape)], GROUP_NAME)
+        if is_last:
+            self._is_updating = False
+            await client.end_weight_update()
+
+    async def _client(self) -> AsyncRolloutClient:
+        if self._client_when_ready is None:
+            self._client_when_ready = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._client_when_ready)
+
+    async def _start(self) -> AsyncRolloutClient:
+        if self._url is None:
+            self._server = ChildServer(self._settings, shlex.split(os.environ.get("LOCKSTEP_FLAGS", "")))
+            await self._server.wait_ready()
+            self._url = self._server.url
+        return AsyncRolloutClient(self._url)
+
+
+class StatelessProcessGroup(NamedTuple):
+    """Where the trainer and the engines meet."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+    @classmethod
+    def create(cls, host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
+        return cls(host, port, rank, world_size)
+
+
+class PyNcclCommunicator:
+    """The trainer's side of the group: NCCL for a GPU, gloo for a CPU."""
+
+    def __init__(self, group: StatelessProcessGroup, device: Any = None) -> None:
+        """Joins; raises `TransportError`."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        backend = resolve_backend(None, device)
+        self._group: GroupHandle = init_process_group(
+            group.host, group.port, group.rank, group.world_size, GROUP_NAME, backend, JOIN_S
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
+        self._group.start_broadcast(tensor).wait()
+
+
+def random_uuid() -> str:
+    return uuid.uuid4().hex
+
+
+def _completion(output: GenerationOutput, params: SamplingParams) -> Completion:
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [
+            {token: Logprob(logprob)} for token, logprob in zip(output.output_ids, output.logprobs or [], strict=True)
+        ]
+    reason = output.finish_reason.type if output.finish_reason is not None else "abort"
+    return Completion(output.output_ids, output.text or "", reason, logprobs)

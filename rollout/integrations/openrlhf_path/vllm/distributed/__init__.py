@@ -1,0 +1,1 @@
+"""As `vllm.distributed`: the group between trainer and engines."""

@@ -1,0 +1,1 @@
+"""As `vllm.distributed.device_communicators`."""

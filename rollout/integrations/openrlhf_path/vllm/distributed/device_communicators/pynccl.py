@@ -1,0 +1,5 @@
+"""As `vllm.distributed.device_communicators.pynccl`."""
+
+from rollout.integrations.openrlhf import PyNcclCommunicator
+
+__all__ = ["PyNcclCommunicator"]

@@ -1,0 +1,5 @@
+"""As `vllm.distributed.utils`."""
+
+from rollout.integrations.openrlhf import StatelessProcessGroup
+
+__all__ = ["StatelessProcessGroup"]

@@ -1,0 +1,5 @@
+"""As `vllm.inputs`."""
+
+from typing import Any
+
+TokensPrompt = dict[str, Any]

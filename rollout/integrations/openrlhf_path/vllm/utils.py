@@ -1,0 +1,5 @@
+"""As `vllm.utils`."""
+
+from rollout.integrations.openrlhf import random_uuid
+
+__all__ = ["random_uuid"]

@@ -1,0 +1,128 @@
+"""verl's rollout on this server: `actor_rollout_ref.rollout.name=lockstep`.
+
+    actor_rollout_ref.model.external_lib=rollout.integrations.verl        importing this module registers the name
+    actor_rollout_ref.rollout.engine_kwargs.lockstep.num_threads=8        further settings of the server
+
+It is verl's own SGLang replica, whose server starts `lockstep serve` and whose tokenizer manager speaks HTTP.  verl's
+adapter in the trainer, which sends weights, releases and resumes memory, is used as it is; it needs SGLang's Python
+package, though none of its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+from capture.codec import encode_compatible
+from capture.routed_experts import RoutedExperts
+from rollout.client import AsyncRolloutClient, GenerationOutput
+from rollout.core.errors import BadRequest, StartupError
+from rollout.integrations.child_server import ChildServer
+
+NAME = "lockstep"
+
+
+class LockstepHttpServer(SGLangHttpServer):
+    """The actor that owns one server."""
+
+    async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+        """Start the server and wait until it serves.  Raises `StartupError`."""
+        if self.nnodes > 1:
+            raise StartupError("a replica of several machines is not started from verl: give each machine its own")
+        self._server = ChildServer(self._settings())
+        await self._server.wait_ready()
+        self._server_port = self._server.port
+        # Without a tokenizer in the engine verl takes routes as a tensor, with one as SGLang's text.
+        as_routes = _all_layers if self.config.skip_tokenizer_init else encode_compatible
+        self.tokenizer_manager = HttpTokenizerManager(self._server.url, as_routes)
+
+    def _settings(self) -> dict[str, Any]:
+        config = self.config
+        # A replica that shares its memory with the trainer gets its weights back on resume, before new ones come.
+        shares_memory = self.rollout_mode in (RolloutMode.HYBRID, RolloutMode.COLOCATED)
+        settings = {
+            "model_path": self.model_config.local_path,
+            "host": self._server_address,
+            "allow_unauthenticated": True,  # the trainer's adapter and the agents send no key
+            "dtype": config.dtype,
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "mem_fraction_static": config.gpu_memory_utilization,
+            "context_length": config.max_model_len,
+            "max_running_requests": config.get("max_num_seqs", None),
+            "skip_tokenizer_init": config.skip_tokenizer_init,
+            "tp_size": config.tensor_model_parallel_size * config.data_parallel_size,
+            "dp_size": config.data_parallel_size,
+            "enable_dp_attention": config.data_parallel_size > 1,
+            "ep_size": config.expert_parallel_size,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": shares_memory,
+            "enable_return_routed_experts": config.enable_rollout_routing_replay,
+        }
+        return settings | dict(config.engine_kwargs.get(NAME) or {})
+
+
+class HttpTokenizerManager:
+    """What verl asks of SGLang's tokenizer manager, asked of a server."""
+
+    def __init__(self, url: str, as_routes: Callable[[RoutedExperts], Any]) -> None:
+        self._client = AsyncRolloutClient(url)
+        self._as_routes = as_routes
+
+    async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """One answer in SGLang's form.  Raises `ClientError`."""
+        if request.image_data or request.video_data or getattr(request, "lora_path", None):
+            raise BadRequest("images, videos and adapters are not part of this server")
+        output = await self._client.generate(
+            input_ids=request.input_ids,
+            sampling_params=request.sampling_params,
+            rid=request.rid,
+            return_logprob=bool(request.return_logprob),
+            logprob_start_len=-1 if request.logprob_start_len is None else request.logprob_start_len,
+            top_logprobs_num=request.top_logprobs_num or 0,
+            return_routed_experts=bool(request.return_routed_experts),
+        )
+        assert isinstance(output, GenerationOutput)  # one prompt, one sample
+        routes = output.routed_experts
+        meta = output.meta_info | ({} if routes is None else {"routed_experts": self._as_routes(routes)})
+        yield {"text": output.text, "output_ids": output.output_ids, "meta_info": meta}
+
+    async def pause_generation(self, request: Any) -> None:
+        await self._client.pause(request.mode)
+
+    async def continue_generation(self, _: Any) -> None:
+        await self._client.continue_generation()
+
+    async def release_memory_occupation(self, request: Any, _: Any = None) -> None:
+        await self._client.release_memory_occupation(request.tags)
+
+    async def resume_memory_occupation(self, request: Any, _: Any = None) -> None:
+        await self._client.resume_memory_occupation(request.tags)
+
+    async def flush_cache(self) -> None:
+        await self._client.flush_cache()
+
+
+def _all_layers(routes: RoutedExperts) -> torch.Tensor:
+    """int32 [rows, layers, k]; zeros for layers without experts."""
+    ids = np.zeros((len(routes), routes.num_hidden_layers, routes.top_k), dtype=np.int32)
+    ids[:, list(routes.moe_layer_ids)] = routes.signed_ids()
+    return torch.from_numpy(ids)
+
+
+class LockstepReplica(SGLangReplica):
+    """A replica whose servers are `LockstepHttpServer`s."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(LockstepHttpServer)
+
+
+RolloutReplicaRegistry.register(NAME, lambda: LockstepReplica)
+_ROLLOUT_REGISTRY[(NAME, "async")] = _ROLLOUT_REGISTRY[("sglang", "async")]
