@@ -1,0 +1,63 @@
+"""`python -m tests.integrations [name ...]`: every framework in a process of its own, and docs/integrations.md.
+
+The table is written when all of them ran.  Exit status 1 if a step failed or a process did not end in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.integrations.framework import Row
+from tests.integrations.page import write_table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# What is not on PyPI is replayed from recordings, by tests that `make test` runs too.
+REPLAYS = sorted((ROOT / "tests" / "integration").glob("test_replay_*.py"))
+FILE_S = 240.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.integrations")
+    parser.add_argument("names", nargs="*", help="words of file names; default: all")
+    names = parser.parse_args().names
+    files = [file for file in [*sorted(HERE.glob("test_*.py")), *REPLAYS] if not names or _named(file, names)]
+    rows, failures = [], []
+    for file in files:
+        started = time.monotonic()
+        row, status = _run(file)
+        steps = f"{len(row.passed)} of {len(row.passed) + len(row.failed)} steps" if row is not None else "no step"
+        print(f"{file.stem}: {steps}, {time.monotonic() - started:.0f} s", flush=True)
+        rows += [row] if row is not None else []
+        failures += [file.stem] if status else []
+    if not names:
+        write_table(ROOT / "docs" / "integrations.md", rows)
+    if failures:
+        print(f"FAILED: {', '.join(failures)}")
+    return 1 if failures else 0
+
+
+def _named(file: Path, names: list[str]) -> bool:
+    return any(name in file.stem for name in names)
+
+
+def _run(file: Path) -> tuple[Row | None, int]:
+    """Its row, if it came so far, and its exit status."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-row-") as folder:
+        path = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.integrations.rows", "--row", str(path), str(file)]
+        try:
+            status = subprocess.run(command, cwd=ROOT, timeout=FILE_S).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{file.stem}: not done within {FILE_S:.0f} s", flush=True)
+            status = 1
+        return (Row.load(path) if path.exists() else None), status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

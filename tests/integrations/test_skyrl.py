@@ -1,0 +1,163 @@
+"""SkyRL: its inference client and the control plane of its weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import typing
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers  # noqa: F401  before anything is stubbed: it asks which packages there are
+import typing_extensions
+
+from tests.integrations import stubs, vllm_trainer_side
+from tests.integrations.framework import Framework
+from tests.integrations.weights import assert_holds, scaled
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port
+
+typing.TypedDict = typing_extensions.TypedDict  # pydantic wants this one below Python 3.12
+stubs.install("triton", "ray", "torchvision", "cloudpathlib")
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient  # noqa: E402
+from skyrl.backends.skyrl_train.weight_sync.control_plane import (  # noqa: E402
+    SkyrlWeightSyncClient,
+    nccl_init_payloads,
+)
+
+FRAMEWORK = Framework(
+    name="SkyRL",
+    packages=("skyrl",),
+    flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
+    shimmed=(vllm_trainer_side.SHIM, "typing_extensions' TypedDict (it is for Python 3.12)"),
+    not_there=("LoRA", "deltas by /fetch_weights", "sharded RDT", "sample support"),
+)
+PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
+
+
+class Trial:
+    """A client and the loop that it lives in."""
+
+    def __init__(self, server: ServerProcess, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        model = server.client.model_info()["served_model_name"]
+        self.client = RemoteInferenceClient(
+            proxy_url=server.url, server_urls=[server.url], data_parallel_size=1, model_name=model, **options
+        )
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def close(self) -> None:
+        self.run(self.client.teardown())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def trial(server: ServerProcess) -> Iterator[Trial]:
+    running = Trial(server)
+    yield running
+    running.close()
+
+
+def batch(tokens: int, **more: Any) -> dict[str, Any]:
+    sampling = {"max_tokens": tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    return {"prompt_token_ids": PROMPTS, "sampling_params": sampling, **more}
+
+
+def test_generate(trial: Trial) -> None:
+    output = trial.run(trial.client.generate(batch(5, session_ids=["a", "b"], cache_salt="v1")))
+    assert [len(ids) for ids in output["response_ids"]] == [5, 5] and all(output["responses"])
+    assert [len(entries) for entries in output["response_logprobs"]] == [5, 5]
+
+
+def test_generate_with_routes(server: ServerProcess) -> None:
+    routed = Trial(server, enable_return_routed_experts=True)
+    output = routed.run(routed.client.generate(batch(5, routed_experts_prompt_starts=[0, 2])))
+    shapes = [tuple(routes.shape) for routes in output["rollout_expert_indices"]]
+    assert shapes == [(len(PROMPTS[0]) + 4, 4, 2), (len(PROMPTS[1]) + 4 - 2, 4, 2)]
+    routed.close()
+
+
+def test_sample_with_prompt_logprobs(trial: Trial) -> None:
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPTS[0]}]},
+        "num_samples": 2,
+        "sampling_params": {"max_tokens": 4, "temperature": 1.0, "seed": 3},
+        "include_prompt_logprobs": True,
+        "topk_prompt_logprobs": 2,
+    }
+    reply = trial.run(trial.client.sample({"json": body}))
+    assert len(reply["sequences"]) == 2 and len(reply["prompt_logprobs"]) == len(PROMPTS[0])
+
+
+def test_chat_and_completion(trial: Trial) -> None:
+    chat = {"json": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "session_id": "a"}}
+    assert trial.run(trial.client.chat_completion(chat))["choices"][0]["message"]["content"]
+    completion = {"json": {"prompt": PROMPTS[0], "max_tokens": 4}}
+    assert trial.run(trial.client.completion(completion))["choices"]
+
+
+def test_tokenize_and_detokenize(trial: Trial) -> None:
+    ids = trial.run(trial.client.tokenize(["What is 2 + 3?"]))
+    assert trial.run(trial.client.detokenize(ids)) == ["What is 2 + 3?"]
+
+
+def test_world_size(trial: Trial) -> None:
+    assert trial.run(trial.client.get_world_size()) == (1, 1)
+
+
+def test_pause_keeps_a_request(trial: Trial) -> None:
+    async def cycle() -> Any:
+        running = asyncio.ensure_future(trial.client.generate(batch(800)))
+        await asyncio.sleep(0.3)
+        await trial.client.pause_generation()
+        await trial.client.resume_generation()
+        return await running
+
+    assert [len(ids) for ids in trial.run(cycle())["response_ids"]] == [800, 800]
+
+
+def test_sleep_and_wake_up(trial: Trial) -> None:
+    async def cycle() -> None:
+        await trial.client.reset_prefix_cache()
+        await trial.client.sleep(level=1)
+        assert await trial.client.is_sleeping()
+        await trial.client.wake_up(tags=["weights"])
+        await trial.client.wake_up(tags=["kv_cache"])
+        await trial.client.generate(batch(2))
+
+    trial.run(cycle())
+
+
+def test_weights_by_the_control_plane(server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+    control = SkyrlWeightSyncClient([server.url], init_payload_fn=nccl_init_payloads)
+    new = scaled(tensors, 2.0)
+    init = {
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "world_size": 2,
+        "rank_offset": 1,
+        "packed": True,
+    }
+    update = {
+        "names": list(new),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in new.values()],
+        "shapes": [list(tensor.shape) for tensor in new.values()],
+    }
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(control.init_weight_transfer_engine, init)
+        group = vllm_trainer_side.trainer_init(init)
+        told.result()
+        control.pause_generation()
+        control.start_weight_update()
+        told = pool.submit(control.update_weights, update)
+        vllm_trainer_side.broadcast_packed(iter(new.items()), group, 0, lambda item: item[1])
+        told.result()
+        control.finish_weight_update(weight_version="7")
+        control.resume_generation()
+    control.close()
+    assert_holds(server, new)
+    assert server.client.weight_version() == "7"

@@ -1,0 +1,47 @@
+"""smg, the successor of sglang-router: it passes the fields for routes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.framework import Framework
+from tests.integrations.routers import (
+    Fleet,
+    check_drain_and_death,
+    check_routes,
+    check_sessions,
+    fleet,
+    sglang_generate,
+)
+
+FRAMEWORK = Framework(name="smg", packages=("smg",), flags={"enable_return_routed_experts": True})
+
+
+@pytest.fixture(scope="module")
+def behind(framework: Framework, checkpoint: Path) -> Iterator[Fleet]:
+    with fleet(checkpoint, framework.flags, "smg.launch_router", ["--policy", "manual"]) as running:
+        yield running
+
+
+def test_all_servers_are_workers(behind: Fleet) -> None:
+    urls = {worker["url"] for worker in behind.router.get("/workers").json()["workers"]}
+    assert urls == {engine.url for engine in behind.engines}
+
+
+def test_routes_come_through(behind: Fleet) -> None:
+    check_routes(sglang_generate, behind.router)
+
+
+def test_sessions_are_sticky(behind: Fleet) -> None:
+    check_sessions(sglang_generate, behind.router)
+
+
+def test_flush_reaches_all_servers(behind: Fleet) -> None:
+    assert behind.router.post("/flush_cache").status_code == 200
+
+
+def test_one_server_drains_and_one_dies(behind: Fleet) -> None:
+    check_drain_and_death(sglang_generate, behind)

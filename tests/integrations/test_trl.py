@@ -1,0 +1,123 @@
+"""TRL: the client of its trainers, the client of async GRPO, and the weight transfer of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import cuda_as_cpu, vllm_trainer_side
+from tests.integrations.framework import Framework
+from tests.integrations.weights import assert_holds, scale_model, scaled, trainer_model
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port
+
+cuda_as_cpu.install()
+vllm_trainer_side.install()
+import trl.import_utils  # noqa: E402
+
+trl.import_utils.is_vllm_available = lambda min_version=None: True
+from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402
+
+FRAMEWORK = Framework(
+    name="TRL",
+    packages=("trl",),
+    shimmed=(vllm_trainer_side.SHIM, cuda_as_cpu.SHIM),
+    not_there=("LoRA", "images"),
+)
+PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Any]:
+    opened = VLLMClient(base_url=server.url, group_port=free_port())
+    yield opened
+    opened.session.close()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return trainer_model(checkpoint)
+
+
+def test_generate_from_ids(client: Any) -> None:
+    reply = client.generate(PROMPTS, n=2, max_tokens=5, logprobs=1, generation_kwargs={"ignore_eos": True})
+    assert reply["prompt_ids"] == PROMPTS
+    assert [len(ids) for ids in reply["completion_ids"]] == [5] * 4
+    for ids, chosen in zip(reply["completion_ids"], reply["logprob_token_ids"]):
+        assert all(token in entry for token, entry in zip(ids, chosen))
+
+
+def test_generate_from_text(client: Any) -> None:
+    reply = client.generate(["What is 2 + 3?"], max_tokens=4, logprobs=None)
+    assert reply["prompt_ids"][0] and reply["completion_ids"][0]
+
+
+def test_chat(client: Any) -> None:
+    messages = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "What is 2 + 3?"}]]
+    reply = client.chat(messages, n=2, max_tokens=4, logprobs=0)
+    assert len(reply["prompt_ids"]) == 2 and len(reply["completion_ids"]) == 4
+    assert all(len(ids) == len(entries) for ids, entries in zip(reply["completion_ids"], reply["logprobs"]))
+
+
+def test_scores_of_a_teacher(client: Any) -> None:
+    sequences = [[*prompt, 7, 9, 11] for prompt in PROMPTS]
+    reply = client.get_sequence_logprobs(sequences, [len(prompt) for prompt in PROMPTS], top_logprobs=4)
+    assert [ids[0] for ids in reply["actual_token_ids"][0]] == [7, 9, 11]
+    assert all(len(entry) == 4 for entry in reply["logprobs"][0])
+
+
+def test_weights_of_a_model(client: Any, server: ServerProcess, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    client.init_communicator(device="cuda")
+    scale_model(model, 2.0)
+    client.update_model_params(model)
+    assert_holds(server, scaled(tensors, 2.0))
+
+
+def test_weights_one_by_one(client: Any, server: ServerProcess, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    scale_model(model, 0.5)
+    with client.weight_update():
+        for name, parameter in model.named_parameters():
+            client.update_named_param(name, parameter.data)
+    assert_holds(server, tensors)
+
+
+def test_reset_prefix_cache(client: Any) -> None:
+    client.reset_prefix_cache()
+
+
+def test_async_client_knows_the_server(server: ServerProcess) -> None:
+    client = AsyncClient(server.url)
+    client.wait_for_server_ready()
+    assert client.get_max_model_len() == 4096 and client.get_dtype() == "torch.float32"
+    assert client.get_world_size() == 1
+
+
+def test_async_weights_around_a_running_request(
+    client: Any, server: ServerProcess, model: Any, tensors: dict[str, torch.Tensor]
+) -> None:
+    named = list(model.named_parameters())
+    info = {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
+    transfer = WeightTransferClient(AsyncClient(server.url), info, weight_sync_timeout=60)
+    transfer.init_weight_transfer()
+    scale_model(model, 4.0)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate, PROMPTS[:1], max_tokens=1500, generation_kwargs={"ignore_eos": True})
+        while not server.client.loads()["loads"][0]["num_running_reqs"]:
+            pass
+        transfer.pause()
+        transfer.send_weights((name, parameter.data) for name, parameter in named)
+        transfer.resume()
+        assert len(running.result()["completion_ids"][0]) == 1500
+    transfer.destroy()
+    assert_holds(server, scaled(tensors, 4.0))
