@@ -1,0 +1,35 @@
+"""prime-rl's admin client, which is not on PyPI: what it was recorded to send, and what it checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integrations.framework import Framework
+from tests.model_zoo import tiny_checkpoint
+from tests.replay import Replay, steps
+from tests.server_process import ServerProcess
+
+FRAMEWORK = Framework(
+    name="prime-rl, admin client",
+    packages=("recorded at 559b447",),
+    flags={"enable_return_routed_experts": True, "vllm_routed_experts": "dict"},
+    not_there=("/init_broadcaster (NCCL)", "LoRA"),
+)
+STEPS = steps("prime_rl")
+
+
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
+    folder = tmp_path_factory.mktemp("replay")
+    checkpoint = tiny_checkpoint(folder / "model", layers=4, top_k=2, vocab_size=512, context_length=4096)
+    with ServerProcess(checkpoint, max_total_tokens=16384, **FRAMEWORK.flags) as server:
+        running = Replay(server, checkpoint, folder)
+        yield running
+        running.close()
+
+
+@pytest.mark.parametrize("step", list(STEPS))
+def test_replay(replay: Replay, step: str) -> None:
+    replay.play(STEPS[step])
