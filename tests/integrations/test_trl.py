@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
 
 from tests.integrations import cuda_as_cpu, vllm_trainer_side
 from tests.integrations.framework import Framework
 from tests.integrations.weights import assert_holds, scale_model, scaled, trainer_model
+from tests.model_zoo import logical_tensors
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
 
@@ -24,11 +27,13 @@ trl.import_utils.is_vllm_available = lambda min_version=None: True
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
+from trl.trainer.grpo_config import GRPOConfig  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
 FRAMEWORK = Framework(
     name="TRL",
     packages=("trl",),
-    shimmed=(vllm_trainer_side.SHIM, cuda_as_cpu.SHIM),
+    shimmed=(vllm_trainer_side.SHIM, cuda_as_cpu.SHIM, "init_communicator told that its CPU is CUDA"),
     not_there=("LoRA", "images"),
 )
 PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
@@ -121,3 +126,40 @@ def test_async_weights_around_a_running_request(
         assert len(running.result()["completion_ids"][0]) == 1500
     transfer.destroy()
     assert_holds(server, scaled(tensors, 4.0))
+
+
+def test_grpo_trainer_in_server_mode(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of the whole trainer; afterwards the server holds what the trainer holds."""
+    join = VLLMClient.init_communicator
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server.url,
+        vllm_group_port=free_port(),
+        use_cpu=True,
+        bf16=False,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        learning_rate=1e-3,
+        report_to=[],
+        save_strategy="no",
+    )
+    questions = Dataset.from_dict({"prompt": [f"What is {number} + 3?" for number in range(8)]})
+    trainer = GRPOTrainer(
+        model=str(checkpoint),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=args,
+        train_dataset=questions,
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    trainer.vllm_generation.sync_weights()
+    trainer.model.save_pretrained(tmp_path / "trained")
+    assert_holds(server, logical_tensors(tmp_path / "trained"))

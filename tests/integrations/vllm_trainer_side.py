@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from rollout.client.wire import WEIGHT_UPDATE_GROUP
+from tests.integrations.stubs import Anything
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
 SHIM = "gloo for vLLM's NCCL sender"
-GROUP_NAME = "weight_transfer"
 BUFFER_BYTES = 1 << 30
 JOIN_S = 60.0
 
@@ -28,19 +29,32 @@ def install() -> None:
     common = _module("vllm.distributed.weight_transfer.nccl_common", trainer_init=trainer_init)
     packed = _module("vllm.distributed.weight_transfer.packed_tensor", packed_nccl_broadcast_producer=broadcast_packed)
     transfer = _module("vllm.distributed.weight_transfer", nccl_common=common, packed_tensor=packed)
-    _module("vllm", utils=sys.modules["vllm.utils"], distributed=_module("vllm.distributed", weight_transfer=transfer))
+    params = _module("vllm.sampling_params", StructuredOutputsParams=Anything)
+    _module(
+        "vllm",
+        utils=sys.modules["vllm.utils"],
+        distributed=_module("vllm.distributed", weight_transfer=transfer),
+        sampling_params=params,
+        **dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), Anything),
+    )
 
 
 def trainer_init(init_info: Mapping[str, Any]) -> _Communicator:
-    """Join the group as rank 0."""
+    """Join the group as rank 0, after leaving the one before: torch holds a name once."""
+    while _Communicator.joined:
+        _Communicator.joined.pop().destroy()
     address, port = init_info["master_address"], int(init_info["master_port"])
-    return _Communicator(init_process_group(address, port, 0, init_info["world_size"], GROUP_NAME, "gloo", JOIN_S))
+    size = init_info["world_size"]
+    return _Communicator(init_process_group(address, port, 0, size, WEIGHT_UPDATE_GROUP, "gloo", JOIN_S))
 
 
 class _Communicator:
     """`group` is there for clients that take it apart when they are done."""
 
+    joined: ClassVar[list[GroupHandle]] = []
+
     def __init__(self, handle: GroupHandle) -> None:
+        self.joined.append(handle)
         self._handle = handle
         self.group = types.SimpleNamespace(store=None, socket=None)
 
