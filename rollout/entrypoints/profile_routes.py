@@ -28,7 +28,7 @@ class StartProfileRequest(Body):
 
     unsupported = frozenset({"start_step", "delay_iterations", "profile_by_stage", "profile_stages", "merge_profiles"})
 
-    output_dir: str | None = Field(default=None, min_length=1, max_length=4096)
+    output_dir: str | None = Field(default=None, pattern="^/+[^/]", max_length=4096)
     profile_prefix: str = Field(default="lockstep", pattern=r"^[\w.-]{1,64}$")
     num_steps: NumSteps | None = None
     max_iterations: NumSteps | None = None

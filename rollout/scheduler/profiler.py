@@ -108,7 +108,9 @@ def _answer(request_id: str, message: str, trace: _Trace) -> ControlReqOutput:
 
 def _writable(output_dir: str | None) -> str:
     """The folder, made if it is not there.  Raises `BadRequest`."""
-    folder = Path(output_dir or tempfile.gettempdir()).absolute()
+    folder = Path(output_dir or tempfile.gettempdir())
+    if not folder.is_absolute():
+        raise BadRequest("output_dir must be an absolute path")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

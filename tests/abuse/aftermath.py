@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from tests.abuse.registry import Attack
-from tests.abuse.server import Harmed, Victim
+from tests.abuse.server import AT_REST, Harmed, Victim
 from tests.abuse.usage import MB, Usage, forget_peaks
 
 HEALTH_S = 1.0
@@ -99,9 +99,8 @@ def check(victim: Victim, attack: Attack, before: Before) -> list[str]:
 def rest(victim: Victim, attack: Attack, _: Before) -> str | None:
     victim.new_connection()
     victim.post("/abort_request", abort_all=True)
-    victim.post("/abort_weight_update")
-    for path in ("/resume_memory_occupation", "/stop_expert_distribution_record", "/destroy_weights_update_group"):
-        victim.post(path)  # refused where there is nothing to resume, stop or leave
+    for path in (*AT_REST, "/stop_expert_distribution_record", "/destroy_weights_update_group"):
+        victim.post(path)  # refused where there is nothing to end, resume, stop or leave
     for _attempt in range(3):  # what a lost update has to tell, it tells once
         response = victim.post("/continue_generation")
         if response is not None and response.status_code == 200:

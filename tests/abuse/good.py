@@ -56,6 +56,13 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
         "/pull_weights": {"local_checkpoint_dir": nowhere, "source_dir": nowhere, "target_version": 1},
         "/update_weight_version": {"new_version": "w"},
         "/get_weights_by_name": {"name": name},
+        "/init_weight_transfer_engine": {"init_info": group},
+        "/update_weights": {"update_info": {"names": [name], "dtype_names": ["float32"], "shapes": [shape]}},
+        "/collective_rpc": {"method": "update_weights_from_ipc", "args": [{"cpu": f"ipc://{nowhere}"}]},
+        "/areal_init_weights_update_group": group,
+        "/areal_set_update_weight_meta": {"names": [name], "dtypes": ["float32"], "shapes": [shape]},
+        "/areal_update_weights": {"model_path": str(victim.model)},
+        "/start_profile": {"output_dir": str(victim.folder), "num_steps": 2},
         "/dump_expert_distribution_record": {"path": str(victim.folder / "dump.json")},
         "/eplb_rebalance": {"dry_run": True},
     }

@@ -33,6 +33,11 @@ MEMORY_LIMIT = 3 << 30
 """Bytes that each process of the server may take beyond what it has when it is ready."""
 DOCS = Path(__file__).parents[2] / "docs" / "http_api.md"
 SERVE = ("rollout.entrypoints.cli", "serve")
+AT_REST = (
+    *("/finish_weight_update", "/abort_weight_update", "/stop_profile", "/resume_memory_occupation"),
+    *("/continue_generation", "/continue_generation"),
+)
+"""What brings a server to rest, whatever was begun; refused where nothing was."""
 
 
 class Harmed(Exception):
@@ -205,7 +210,7 @@ class Victim:
         left = [pid for pid in pids[1:] if Path(f"/proc/{pid}").exists()]
         if left:
             wrong.append(f"{len(left)} processes outlive the server")
-        files = sorted(path.name for path in (self.folder / "tmp").iterdir())
+        files = sorted(path.name for path in (self.folder / "tmp").iterdir() if not path.match("*.trace.json.gz"))
         return wrong + [f"left in its temporary folder: {name}" for name in files]
 
     def kill(self) -> None:

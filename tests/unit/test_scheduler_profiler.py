@@ -65,7 +65,8 @@ def test_what_cannot_be_done_starts_nothing(harness: Harness, tmp_path: Path) ->
     for fields, message in (
         ({"folder": tmp_path / "file" / "x"}, "output_dir"),
         ({"folder": "/proc/nowhere"}, "output_dir"),
-        ({"folder": "a\0b"}, "output_dir"),
+        ({"folder": "/a\0b"}, "output_dir"),
+        ({"folder": "traces"}, "absolute"),
         ({"folder": tmp_path, "activities": []}, "recorded"),
     ):
         answer = start(harness, **fields)  # type: ignore[arg-type]
@@ -102,6 +103,8 @@ def test_bodies_of_clients(tmp_path: Path) -> None:
             {"num_steps": 10**6},
             {"activities": ["MEM"]},
             {"profile_prefix": "../x"},
+            {"output_dir": "traces"},
+            {"output_dir": "//"},
         ):
             reply = live.client.post("/start_profile", json=body)
             assert reply.status_code == 400 and next(iter(body)) in reply.json()["message"]

@@ -11,9 +11,9 @@ from typing import Any
 from tests.abuse.good import good_bodies, good_body
 from tests.abuse.registry import OPEN, RANKS, attack
 from tests.abuse.schema import Operation, encode, extremes
-from tests.abuse.server import Victim
+from tests.abuse.server import AT_REST, Victim
 
-PER_ENDPOINT_S = 4.0
+PER_ENDPOINT_S = 2.5
 BETWEEN = 25
 """Calls until what is paused or open is put to rest again."""
 Call = tuple[str, bytes | None]
@@ -82,8 +82,17 @@ def _calls(one: Operation, base: Any) -> Iterator[Call]:
     for name, schema in one.fields.items():
         for value in extremes(schema):
             yield from 2 * [(one.path, encode(base | {name: value}))]
+        for inner, part in _inner(schema):
+            for value in extremes(part):
+                yield from 2 * [(one.path, encode(base | {name: base.get(name, {}) | {inner: value}}))]
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields of a field that is an object."""
+    for arm in schema.get("anyOf", [schema]):
+        yield from arm.get("properties", {}).items()
 
 
 def _settle(victim: Victim) -> None:
-    for path in ("/abort_weight_update", "/resume_memory_occupation", "/continue_generation", "/continue_generation"):
+    for path in AT_REST:
         victim.post(path)

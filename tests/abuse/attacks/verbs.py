@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.abuse.good import good_bodies, good_body
 from tests.abuse.registry import OPEN, RANKS, attack
-from tests.abuse.server import Victim
+from tests.abuse.server import AT_REST, Victim
 
-SLOW = {"/init_weights_update_group"}  # waits for its deadline
+# They wait for their deadline.
+SLOW = {"/init_weights_update_group", "/init_weight_transfer_engine", "/areal_init_weights_update_group"}
 PAIRS_S = 30.0
 
 
@@ -42,8 +43,7 @@ def verbs_twice_and_out_of_order(victim: Victim) -> str:
                 victim.post("/continue_generation")
     finally:
         stop.set()
-        victim.post("/abort_weight_update")
-        for path in ("/resume_memory_occupation", "/continue_generation", "/continue_generation"):
+        for path in AT_REST:
             victim.post(path)
         for thread in crowd:
             thread.join(20.0)
