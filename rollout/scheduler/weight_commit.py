@@ -11,6 +11,7 @@ from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_labels import PartialLabel, successor
 from rollout.scheduler.weight_queue import Answer
 from weight_sync.errors import WeightSyncError
+from weight_sync.status import CommitResult
 from weight_sync.update_book import Outcome
 from weight_sync.updater import WeightUpdater
 
@@ -40,11 +41,8 @@ class WeightCommit:
                 total = len(state.model.weights.metas())
                 if len(result.names) == total:
                     state.heal()
-                in_force = state.epoch.weight_version
-                version = result.weight_version or (successor(in_force) if result.names else in_force)
-                if alone and result.weight_version is not None:
-                    version = self._partial.after(version, result.names, total, state.epoch.weight_epoch)
                 placement = self._adoption.adopt()
+                version = self._label(result, total, alone)
                 whole = state.poisoned is None and not state.content_lost
                 if result.names:
                     state.publish_weights(version, result.content_digest if whole else None)
@@ -67,6 +65,15 @@ class WeightCommit:
         }
         self._updater.book.note(result.update_id, Outcome("committed", answer=answer))
         return committed(answer), answer
+
+    def _label(self, result: CommitResult, total: int, alone: bool) -> str:
+        """What is in force from now on is called."""
+        epoch, label = self._scheduler.runner.state.epoch, result.weight_version
+        if not result.names:
+            return epoch.weight_version if alone or label is None else label
+        if label is None:
+            return successor(epoch.weight_version)
+        return self._partial.after(label, result.names, total, epoch.weight_epoch) if alone else label
 
 
 def committed(answer: Answer) -> str:

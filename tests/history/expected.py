@@ -94,8 +94,6 @@ class Draft:
     def fault(self) -> str | None:
         if self.broken:
             return self.broken
-        if not self.staged:
-            return "nothing came"
         if self.names is not None and self.names - self.staged.keys():
             return f"{len(self.names - self.staged.keys())} tensors are missing"
         return None
@@ -326,6 +324,11 @@ class Expected:
         return None
 
     def _publish(self, draft: Draft, label: str) -> None:
+        if not draft.staged:
+            if label != (self.label if draft.alone else draft.label or self.label):
+                raise Violation(f"nothing came for {draft.label}, and {self.label} became {label}")
+            self._name(label)
+            return
         if draft.label is not None and label != self._label_of(draft):
             raise Violation(f"{self._label_of(draft)} was committed as {label}")
         if draft.label is None and label in self.labels:

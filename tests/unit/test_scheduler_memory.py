@@ -235,6 +235,8 @@ def test_an_update_of_nothing_changes_the_label_only(folders) -> None:
         answer = harness.control(EndWeightUpdateReqInput, update_id=update_id, weight_version=version)
         assert answer.success and answer.data["num_tensors"] == 0 and answer.data["weight_epoch"] == 0
         assert answer.data["weight_version"] == want == harness.control(GetStateReqInput).data["weight_version"]
+    alone = bucket(harness, {}, weight_version="v3")
+    assert alone.success and alone.data["weight_version"] == "v2", "a call of nothing, outside of an update"
     assert answers(harness) == old
     assert harness.control(BeginWeightUpdateReqInput).success
     refused = harness.control(EndWeightUpdateReqInput)
