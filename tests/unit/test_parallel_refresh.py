@@ -230,6 +230,27 @@ def test_memory_goes_and_comes_back_on_all_ranks(engine: ParallelHarness, new: T
 
 
 @pytest.mark.parametrize("name", ["tp2 ep2", "dp2 all-to-all"])
+def test_calls_without_begin_into_lost_weights_add_up(name: str, old: Path, new: Tensors) -> None:
+    """One that is wrong ends them on all ranks alike."""
+    with ParallelHarness(old, **LAYOUTS[name], enable_memory_saver=True) as engine:
+        assert engine.control(ReleaseMemoryOccupationReqInput).success
+        assert engine.control(ResumeMemoryOccupationReqInput).success
+        norm = "model.norm.weight"
+        bad = {norm: torch.full_like(new[norm], torch.nan)}
+        first = {name: tensor for name, tensor in new.items() if name != norm}
+        assert all(answer.success for answer in send(engine, first))
+        (refused,) = send(engine, bad, parts=1)
+        assert refused.status_code == 400, refused.message
+        (again,) = send(engine, {norm: new[norm]}, parts=1)
+        assert again.status_code == 409 and "was lost" in again.message
+        assert engine.control(AbortWeightUpdateReqInput).status_code == 409, "a new start"
+        answers = send(engine, new, parts=3)
+        assert [answer.data.get("num_tensors") for answer in answers] == [None, None, len(new)]
+        check_content(engine, new)
+        engine.generate(PROMPTS, SIX)
+
+
+@pytest.mark.parametrize("name", ["tp2 ep2", "dp2 all-to-all"])
 def test_a_full_refresh_adopts_a_placement(name: str, old: Path, new: Tensors) -> None:
     counts_LE = np.random.default_rng(0).zipf(1.5, size=(2, 8)).astype(float)
     with ParallelHarness(old, **LAYOUTS[name]) as engine:

@@ -97,6 +97,22 @@ def test_verbs_act_on_all_ranks_and_counts_add_up(dp: ParallelHarness) -> None:
     assert all(dp.results[rid].finished.reason.type == "length" for rid in rids)  # type: ignore[union-attr]
 
 
+def test_a_pause_waits_for_the_requests_of_all_ranks(dp: ParallelHarness) -> None:
+    for rank, length in enumerate((4, 15)):
+        dp.submit([7, 3, 9], rid=f"w{rank}", params={"max_new_tokens": length}, dp_rank=rank)
+    for _ in range(2):
+        dp.tick()
+    verb = dp.post(PauseGenerationReqInput, mode="wait")
+    dp.submit([5, 5], rid="late", params={"max_new_tokens": 2}, dp_rank=0)
+    answer = dp.wait(verb)
+    assert answer.success and (answer.data["num_running"], answer.data["num_waiting"]) == (0, 1)
+    assert [len(dp.results[f"w{rank}"].token_ids) for rank in range(2)] == [4, 15]
+    assert dp.control(ContinueGenerationReqInput).success
+    dp.run()
+    assert len(dp.results["late"].token_ids) == 2
+    dp.check_idle()
+
+
 def test_a_flush_that_one_rank_must_refuse_is_refused_by_all(dp: ParallelHarness, folder: Path) -> None:
     dp.generate([PROMPTS[1]] * 2, GREEDY)
     cached = [scheduler.cache.prefix_cache.num_cached for scheduler in dp.schedulers]
