@@ -38,7 +38,8 @@ def sampling_parameters_at_their_extremes(victim: Victim) -> str:
     names = (
         "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "seed", "stop", "stop_token_ids", "ignore_eos",
         "no_stop_trim", "skip_special_tokens", "temperature", "top_p", "top_k", "min_p",
-        "frequency_penalty", "presence_penalty",        "repetition_penalty", "logit_bias", "json_schema", "regex",
+        "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex",
+        "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "routed_experts_prompt_start", "custom_params",
     )  # fmt: skip
     kinds = [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
     calls = 0
@@ -47,7 +48,11 @@ def sampling_parameters_at_their_extremes(victim: Victim) -> str:
             params = {"max_new_tokens": 3, "min_new_tokens": 1, name: value}
             body = {"input_ids": [1, 2, 3], "sampling_params": params, "return_logprob": True}
             victim.call("POST", "/generate", content=encode(body))
-            calls += 1
+            params = {"max_tokens": 3, "min_tokens": 1, "logprobs": 1, name: value}
+            victim.call(
+                "POST", "/inference/v1/generate", content=encode({"token_ids": [1, 2, 3], "sampling_params": params})
+            )
+            calls += 2
     return f"{calls} calls"
 
 
