@@ -32,7 +32,7 @@ def data_fields_at_their_extremes(victim: Victim) -> str:
     return _all_of(victim, data, 2 * PER_ENDPOINT_S)
 
 
-@attack(OPEN, seconds=60.0, keeps_mb=96, log_kb=512)
+@attack(OPEN, seconds=150.0, keeps_mb=96, log_kb=512)
 def sampling_parameters_at_their_extremes(victim: Victim) -> str:
     """They are no schema of their own, so they are named here."""
     names = (
