@@ -136,7 +136,6 @@ def test_without_a_reader_calls_are_content() -> None:
         ("code", '{"a": 1}', '{"a": 1}'),
         ("any", "7", 7),
         ("any", "seven", "seven"),
-        ("unknown", "7", "7"),
     ],
 )
 def test_values_take_the_type_that_the_schema_says(parameter: str, text: str, value: object) -> None:
@@ -154,6 +153,12 @@ def test_values_keep_their_lines() -> None:
 
 
 def test_odd_calls() -> None:
+    unknown = "<tool_call>{}</tool_call>"
+    coder = unknown.format("<function=weather><parameter=unknown>7</parameter></function>")
+    assert parse([coder], tools="qwen3_coder")[2] == [("weather", {"unknown": "7"})]
+    for value, read in (("7", 7), ("seven", "seven")):
+        glm = unknown.format(f"weather<arg_key>unknown</arg_key><arg_value>{value}</arg_value>")
+        assert parse([glm], tools="glm47")[2] == [("weather", {"unknown": read})]
     two = "<tool_call><function=a></function><function=b><parameter=x>1</tool_call>"
     assert parse([two], tools="qwen3_coder")[2] == [("a", {}), ("b", {"x": "1"})]
     assert parse(["<tool_call>now</tool_call>"], tools="glm47")[2] == [("now", {})]

@@ -56,12 +56,15 @@ _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 
 
 def read_glm_call(block: str, tools: Tools) -> list[ToolCall]:
-    """`NAME`, then `<arg_key>` and `<arg_value>` in turns: GLM 4.5 to 5, which differ in white space only."""
+    """`NAME`, then `<arg_key>` and `<arg_value>` in turns: GLM 4.5 to 5, which differ in white space only.
+
+    What is no text, GLM writes as JSON, also where the tool does not know the parameter.
+    """
     name, tag, rest = block.partition("<arg_key>")
     name, arguments = name.strip(), tag + rest
     if not name or "<" in name or _ARGUMENT.sub("", arguments):
         return []
-    return [_typed_call(name, _ARGUMENT.findall(arguments), tools)]
+    return [_typed_call(name, _ARGUMENT.findall(arguments), tools, unknown={})]
 
 
 TOOL_CALL_READERS: dict[str, CallReader] = {
@@ -78,9 +81,10 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name, msgspec.json.encode(arguments).decode())
 
 
-def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
+def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Tools, unknown: Any = None) -> ToolCall:
+    """`unknown` is the schema of a parameter that the tool does not have."""
     schemas = _parameter_schemas(name, tools)
-    return _call(name, {key.strip(): _typed(text, schemas.get(key.strip())) for key, text in pairs})
+    return _call(name, {key.strip(): _typed(text, schemas.get(key.strip(), unknown)) for key, text in pairs})
 
 
 def _parameter_schemas(name: str, tools: Tools) -> dict[str, Any]:
