@@ -18,26 +18,26 @@ class SessionMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self._labels: set[str] = set()
-        self._requests = self._counter("requests", "Samples of sessions that finished", registry)
-        self._prompt = self._counter("prompt_tokens", "Their prompt tokens", registry)
-        self._cached = self._counter("cached_tokens", "Prompt tokens of them from the prefix cache", registry)
-        self._generation = self._counter("generation_tokens", "Tokens generated for them", registry)
-
-    @staticmethod
-    def _counter(name: str, text: str, registry: CollectorRegistry) -> Counter:
-        return Counter(f"lockstep:session_{name}", text, ["model_name", "session_id"], registry=registry)
+        self._counters = [
+            Counter(f"lockstep:session_{name}", text, ["model_name", "session_id"], registry=registry)
+            for name, text in (
+                ("requests", "Samples of sessions that finished"),
+                ("prompt_tokens", "Their prompt tokens"),
+                ("cached_tokens", "Prompt tokens of them from the prefix cache"),
+                ("generation_tokens", "Tokens generated for them"),
+            )
+        ]
+        self._series: dict[str, list[Counter]] = {}
 
     def on_finished(self, record: SampleRecord) -> None:
         if record.session_id is None or record.finished is None:
             return
-        label = record.session_id
-        if label not in self._labels:
-            if len(self._labels) < MAX_LABELS:
-                self._labels.add(label)
-            else:
-                label = OTHER
-        self._requests.labels(self._model_name, label).inc()
-        self._prompt.labels(self._model_name, label).inc(len(record.prompt_ids))
-        self._cached.labels(self._model_name, label).inc(record.finished.cached_tokens)
-        self._generation.labels(self._model_name, label).inc(len(record.output_ids))
+        amounts = (1, len(record.prompt_ids), record.finished.cached_tokens, len(record.output_ids))
+        for counter, amount in zip(self._of(record.session_id), amounts):
+            counter.inc(amount)
+
+    def _of(self, session_id: str) -> list[Counter]:
+        label = session_id if session_id in self._series or len(self._series) < MAX_LABELS else OTHER
+        if label not in self._series:
+            self._series[label] = [counter.labels(self._model_name, label) for counter in self._counters]
+        return self._series[label]

@@ -34,7 +34,7 @@ def addressed(wanted: GenerateReqInput, headers: Headers) -> GenerateReqInput:
     Raises `BadRequest`.
     """
     if wanted.session_id is None:
-        wanted.session_id = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+        wanted.session_id = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
     rank = headers.get(RANK_HEADER)
     if wanted.routed_dp_rank is None and rank:
         if not rank.isdecimal() or len(rank) > 9:
