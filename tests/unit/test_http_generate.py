@@ -418,3 +418,18 @@ def test_tokenize_and_detokenize(live: Live) -> None:
     assert shown == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert live.refused("/tokenize")[0] == 400
     assert live.refused("/detokenize", tokens=[300])[0] == 400
+
+
+def test_vllms_names_of_sampling_parameters_are_understood(live: Live) -> None:
+    live.scheduler.received.clear()
+    names = {"max_tokens": 3, "min_tokens": 2, "seed": 5, "include_stop_str_in_output": True}
+    assert len(live.generate(input_ids=[1, 2], sampling_params=names)["output_ids"]) == 3
+    got = live.sent(TokenizedGenerateReqInput)[0].sampling_params
+    assert (got.max_new_tokens, got.min_new_tokens, got.sampling_seed, got.no_stop_trim) == (3, 2, 5, True)
+
+
+def test_a_higher_priority_is_a_lower_number_inside(live: Live) -> None:
+    """SGLang's higher ones go first; the scheduler's, as vLLM's, the lower ones."""
+    live.scheduler.received.clear()
+    live.generate(input_ids=[1], priority=7, sampling_params={"max_new_tokens": 1})
+    assert live.sent(TokenizedGenerateReqInput)[0].priority == -7

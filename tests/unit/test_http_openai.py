@@ -335,3 +335,21 @@ def test_content_parts_of_text_are_joined(live: Live, client: openai.OpenAI) -> 
     parts: Any = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     reply = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
     assert reply.choices[0].message.content == "user\nhello"
+
+
+def test_detokenize_answers_in_both_dialects(live: Live) -> None:
+    """SGLang's clients read `text`, vLLM's `prompt`, and those would take its absence for an empty text."""
+    ids = tokens(live, "hello")
+    assert live.client.post("/detokenize", json={"tokens": ids}).json() == {"text": "hello", "prompt": "hello"}
+    batch = live.client.post("/v1/detokenize", json={"tokens": [ids, ids]}).json()
+    assert batch["text"] == batch["prompt"] == ["hello", "hello"]
+
+
+def test_a_tokenized_chat_is_the_prompt_of_the_chat(live: Live, client: openai.OpenAI) -> None:
+    for extra in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        live.scheduler.received.clear()
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body=extra)
+        ids = live.client.post("/tokenize", json={"messages": MESSAGES} | extra).json()["tokens"]
+        assert ids == live.sent(TokenizedGenerateReqInput)[0].input_ids
+    assert live.refused("/tokenize", messages=MESSAGES, chat_template="x")[0] == 400
+    assert live.refused("/tokenize", messages=MESSAGES, chat_template_kwargs={"tools": []})[0] == 400
