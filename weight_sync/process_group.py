@@ -305,6 +305,8 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
         try:
             socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001)).close()
             return
+        except UnicodeError as error:  # a label that is empty, or over 63 characters
+            raise WeightRequestError(f"master_address {address[:64]!r} is no name of a host: {error}") from None
         except OSError as error:
             if time.monotonic() + _CONNECT_RETRY_S >= deadline:
                 raise TransportError(f"nobody listens at {address}:{port}: {error}") from error

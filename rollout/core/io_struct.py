@@ -128,7 +128,7 @@ class StartProfileReqInput(ControlReqInput):
     activities: list[Literal["CPU", "GPU"]]
     output_dir: str | None = None
     num_steps: int | None = None
-    with_stack: bool = True
+    with_stack: bool = False
     record_shapes: bool = False
 
 

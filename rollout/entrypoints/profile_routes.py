@@ -33,7 +33,7 @@ class StartProfileRequest(Body):
     num_steps: NumSteps | None = None
     max_iterations: NumSteps | None = None
     activities: list[Literal["CPU", "GPU"]] = ["CPU", "GPU"]
-    with_stack: bool = True
+    with_stack: bool = False
     record_shapes: bool = False
 
 

@@ -12,10 +12,11 @@ import pytest
 from rollout.core.model_config import load_model_config
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
-from rollout.entrypoints import protocol
+from rollout.entrypoints import protocol, vllm_control_protocol
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
+from rollout.entrypoints.profile_routes import StartProfileRequest
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.model_zoo import tiny_checkpoint
@@ -88,6 +89,17 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         protocol.UpdateWeightVersionRequest,
         protocol.GetWeightsByNameRequest,
         protocol.WeightsCheckerRequest,
+        vllm_control_protocol.AbortRequestsRequest,
+        vllm_control_protocol.ResetPrefixCacheRequest,
+        vllm_control_protocol.InitInfo,
+        vllm_control_protocol.StartWeightUpdateRequest,
+        vllm_control_protocol.UpdateInfo,
+        vllm_control_protocol.UpdateWeightsRequest,
+        vllm_control_protocol.FinishWeightUpdateRequest,
+        vllm_control_protocol.CollectiveRpcRequest,
+        vllm_control_protocol.SleepForWeightSync,
+        vllm_control_protocol.WakeForWeightSync,
+        StartProfileRequest,
         protocol.EplbRebalanceRequest,
         ChatCompletionRequest,
     ],
