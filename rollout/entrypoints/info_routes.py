@@ -41,6 +41,14 @@ LIVENESS_TIMEOUT_S = 30.0
 """Longer than any step: whoever asks ends the server."""
 
 
+async def state_of(manager: TokenizerManager, timeout_s: float | None = None) -> dict[str, Any]:
+    """What the scheduler says of itself.  Raises `SchedulerTimeout`, by default after `STATE_TIMEOUT_S`."""
+    answer = await manager.control(GetStateReqInput, timeout_s or STATE_TIMEOUT_S)
+    if not answer.success:
+        raise LockstepError(answer.message)
+    return answer.data
+
+
 class InfoRoutes:
     """Read-only endpoints."""
 
@@ -69,10 +77,7 @@ class InfoRoutes:
         return router
 
     async def _state(self, timeout_s: float | None = None) -> dict[str, Any]:
-        answer = await self._manager.control(GetStateReqInput, timeout_s or STATE_TIMEOUT_S)
-        if not answer.success:
-            raise LockstepError(answer.message)
-        return answer.data
+        return await state_of(self._manager, timeout_s)
 
     # --- health --------------------------------------------------------------------------------------------------
 

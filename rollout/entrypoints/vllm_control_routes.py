@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
-from rollout.core.errors import LockstepError, UnsupportedFeature
+from rollout.core.errors import UnsupportedFeature
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
-    GetStateReqInput,
     MemoryTag,
     PauseMode,
     ReleaseMemoryOccupationReqInput,
@@ -25,7 +24,7 @@ from rollout.core.io_struct import (
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
 from rollout.entrypoints.control_routes import FLUSH_TIMEOUT_S, pause
 from rollout.entrypoints.http_io import json_body, json_response
-from rollout.entrypoints.info_routes import STATE_TIMEOUT_S
+from rollout.entrypoints.info_routes import state_of
 from rollout.entrypoints.protocol import EmptyRequest
 from rollout.entrypoints.server_info import num_ranks
 from rollout.entrypoints.vllm_control_protocol import (
@@ -88,7 +87,7 @@ class VllmControlRoutes:
 
     async def is_paused(self) -> Response:
         """True from the call of a pause on, also while it waits for requests."""
-        return json_response({"is_paused": (await self._state())["paused"]})
+        return json_response({"is_paused": (await state_of(self._manager))["paused"]})
 
     async def abort_requests(self, body: AbortBody) -> Response:
         """End requests with what they have, all unless some are named; does not pause."""
@@ -134,7 +133,7 @@ class VllmControlRoutes:
 
     async def _release(self, tags: list[SleepTag], mode: PauseMode) -> ControlReqOutput:
         """Pause, then release what is in use of `tags`.  A refused release leaves no pause behind."""
-        state = await self._state()
+        state = await state_of(self._manager)
         in_use: list[MemoryTag] = [tag for tag in tags if state["memory"][tag] != "released"]
         answer = await pause(self._manager, mode)
         if not answer.success or not in_use:
@@ -161,7 +160,7 @@ class VllmControlRoutes:
 
     async def _take_back(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
         """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on."""
-        memory = (await self._state())["memory"]
+        memory = (await state_of(self._manager))["memory"]
         asleep: list[MemoryTag] = [tag for tag in _SLEEPS if memory[tag] == "released"]
         wanted = [tag for tag in asleep if not tags or tag in tags]
         if not wanted:
@@ -170,7 +169,7 @@ class VllmControlRoutes:
         return answer, [tag for tag in asleep if tag not in wanted]
 
     async def is_sleeping(self) -> Response:
-        return json_response({"is_sleeping": "released" in (await self._state())["memory"].values()})
+        return json_response({"is_sleeping": "released" in (await state_of(self._manager))["memory"].values()})
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
@@ -194,9 +193,3 @@ class VllmControlRoutes:
 
     async def _continue(self) -> ControlReqOutput:
         return await self._manager.control(ContinueGenerationReqInput, self._weight_timeout_s)
-
-    async def _state(self) -> dict[str, Any]:
-        answer = await self._manager.control(GetStateReqInput, STATE_TIMEOUT_S)
-        if not answer.success:
-            raise LockstepError(answer.message)
-        return answer.data
