@@ -22,8 +22,8 @@ class PrefixTree:
         self.next_number = 0
         self.blocks: dict[int, tuple[Parent, int]] = {}
         self.below: dict[tuple[Parent, int], int] = {}
-        self.versions: list[tuple[str, int]] = []
-        """(weight version, weight epoch) of each time that everything was cleared."""
+        self.versions: list[tuple[str | None, int | None]] = []
+        """(weight version, weight epoch) of each time that everything was cleared, if they are told."""
 
     def take(self, number: int, payload: bytes) -> None:
         assert number == self.next_number, "a batch is missing"
@@ -37,10 +37,10 @@ class PrefixTree:
         kind = event["type"]
         if kind == "BlockStored":
             assert event["block_size"] == 1 and event["medium"] == "GPU"
-            assert (event["weight_version"], event["weight_epoch"]) == self.versions[-1]
+            assert _version(event) == self.versions[-1]
             parent: Parent = event["parent_block_hash"]
             if parent is None:
-                parent = ("root", event["extra_keys"][0][0] if event["extra_keys"] else None)
+                parent = ("root", event["extra_keys"][0][0] if "extra_keys" in event else None)
             else:
                 assert parent in self.blocks, "below a block that nobody was told of"
             for name, token in zip(event["block_hashes"], event["token_ids"], strict=True):
@@ -55,7 +55,7 @@ class PrefixTree:
             assert kind == "AllBlocksCleared"
             self.blocks.clear()
             self.below.clear()
-            self.versions.append((event["weight_version"], event["weight_epoch"]))
+            self.versions.append(_version(event))
 
     def match(self, tokens: list[int], salt: str | None = None) -> int:
         """Tokens of the longest prefix that is there."""
@@ -66,6 +66,10 @@ class PrefixTree:
                 return count
             parent = name
         return len(tokens)
+
+
+def _version(event: dict[str, Any]) -> tuple[str | None, int | None]:
+    return event.get("weight_version"), event.get("weight_epoch")
 
 
 class Listener:

@@ -32,7 +32,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     hwm: int = 100_000  # batches that may wait for a subscriber before it loses some
     max_queue_size: int = 100_000  # no effect: nothing waits to be published
     topic: str = ""
-    format: Literal["default", "dynamo"] = "default"  # the same here: hashes always depend on the salt
+    format: Literal["default", "dynamo"] = "default"  # dynamo: SGLang's `cache_salt` beside vLLM's `extra_keys`
+    weight_versions: bool = False  # our own: events tell the weight version, which strict subscribers refuse
 
     @property
     def is_bound(self) -> bool:

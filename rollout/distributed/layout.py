@@ -94,6 +94,11 @@ class RankPosition:
         return self.tp_rank == 0
 
     @property
+    def dp_rank(self) -> int:
+        """Its data-parallel rank: of attention groups, or else of independent engines."""
+        return max(self.attn_dp_rank, self.replica)
+
+    @property
     def speaks(self) -> bool:
         """Sends results to the main process: the first attention-TP rank of each DP rank."""
         return self.attn_tp_rank == 0

@@ -328,8 +328,11 @@ def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEve
     """One publisher for each prefix cache: ranks that share requests have the same."""
     if args.kv_events is None or not parallel.position.speaks:
         return None
-    dp_rank = max(parallel.position.attn_dp_rank, parallel.position.replica)
-    return KVEvents(args.kv_events, dp_rank, lambda: (state.epoch.weight_version, state.epoch.weight_epoch))
+    return KVEvents(
+        args.kv_events,
+        parallel.position.dp_rank,
+        lambda: (state.epoch.weight_version, state.epoch.weight_epoch),
+    )
 
 
 def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int, parallel: Parallel) -> Limits:

@@ -31,11 +31,12 @@ _ROUNDS = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
+_NOT_NEGATIVE = 2**63 - 1  # some subscribers read signed numbers, some unsigned ones
 _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
-class _Event(msgspec.Struct, tag=True, kw_only=True):
-    """A map with its class name as `type`."""
+class _Event(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """A map with its class name as `type`.  Without a default: always there; others where they say something."""
 
 
 class BlockStored(_Event):
@@ -47,27 +48,26 @@ class BlockStored(_Event):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    weight_version: str
-    weight_epoch: int
-    block_size: int = BLOCK_SIZE
-    lora_id: None = None
-    lora_name: None = None
-    medium: str = _MEDIUM
-    cache_salt: str | None = None
-    extra_key: str | None = None
+    block_size: int
+    lora_id: None
+    lora_name: None
+    medium: str
     extra_keys: list[list[str] | None] | None = None
+    cache_salt: str | None = None
+    weight_version: str | None = None
+    weight_epoch: int | None = None
 
 
 class BlockRemoved(_Event):
     block_hashes: list[int]
-    medium: str = _MEDIUM
+    medium: str
 
 
 class AllBlocksCleared(_Event):
     """By a commit or a flush; the version and the epoch are those of the blocks to come."""
 
-    weight_version: str
-    weight_epoch: int
+    weight_version: str | None = None
+    weight_epoch: int | None = None
 
 
 class KVEvents(CacheListener):
@@ -76,6 +76,7 @@ class KVEvents(CacheListener):
     def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
         """`serving()`: the weight version and the weight epoch in force.  Raises `StartupError`."""
         self.num_batches = 0  # also the sequence number of the next one
+        self._config = config
         self._dp_rank = dp_rank
         self._serving = serving
         self._topic = config.topic.encode()
@@ -102,35 +103,40 @@ class KVEvents(CacheListener):
     # --- CacheListener -------------------------------------------------------------------------------------------
 
     def stored(self, node: RadixNode, namespace: Namespace) -> None:
-        parent, version = node.parent, self._serving()
+        parent = node.parent
         assert parent is not None
         is_first = parent.parent is None
-        above = _root_name(namespace[0], version[0]) if is_first else int(parent.block_hashes[-1])
+        above = _root_name(namespace[0], self._serving()[0]) if is_first else int(parent.block_hashes[-1])
         node.block_hashes = block_names(above, _depth(parent), node.tokens)
-        salt, separator, extra_key = (namespace[0] or "").partition("\x1f")
         event = BlockStored(
             block_hashes=node.block_hashes.tolist(),
             parent_block_hash=None if is_first else above,
             token_ids=node.tokens.tolist(),
-            weight_version=version[0],
-            weight_epoch=version[1],
+            block_size=BLOCK_SIZE,
+            lora_id=None,
+            lora_name=None,
+            medium=_MEDIUM,
         )
         if namespace[0] is not None:
-            event.cache_salt = salt if separator else None
-            event.extra_key = (extra_key if separator else salt) or None
-            event.extra_keys = [[namespace[0].strip("\x1f")] if is_first else None, *[None] * (len(node) - 1)]
-        self._events.append(event)
+            salt = namespace[0].removesuffix("\x1f")  # of a request without an extra key
+            event.extra_keys = [[salt] if is_first else None, *[None] * (len(node) - 1)]
+            event.cache_salt = salt if self._config.format == "dynamo" else None
+        self._events.append(self._with_version(event))
 
     def removed(self, node: RadixNode) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes += node.block_hashes.tolist()
         else:
-            self._events.append(BlockRemoved(block_hashes=node.block_hashes.tolist()))
+            self._events.append(BlockRemoved(block_hashes=node.block_hashes.tolist(), medium=_MEDIUM))
 
     def cleared(self) -> None:
-        version, epoch = self._serving()
-        self._events = [AllBlocksCleared(weight_version=version, weight_epoch=epoch)]
+        self._events = [self._with_version(AllBlocksCleared())]
+
+    def _with_version(self, event: BlockStored | AllBlocksCleared) -> _Event:
+        if self._config.weight_versions:
+            event.weight_version, event.weight_epoch = self._serving()
+        return event
 
     # --- sending -------------------------------------------------------------------------------------------------
 
@@ -165,8 +171,8 @@ def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
     """Names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
 
     `above` is the name of the block before, or of the root.  A name is the root's plus a hash (splitmix64) of each
-    (position, token) up to it: the same wherever an edge of the tree begins.  Not for proofs: whoever can choose
-    prompts can find two with one name.
+    (position, token) up to it, modulo 2^63: the same wherever an edge of the tree begins.  Not for proofs: whoever can
+    choose prompts can find two with one name.
     """
     mixed = np.arange(depth, depth + len(tokens))
     mixed <<= _POSITION_SHIFT
@@ -180,12 +186,13 @@ def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
     mixed ^= mixed >> _LAST_SHIFT
     names = mixed.cumsum().view(np.int64)
     names += above
+    names &= _NOT_NEGATIVE
     return names
 
 
 def _root_name(extra_key: str | None, weight_version: str) -> int:
     digest = blake2b(msgspec.msgpack.encode([extra_key, weight_version]), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    return int.from_bytes(digest, "big") & _NOT_NEGATIVE
 
 
 def _depth(node: RadixNode | None) -> int:

@@ -369,17 +369,20 @@ class Scheduler:
             self.reply(answer)
 
     def reply(self, answer: ControlReqOutput) -> None:
+        answer.dp_rank = self.parallel.position.dp_rank
         try:
             self._channel.send(answer)
         except Exception as error:  # an answer that cannot be encoded
-            self._channel.send(failure(answer.request_id, error))
+            failed = failure(answer.request_id, error)
+            failed.dp_rank = answer.dp_rank
+            self._channel.send(failed)
 
 
 def _seed_source(random_seed: int, parallel: Parallel) -> np.random.Generator:
     """Seeds for requests that bring none: the same on ranks that share requests, others on others."""
     drawn = torch.tensor([secrets.randbits(62)])
     seed = random_seed or int(parallel.tp.broadcast(drawn))
-    stream = max(parallel.position.attn_dp_rank, parallel.position.replica)
+    stream = parallel.position.dp_rank
     return np.random.default_rng([seed, stream] if stream else seed)
 
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from rollout.core.errors import FatalError
-from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOutput
+from rollout.core.io_struct import SchedulerInput, SchedulerOutput
 from rollout.distributed.parallel import Parallel
 from rollout.scheduler.channel import RawChannel, decode
 
@@ -38,7 +38,6 @@ class SharedChannel:
         self._rank = parallel.position.world_rank
         self._tp = parallel.tp
         self._speaks = parallel.position.speaks
-        self._dp_rank = max(parallel.position.attn_dp_rank, parallel.position.replica)
         self._owns_inbox = parallel.position.is_inbox_owner
         self._buffer = torch.zeros(_HEADER.size + _INLINE_BYTES, dtype=torch.uint8)
         self._now = inner.now
@@ -73,11 +72,8 @@ class SharedChannel:
         return [decode(data) for data in msgspec.msgpack.decode(body, type=list[bytes])]
 
     def send(self, message: SchedulerOutput) -> None:
-        if not self._speaks:
-            return
-        if isinstance(message, ControlReqOutput):
-            message.dp_rank = self._dp_rank
-        self._inner.send(message)
+        if self._speaks:
+            self._inner.send(message)
 
     def wake(self) -> None:
         self._inner.wake()

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[ServerProcess]:
     events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     config = {"publisher": "zmq", "endpoint": events, "bind": True, "replay_endpoint": replay, "topic": "kv"}
+    config["weight_versions"] = True
     settings = {"kv_events_config": json.dumps(config), "max_total_tokens": SLOTS, "dtype": "float32"}
     with ServerProcess(folder, **settings) as process:
         yield process
@@ -179,8 +180,13 @@ def test_each_data_parallel_rank_has_a_publisher_and_numbers_of_its_own(folder: 
             assert reply.status_code == 200
             if subscribers[1].poll(100):
                 break
-        _, events, dp_rank = msgspec.msgpack.decode(subscribers[1].recv_multipart()[2])
-        assert dp_rank == 1 and events[0]["type"] == "BlockStored" and events[0]["token_ids"][-3:] == [47, 48, 49]
+        assert server.http.post("/generate", json=body([77, *prompt], {"routed_dp_rank": 1})).status_code == 200
+        stored: list[int] = []
+        while stored[-len(prompt) :] != prompt:
+            assert subscribers[1].poll(5000)
+            _, events, dp_rank = msgspec.msgpack.decode(subscribers[1].recv_multipart()[2])
+            assert dp_rank == 1 and "weight_version" not in events[0]
+            stored = events[0].get("token_ids", [])
         assert not subscribers[0].poll(0)
         facts = server.http.get("/server_info").json()["kv_events"]
         assert facts["dp_size"] == 2 and facts["num_batches"][0] == 1 < facts["num_batches"][1]

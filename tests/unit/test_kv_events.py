@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -76,7 +77,7 @@ def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 
 @pytest.fixture
 def rig(rigs: Callable[..., Rig]) -> Rig:
-    return rigs()
+    return rigs(weight_versions=True)
 
 
 def tree_of(batches: list[tuple[int, bytes]]) -> PrefixTree:
@@ -153,72 +154,68 @@ def test_a_name_depends_on_version_and_salt(rig: Rig) -> None:
     assert names[2] == names[3], "engines with other counts of commits use the same names"
 
 
-def test_salts_are_told_as_they_were_given(rig: Rig) -> None:
-
-    for key in (None, "extra", "salt\x1f", "salt\x1fextra"):
-        rig.insert([1, 2], key)
-        rig.insert([1, 2, 3], key)
-    rig.publish()
-    stored = [e for _, p in rig.replayed() for e in msgspec.msgpack.decode(p)[1] if e["type"] == "BlockStored"]
-    told = [(event["cache_salt"], event["extra_key"]) for event in stored]
-    assert told == [(None, None)] * 2 + [(None, "extra")] * 2 + [("salt", None)] * 2 + [("salt", "extra")] * 2
-    keys = [event["extra_keys"] for event in stored]
-    assert keys == [
-        None,
-        None,
-        *[[["extra"], None], [None]],
-        *[[["salt"], None], [None]],
-        [["salt\x1fextra"], None],
-        [None],
-    ]
+class VLLMEvent(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """vllm-router refuses a batch with any other field, and one whose hashes are negative."""
 
 
-class SGLangEvent(msgspec.Struct, omit_defaults=True, tag=True):
-    pass
+Hash = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class BlockStored(SGLangEvent):
-    """The fields that SGLang 0.5.23 and vLLM 0.33 declare, with those that must be there."""
+class BlockStored(VLLMEvent):
+    """The fields of vLLM 0.33, with those that must be there; SGLang 0.5.23 has them too, but for `extra_keys`."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
 
 
-class BlockRemoved(SGLangEvent):
-    block_hashes: list[int]
-    medium: str | None = None
+class BlockRemoved(VLLMEvent):
+    block_hashes: list[Hash]
+    medium: str | None
 
 
-class AllBlocksCleared(SGLangEvent):
+class AllBlocksCleared(VLLMEvent):
     pass
 
 
-class Batch(msgspec.Struct, array_like=True):
+class Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    attn_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
 
 
-def test_subscribers_of_sglang_and_vllm_read_the_batches(rig: Rig) -> None:
-    rig.insert([4, 5, 6], "salt\x1f")
-    rig.insert([4, 5, 7], "salt\x1f")
+@pytest.mark.parametrize("key", [None, "extra", "salt\x1f", "salt\x1fextra"])
+def test_strict_subscribers_read_the_batches(rigs: Callable[..., Rig], key: str | None) -> None:
+    rig = rigs()
+    rig.insert([4, 5, 6], key)
+    rig.insert([4, 5, 7], key)
     rig.cache.evict(1)
     rig.publish()
     ((_, payload),) = rig.replayed()
     cleared, first, second, removed = msgspec.msgpack.decode(payload, type=Batch).events
     assert isinstance(cleared, AllBlocksCleared) and isinstance(removed, BlockRemoved)
     assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
-    assert first.token_ids == [4, 5, 6] and second.token_ids == [7] and first.extra_keys == [("salt",), None, None]
+    assert first.token_ids == [4, 5, 6] and second.token_ids == [7]
     assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[1]
     assert removed.block_hashes == [first.block_hashes[2]] and first.medium == removed.medium == "GPU"
+    if key is None:
+        assert first.extra_keys is second.extra_keys is None
+    else:
+        assert first.extra_keys == [(key.removesuffix("\x1f"),), None, None] and second.extra_keys == [None]
+
+
+def test_dynamo_s_format_has_the_salt_as_sglang_tells_it(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(format="dynamo")
+    rig.insert([1, 2], "salt\x1f")
+    rig.insert([1, 2])
+    rig.publish()
+    _, salted, plain = msgspec.msgpack.decode(rig.replayed()[0][1])[1]
+    assert salted["cache_salt"] == "salt" and "cache_salt" not in plain
 
 
 def test_replay_has_the_last_batches(rigs: Callable[..., Rig]) -> None:
