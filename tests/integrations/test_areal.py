@@ -23,7 +23,7 @@ from weight_sync.process_group import free_port
 
 stubs.install("triton", "ray", "torchvision", "flask", "werkzeug", "numba", "aiofiles")
 from areal.api import ModelAllocation, ModelRequest, ParamSpec, WeightUpdateMeta  # noqa: E402
-from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig  # noqa: E402
+from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig  # noqa: E402
 from areal.engine.core.distributed import init_custom_process_group  # noqa: E402
 from areal.engine.sglang_remote import RemoteSGLangEngine  # noqa: E402
 from areal.engine.vllm_remote import RemotevLLMEngine  # noqa: E402
@@ -131,6 +131,7 @@ def test_weights_from_disk(
     folder.mkdir()
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     save_file(scaled(tensors, 4.0), folder / "model.safetensors", metadata={"format": "pt"})
+    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path / "names")))
     saved = names.update_weights_from_disk("lockstep", trial.backend, trial.engine.get_version())
     name_resolve.add(saved, str(datetime.now().timestamp()), replace=True)
     meta = WeightUpdateMeta(type="disk", path=str(folder), clear_checkpoint_after_load=False)

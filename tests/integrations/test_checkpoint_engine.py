@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from checkpoint_engine.api import request_inference_to_update
 from safetensors.torch import save_file
+from torch.multiprocessing import reductions
 
 from tests.integrations.framework import Framework
 from tests.integrations.weights import assert_holds, scaled
@@ -54,6 +56,9 @@ def parameters() -> Iterator[Any]:
     ps = checkpoint_engine.ps
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     torch.multiprocessing.set_sharing_strategy("file_system")
+    # The package pickles the handle of its buffer plainly, which for a CPU would be the content.
+    copyreg.pickle(torch.UntypedStorage, reductions.reduce_storage)
+    copyreg.pickle(torch.storage.TypedStorage, reductions.reduce_typed_storage)
     ps.DeviceManager = _Cpu
     ps._get_physical_gpu_id = lambda *_: "CPU-0"
     ps.P2PStore = _no_store
@@ -84,7 +89,8 @@ def asked_as_sglang(server: ServerProcess, version: str) -> Any:
 
     def ask(socket_paths: list[tuple[str, str]]) -> None:
         body = {"zmq_handles": dict(socket_paths), "flush_cache": True, "weight_version": version}
-        httpx.post(f"{server.url}/update_weights_from_ipc", json=body, timeout=60.0).raise_for_status()
+        reply = httpx.post(f"{server.url}/update_weights_from_ipc", json=body, timeout=60.0)
+        assert reply.status_code == 200, reply.text
 
     return ask
 

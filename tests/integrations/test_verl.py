@@ -40,7 +40,7 @@ FRAMEWORK = Framework(
     shimmed=(
         local_ray.SHIM,
         "CPU tensors, shared by file name",
-        "stubs for SGLang's kernels and engine",
+        "stubs for SGLang's kernels and engine", "SGLang 0.5.23 for 0.5.12",
     ),
     not_there=("delta_sharded (its own loader)", "LoRA"),
 )
@@ -90,6 +90,7 @@ def trial(checkpoint: Path) -> Iterator[Trial]:
     torch.multiprocessing.set_sharing_strategy("file_system")
     sglang.srt.utils.patch_torch.monkey_patch_torch_reductions = lambda: None  # for CUDA's tensors only
     sglang_rollout._to_ipc_device = lambda tensor: tensor
+    sglang_rollout.AsyncHttpServerAdapter.__abstractmethods__ = frozenset()  # of a later SGLang than verl's 0.5.12
     init = f"tcp://127.0.0.1:{free_port()}"
     torch.distributed.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     running = Trial(checkpoint)

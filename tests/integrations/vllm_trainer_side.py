@@ -6,6 +6,7 @@ after another, each closed by the tensor that takes it over the limit.
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -84,5 +85,6 @@ def broadcast_packed(
 def _module(name: str, **content: Any) -> types.ModuleType:
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = []  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     module.__dict__.update(content)
     return module
