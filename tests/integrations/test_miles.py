@@ -38,15 +38,24 @@ from miles.rollout.generate_utils.generate_endpoint_utils import (  # noqa: E402
     compute_request_payload,
     get_rollout_topk_from_response,
 )
-from miles.utils.distributed_utils import init_process_group  # noqa: E402
+from miles.utils import distributed_utils  # noqa: E402
 from miles.utils.types import Sample  # noqa: E402
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket  # noqa: E402
+
+_new_group = distributed_utils._new_process_group_helper
+# It takes torch 2.13 for older than 2.6, by the texts, and gives an argument of then.
+distributed_utils._new_process_group_helper = lambda *args, pg_options=None, **kwargs: _new_group(*args, **kwargs)
 
 FRAMEWORK = Framework(
     name="miles",
     packages=("miles-rl",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
-    shimmed=(local_ray.SHIM, "gloo for NCCL", "SGLang's ServerArgs as a plain dataclass"),
+    shimmed=(
+        local_ray.SHIM,
+        "gloo for NCCL",
+        "an argument of torch before 2.6 left out",
+        "SGLang's ServerArgs as a plain dataclass",
+    ),
     not_there=("LoRA", "post_process_weights", "RDMA transfer"),
 )
 PROMPT = [260, 315, 81, 377, 294]
@@ -125,7 +134,7 @@ def test_weights_by_broadcast(engine: Any, server: ServerProcess, tensors: dict[
     port, name, new = free_port(), "miles-pp_0", scaled(tensors, 2.0)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, 2, name, "nccl")
-        group = init_process_group(
+        group = distributed_utils.init_process_group(
             backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=name
         )
         told.result()
@@ -162,10 +171,12 @@ def test_release_and_resume_by_tags(engine: Any) -> None:
 
 
 @pytest.fixture
-def redirected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As a user has it: the redirect on PYTHONPATH, for this process's children."""
     folder = Path(rollout.integrations.__file__).parent / "sglang_redirect"
-    path = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    (tmp_path / "IPython").mkdir()
+    (tmp_path / "IPython" / "display.py").write_text("HTML = display = None\n")  # which `import sglang` wants
+    path = [str(folder), str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.syspath_prepend(folder)
     before = list(sys.meta_path)

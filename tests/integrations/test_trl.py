@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -21,9 +23,7 @@ from weight_sync.process_group import free_port
 
 cuda_as_cpu.install()
 vllm_trainer_side.install()
-import trl.import_utils  # noqa: E402
-
-trl.import_utils.is_vllm_available = lambda min_version=None: True
+importlib.import_module("trl.import_utils").is_vllm_available = lambda min_version=None: True
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
@@ -98,6 +98,7 @@ def test_reset_prefix_cache(client: Any) -> None:
 
 
 def test_async_client_knows_the_server(server: ServerProcess) -> None:
+    PartialState(cpu=True)  # the trainer has one, for its logs
     client = AsyncClient(server.url)
     client.wait_for_server_ready()
     assert client.get_max_model_len() == 4096 and client.get_dtype() == "torch.float32"

@@ -40,7 +40,8 @@ FRAMEWORK = Framework(
     shimmed=(
         local_ray.SHIM,
         "CPU tensors, shared by file name",
-        "stubs for SGLang's kernels and engine", "SGLang 0.5.23 for 0.5.12",
+        "stubs for SGLang's kernels and engine",
+        "SGLang 0.5.23 for 0.5.12",
     ),
     not_there=("delta_sharded (its own loader)", "LoRA"),
 )
