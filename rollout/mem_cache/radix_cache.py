@@ -197,7 +197,11 @@ class RadixCache:
         self._retired_below = current_epoch
         if self._listener is not None:
             self._listener.cleared()
-        for root in [root for (_, epoch), root in self._roots.items() if epoch < current_epoch]:
+        self.drop_retired()
+
+    def drop_retired(self) -> None:
+        """Drop what is left of namespaces that are never used again, as far as nobody holds it."""
+        for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
             for node in list(_postorder(root)):
                 node.block_hashes = _NO_HASHES
                 if self._is_evictable(node):

@@ -61,6 +61,7 @@ class SessionPins:
         if weight_epoch != self._weight_epoch:
             self._weight_epoch = weight_epoch
             self.clear()
+            self._cache.drop_retired()
         while self._pins and next(iter(self._pins.values())).expires_at <= now:
             self.drop_oldest()
 

@@ -115,7 +115,9 @@ def build_scheduler(
     attention = create_attention_backend(backend, kv_pool)
     runner = ModelRunner(state, kv_pool, attention, recorder)
     sampler = select_sampler(dtype, device, kernels.available)
-    inbox: Channel = channel if parallel.tp.size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
+    inbox: Channel = (
+        channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
+    )
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     consensus = RankConsensus(parallel.weight_io, parallel.world)
     layout = _expert_layout(config, placement, args.nnodes)

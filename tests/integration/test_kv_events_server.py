@@ -34,6 +34,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
     config = {"publisher": "zmq", "endpoint": events, "bind": True, "replay_endpoint": replay, "topic": "kv"}
     config["weight_versions"] = True
     settings = {"kv_events_config": json.dumps(config), "max_total_tokens": SLOTS, "dtype": "float32"}
+    settings |= {"session_pin_fraction": 0.3}
     with ServerProcess(folder, **settings) as process:
         yield process
 
@@ -93,7 +94,8 @@ class Traffic:
 
     def generate(self, prompt: list[int], fields: dict[str, Any]) -> int:
         """Tokens that came from the cache."""
-        reply = self.http.post("/generate", json=body(prompt, fields, int(self.rng.integers(1, 12))))
+        asked = body(prompt, fields, int(self.rng.integers(1, 12)))
+        reply = self.http.post("/generate", json=asked | {"session_id": f"agent-{self.rng.integers(8)}"})
         assert reply.status_code == 200, reply.text
         self.conversations = [*self.conversations[-30:], prompt + reply.json()["output_ids"]]
         return reply.json()["meta_info"]["cached_tokens"]

@@ -210,13 +210,16 @@ def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dic
 
 def _check_session_on_both_ranks(server: ServerProcess) -> None:
     body = {"input_ids": PROMPTS[1], "sampling_params": PARAMS}
-    for rank in (0, 1):
+    kept = len(PROMPTS[1]) + 7  # the last token has no KV
+    for rank in (1, 0):
         headers = {"X-Session-ID": "agent", "X-data-parallel-rank": str(rank)}
         meta = server.http.post("/generate", json=body, headers=headers).json()["meta_info"]
         assert (meta["dp_rank"], meta["session_id"]) == (rank, "agent")
+        for _ in range(10):  # whoever answers first: each rank's numbers are its own
+            loads = server.http.get("/v1/loads").json()["loads"]
+            assert [load["num_used_tokens"] for load in loads] == ([0, kept] if rank else [kept, kept])
     report = server.http.get("/sessions/agent").json()
-    kept = len(PROMPTS[1]) + PARAMS["max_new_tokens"] - 1
-    assert (report["num_finished"], report["dp_rank"], report["pinned_tokens"]) == (2, 1, 2 * kept)
+    assert (report["num_finished"], report["dp_rank"], report["pinned_tokens"]) == (2, 0, 2 * kept)
     finished = server.http.post("/finish_session", params={"session_id": "agent"})
     assert finished.json()["num_released_tokens"] == 2 * kept
 

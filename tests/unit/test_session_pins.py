@@ -200,6 +200,7 @@ def test_a_commit_and_a_flush_end_all_pins(folders) -> None:
     assert refresh(harness, logical_tensors(folders[1]), "v2").success
     harness.tick()
     harness.check_idle()
+    assert harness.scheduler.cache.prefix_cache.num_cached == 0
     assert turn(harness, prompt_of(1), "mine") == 0
     assert harness.control(FlushCacheReqInput).success
     assert turn(harness, prompt_of(1), "mine") == 0
