@@ -24,6 +24,7 @@ from tests.server_process import ServerProcess, free_port
 
 START_S = 60.0
 LAYERS, TOP_K = 4, 2
+ENGINES = 3
 RETRIES = 20
 RETRY_S = 0.25
 
@@ -37,6 +38,9 @@ class Answer:
     cached: int
 
 
+Generate = Callable[..., Answer]
+
+
 @dataclass
 class Fleet:
     """`router`: a client of the router; `engines`: the servers behind it."""
@@ -47,15 +51,12 @@ class Fleet:
 
 @contextmanager
 def fleet(
-    checkpoint: Path, flags: dict[str, Any], module: str, words: Sequence[str], num_engines: int = 3
+    checkpoint: Path, flags: dict[str, Any], module: str, words: Sequence[str], generate: Generate
 ) -> Iterator[Fleet]:
-    """Servers, and `python -m module` before them."""
+    """Three servers, and `python -m module` before them, through which `generate` gets an answer."""
     with ExitStack() as stack:
-        engines = [
-            ServerProcess(checkpoint, max_total_tokens=16384, num_threads=1, **flags) for _ in range(num_engines)
-        ]
-        for engine in engines:
-            stack.enter_context(engine)
+        settings = {"max_total_tokens": 16384, "num_threads": 1, **flags}
+        engines = [stack.enter_context(ServerProcess(checkpoint, **settings)) for _ in range(ENGINES)]
         port = free_port()
         command = [
             *(sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port)),
@@ -66,7 +67,7 @@ def fleet(
         stack.callback(process.wait, 10)
         stack.callback(process.kill)
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False))
-        _wait(lambda: process.poll() is None and _generates(client))
+        wait_until(lambda: process.poll() is None and _answers(generate, client))
         yield Fleet(client, engines)
 
 
@@ -104,9 +105,6 @@ def vllm_generate(
     return Answer(choice["token_ids"], decoded, content["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-Generate = Callable[..., Answer]
-
-
 def check_routes(generate: Generate, router: httpx.Client) -> None:
     """Every row of the routes arrives, and the layers with experts have some."""
     prompt = list(range(260, 270))
@@ -131,9 +129,9 @@ def check_drain_and_death(generate: Generate, fleet: Fleet) -> None:
     expected = {tuple(prompt): generate(fleet.engines[2].http, prompt, 24).token_ids for prompt in prompts[::6]}
     with ThreadPoolExecutor(8) as pool:
         running = [pool.submit(_with_retries, generate, fleet.router, prompt) for prompt in prompts]
-        _wait(lambda: sum(future.done() for future in running) >= 10)
+        wait_until(lambda: sum(future.done() for future in running) >= 10)
         fleet.engines[0].process.terminate()
-        _wait(lambda: sum(future.done() for future in running) >= 20)
+        wait_until(lambda: sum(future.done() for future in running) >= 20)
         fleet.engines[1].process.kill()
         answers = [future.result() for future in running]
     assert [len(answer.token_ids) for answer in answers] == [24] * len(prompts)
@@ -151,15 +149,14 @@ def _with_retries(generate: Generate, router: httpx.Client, prompt: list[int]) -
     raise last
 
 
-def _generates(client: httpx.Client) -> bool:
-    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+def _answers(generate: Generate, client: httpx.Client) -> bool:
     try:
-        return client.post("/generate", json=body).status_code == 200
-    except httpx.TransportError:
+        return len(generate(client, [5], 1).token_ids) == 1
+    except (httpx.TransportError, httpx.HTTPStatusError):
         return False
 
 
-def _wait(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
         assert time.monotonic() < deadline, "nothing happened in time"

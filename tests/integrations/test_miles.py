@@ -178,6 +178,7 @@ def redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     (tmp_path / "IPython" / "display.py").write_text("HTML = display = None\n")  # which `import sglang` wants
     path = [str(folder), str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(folder)
     before = list(sys.meta_path)
     import sitecustomize  # noqa: F401

@@ -15,6 +15,7 @@ from tests.integrations.routers import (
     check_sessions,
     fleet,
     sglang_generate,
+    wait_until,
 )
 
 FRAMEWORK = Framework(
@@ -24,13 +25,17 @@ FRAMEWORK = Framework(
 
 @pytest.fixture(scope="module")
 def behind(framework: Framework, checkpoint: Path) -> Iterator[Fleet]:
-    with fleet(checkpoint, framework.flags, "sglang_router.launch_router", ["--policy", "manual"]) as running:
+    with fleet(
+        checkpoint, framework.flags, "sglang_router.launch_router", ["--policy", "manual"], sglang_generate
+    ) as running:
         yield running
 
 
 def test_all_servers_are_workers(behind: Fleet) -> None:
-    urls = {worker["url"] for worker in behind.router.get("/workers").json()["workers"]}
-    assert urls == {engine.url for engine in behind.engines}
+    def urls() -> set[str]:
+        return {worker["url"] for worker in behind.router.get("/workers").json()["workers"]}
+
+    wait_until(lambda: urls() == {engine.url for engine in behind.engines})
 
 
 def test_routes_come_through(behind: Fleet) -> None:

@@ -22,7 +22,9 @@ FRAMEWORK = Framework(name="vllm-router", packages=("vllm-router",), flags={"ena
 
 @pytest.fixture(scope="module")
 def behind(framework: Framework, checkpoint: Path) -> Iterator[Fleet]:
-    with fleet(checkpoint, framework.flags, "vllm_router.launch_router", ["--policy", "consistent_hash"]) as running:
+    with fleet(
+        checkpoint, framework.flags, "vllm_router.launch_router", ["--policy", "consistent_hash"], vllm_generate
+    ) as running:
         yield running
 
 
