@@ -60,7 +60,7 @@ def fleet(
         port = free_port()
         command = [
             *(sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port)),
-            *("--prometheus-port", str(free_port()), "--log-level", "warn"),
+            *("--prometheus-port", str(free_port()), "--log-level", "error"),
             *("--worker-urls", *[engine.url for engine in engines], *words),
         ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
