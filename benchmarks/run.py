@@ -22,6 +22,7 @@ from benchmarks import (
     parallel,
     parallel_stalls,
     scaling,
+    sessions,
     throughput,
     weight_refresh,
 )
@@ -30,6 +31,7 @@ PARTS = (
     "throughput",
     "grpo",
     "capture",
+    "sessions",
     "scaling",
     "memory",
     "refresh",
@@ -66,6 +68,8 @@ def main() -> None:
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
+        if "sessions" in args.only and shape == "S":
+            rows += sessions.run(shape, args.rounds * 4, console)
         if "scaling" in args.only:
             svg = None if args.svg is None else args.svg / f"scaling_{shape}.svg"
             rows += scaling.run(shape, args.rounds, console, svg)
