@@ -22,8 +22,6 @@ from rollout.entrypoints.protocol import (
 )
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 
-COMPLETION_MAX_TOKENS = 16
-
 # Wire name -> sampling parameter; a field left at None is not sent on.
 _SAMPLING_NAMES = {
     "temperature": "temperature",
@@ -160,13 +158,12 @@ class OpenAIRequest(SamplingFields):
 
 
 class CompletionRequest(OpenAIRequest):
-    """POST /v1/completions.  `max_tokens` null: to the end of the context.  `user` has no effect."""
+    """POST /v1/completions.  Without `max_tokens`, to the end of the context.  `user` has no effect."""
 
     unsupported = OpenAIRequest.unsupported | {"suffix"}
-    takes_null = frozenset({"max_tokens"})
 
     prompt: Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
-    max_tokens: int | None = COMPLETION_MAX_TOKENS
+    max_tokens: int | None = None
     logprobs: Count | None = None
     echo: bool = False
     best_of: int | None = None

@@ -64,13 +64,12 @@ def _fail_fast(node: Any) -> None:
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
-    Null means the default, but for the fields in `takes_null`.
-    A list is looked at up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
+    Null means the default.  A list is looked at up to its first bad element: pydantic would keep an error, hundreds of
+    bytes, for each.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    takes_null: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -85,7 +84,7 @@ class Body(BaseModel):
         if not isinstance(raw, dict):
             return raw
         refuse_unsupported(raw, cls.unsupported)
-        return {key: value for key, value in raw.items() if value is not None or key in cls.takes_null}
+        return {key: value for key, value in raw.items() if value is not None}
 
 
 def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = "") -> None:

@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     row = item.config.stash.get(_ROW, None)
     if row is not None and (report.when == "call" or report.failed):
-        step = item.name.removeprefix("test_replay").removeprefix("test_").strip("[]").replace("_", " ")
+        step = _step(item.name)
         steps = row.passed if report.passed else row.failed
         if step not in steps:
             steps.append(step)
@@ -38,6 +38,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path, row = session.config.getoption("--row"), session.config.stash.get(_ROW, None)
     if path is not None and row is not None:
         row.save(path)
+
+
+def _step(test: str) -> str:
+    """`test_some_words[sglang]`: "some words (sglang)"; of a recording its steps are the parameters."""
+    name, _, parameter = test.removeprefix("test_").removesuffix("]").partition("[")
+    words = parameter if name == "replay" else f"{name} ({parameter})" if parameter else name
+    return words.replace("_", " ")
 
 
 def _module(item: pytest.Item) -> Any:
