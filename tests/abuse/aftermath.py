@@ -2,7 +2,7 @@
 
 rest        it can be brought back to rest: nothing open, nothing paused, nothing released
 idle        no request is left, every KV slot is free, the cache can be flushed
-health      a new connection gets a 200 from /health within a second
+health      new connections get a 200 from /health and /liveness within a second
 answer      a fixed greedy request has the same tokens, log-probabilities and routes as before
 weights     every tensor has the fingerprint that it had
 memory      all processes together use no more than before, but for what the attack is granted
@@ -127,13 +127,17 @@ def idle(victim: Victim, *_: Any) -> str | None:
 
 
 def health(victim: Victim, *_: Any) -> str | None:
+    return _lives(victim, "/health") or _lives(victim, "/liveness")
+
+
+def _lives(victim: Victim, path: str) -> str | None:
     started = time.monotonic()
     try:
-        status = httpx.get(f"{victim.url}/health", timeout=10.0, trust_env=False).status_code
+        status = httpx.get(f"{victim.url}{path}", timeout=10.0, trust_env=False).status_code
     except httpx.HTTPError as error:
-        return f"{type(error).__name__} after {time.monotonic() - started:.1f} s"
+        return f"{path}: {type(error).__name__} after {time.monotonic() - started:.1f} s"
     seconds = time.monotonic() - started
-    return None if status == 200 and seconds < HEALTH_S else f"{status} after {seconds:.2f} s"
+    return None if status == 200 and seconds < HEALTH_S else f"{path}: {status} after {seconds:.2f} s"
 
 
 def same_answer(victim: Victim, _: Attack, before: Before) -> str | None:

@@ -98,6 +98,14 @@ async def answers_health_late(app: App, scope: Message, receive: Receive, send: 
 
 
 @wrong
+async def seems_stuck(app: App, scope: Message, receive: Receive, send: Send) -> None:
+    if scope["path"] == "/liveness":
+        await _say(send, 503, {"error": {"type": "Unavailable", "message": "no"}})
+    else:
+        await app(scope, receive, send)
+
+
+@wrong
 async def stays_paused(app: App, scope: Message, receive: Receive, send: Send) -> None:
     if scope["path"] == "/continue_generation":
         await _say(send, 409, {"error": {"type": "Conflict", "message": "no"}})

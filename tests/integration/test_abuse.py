@@ -144,6 +144,7 @@ CAUGHT = {
     "logs_a_traceback": "tracebacks",
     "ends": "lockstep: error: KeyError",
     "answers_health_late": "health: ",
+    "seems_stuck": "health: ",
     "stays_paused": "rest: ",
     "cannot_flush": "idle: ",
     "fails": ": 500 ",
