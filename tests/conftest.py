@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
+
+# Hypothesis draws constants that it finds in the modules of this project that happen to be loaded: a derandomized test
+# would play other examples in the whole run than alone.
+providers._get_local_constants = providers.Constants  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="session")
