@@ -17,7 +17,7 @@ import torch
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.process_group import init_process_group
-from weight_sync.receivers.distributed import receive_distributed
+from weight_sync.receivers.distributed import announced, receive_distributed
 from weight_sync.tensor_meta import TensorMeta
 
 BUCKETS = 3
@@ -65,7 +65,7 @@ def main() -> None:
         group = init_process_group("127.0.0.1", int(port), rank, world, group_name(int(port)), "gloo", TIMEOUT_S)
         for _ in range(BUCKETS):
             try:
-                parts = receive_distributed(group, metas, load_format or None, "cpu", TIMEOUT_S)
+                parts = receive_distributed(group, announced(metas, load_format or None), "cpu", TIMEOUT_S)
                 answer: Answer = {name: float(tensor.double().mean()) for part in parts for name, tensor in part}
             except WeightSyncError as error:
                 answer = {"error": type(error).__name__, "message": str(error), "broken": group.broken}

@@ -66,6 +66,7 @@ class GroupMember:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         load_format: str | None = None,
+        packed_bytes: int | None = None,
     ) -> DistributedSource:
         """One bucket that rank 0 of a joined group will broadcast, as `receivers.distributed` says.
 
@@ -80,6 +81,7 @@ class GroupMember:
             timeout_s=self._timeout_s,
             memory=self._held.receive if self.is_open else None,
             whole=self.holds_steps,  # what is wrong with a bucket is found before any of it is written
+            packed_bytes=packed_bytes,
         )
 
     def refused_source(self, reason: str, group_name: str | None) -> RefusedSource:

@@ -80,6 +80,8 @@ class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput, kw_only=True):
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
     load_format: str | None = None
+    packed_buffer_size_bytes: int | None = None
+    """Of `load_format` "packed"."""
 
 
 class RefusedBucketReqInput(UpdateWeightsReqInput, kw_only=True):

@@ -20,6 +20,7 @@ TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
 Size = Annotated[int, Field(ge=0, lt=2**63)]
+PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
@@ -284,6 +285,7 @@ class UpdateWeightsFromDistributedRequest(BucketAddress):
     dtypes: list[str]
     shapes: list[list[Size]]
     load_format: str | None = None
+    packed_buffer_size_bytes: PackedBytes | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
     selector: Literal["all", "target"] = "all"

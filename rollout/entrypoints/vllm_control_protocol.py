@@ -5,16 +5,15 @@ Knows names, types and defaults.  Does not know what an endpoint does.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rollout.core.errors import UnsupportedFeature
-from rollout.entrypoints.protocol import Body, InitWeightsUpdateGroupRequest, Size
+from rollout.entrypoints.protocol import Body, InitWeightsUpdateGroupRequest, PackedBytes, Size
 
 SleepTag = Literal["weights", "kv_cache"]
 DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
-PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
 
 
 class AbortRequestsRequest(Body):

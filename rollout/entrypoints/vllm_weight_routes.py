@@ -2,13 +2,12 @@
 
     /init_weight_transfer_engine   join the trainer's group; packed buffers or not
     /start_weight_update           begin, with partial coverage, under an id of this server's own
-    /update_weights                one bucket, or one for each packed buffer
+    /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
 
 vLLM's clients carry no ids, so the id of the update that they started is kept here, and so is what the group was told.
-Packed buffers are flattened buckets: tensors end to end, a new buffer after the tensor that makes one too long.
 
-Knows vLLM's names, replies and packing.  What an update is belongs to the engine.
+Knows vLLM's names and replies.  What an update is belongs to the engine.
 """
 
 from __future__ import annotations
@@ -48,11 +47,6 @@ from rollout.entrypoints.vllm_control_protocol import (
 )
 from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from rollout.tokenizer_manager.manager import TokenizerManager
-from weight_sync.bucket import cut_packed
-from weight_sync.errors import WeightSyncError
-from weight_sync.receivers.distributed import FLATTENED_BUCKET
-from weight_sync.tensor_meta import dtype_name
-from weight_sync.wire import parse_metas
 
 InitBody = Annotated[InitWeightTransferEngineRequest, Depends(json_body(InitWeightTransferEngineRequest))]
 StartBody = Annotated[StartWeightUpdateRequest, Depends(json_body(StartWeightUpdateRequest))]
@@ -133,27 +127,19 @@ class VllmWeightRoutes:
         return reply(answer)
 
     async def _receive(self, info: UpdateInfo) -> ControlReqOutput:
-        """The answer to the first bucket that was refused, else to the last.
-
-        Its sender broadcasts all buffers whatever becomes of one, so all are received.
-        """
         joined = self._require_joined()
-        try:
-            calls, load_format = _calls(info, joined), FLATTENED_BUCKET if _is_packed(info, joined) else None
-        except WeightSyncError as error:
-            await self.refuse(error)
-            raise
-        answer = ControlReqOutput(request_id="", success=True, message="no tensors were announced")
+        is_packed = joined.packed if info.packed is None else info.packed
         started = time.monotonic()
-        for lists in calls:
-            received = await self._send(
-                UpdateWeightsFromDistributedReqInput,
-                **lists,
-                group_name=joined.group_name,
-                load_format=load_format,
-                update_id=self._update_id,
-            )
-            answer = received if answer.success else answer
+        answer = await self._send(
+            UpdateWeightsFromDistributedReqInput,
+            names=info.names,
+            dtypes=info.dtype_names,
+            shapes=info.shapes,
+            group_name=joined.group_name,
+            load_format="packed" if is_packed else None,
+            packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
+            update_id=self._update_id,
+        )
         self._metrics.on_weight_load("distributed", time.monotonic() - started)
         return answer
 
@@ -193,22 +179,3 @@ class VllmWeightRoutes:
         if open_now.get("update_id") == self._update_id and (is_failed or not only_failed):
             await self._send(AbortWeightUpdateReqInput, update_id=self._update_id)
             self._update_id = None
-
-
-def _is_packed(info: UpdateInfo, joined: InitInfo) -> bool:
-    return joined.packed if info.packed is None else info.packed
-
-
-def _calls(info: UpdateInfo, joined: InitInfo) -> list[dict[str, list[Any]]]:
-    """Names, dtypes and shapes of each bucket.  Raises `WeightRequestError`."""
-    metas = parse_metas(info.names, info.dtype_names, info.shapes)
-    buffer_bytes = info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes
-    buckets = cut_packed(metas, buffer_bytes) if _is_packed(info, joined) else [metas] if metas else []
-    return [
-        {
-            "names": [meta.name for meta in bucket],
-            "dtypes": [dtype_name(meta.dtype) for meta in bucket],
-            "shapes": [list(meta.shape) for meta in bucket],
-        }
-        for bucket in buckets
-    ]

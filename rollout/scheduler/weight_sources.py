@@ -27,10 +27,11 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
+    tensors, group = (verb.names, verb.dtypes, verb.shapes), verb.group_name
     if verb.load_format == DELTA:
-        inner = updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name)
+        inner = updater.distributed_source(*tensors, group)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange)
-    return updater.distributed_source(verb.names, verb.dtypes, verb.shapes, verb.group_name, verb.load_format)
+    return updater.distributed_source(*tensors, group, verb.load_format, verb.packed_buffer_size_bytes)
 
 
 def _refused(verb: RefusedBucketReqInput, updater: WeightUpdater) -> BucketSource:

@@ -215,20 +215,20 @@ def test_an_update_is_one_transaction_under_an_id_of_its_own(live: Live) -> None
     assert live.scheduler.received[-1].update_id != begin.update_id
 
 
-def test_packed_buffers_are_one_bucket_each_and_all_are_received(live: Live) -> None:
+def test_packed_buffers_come_as_one_bucket_with_their_size(live: Live) -> None:
     info = {"names": list("abcde"), "dtype_names": ["float32"] * 5, "shapes": [[2], [1], [3], [9], [1]]}
     joined = GROUP | {"packed": True, "packed_buffer_size_bytes": 11, "packed_num_buffers": 2}
     assert live.client.post("/init_weight_transfer_engine", json={"init_info": joined}).status_code == 200
     live.scheduler.answers[weight_io_struct.UpdateWeightsFromDistributedReqInput] = refusing(400)
     reply = live.client.post("/update_weights", json={"update_info": info})
     assert reply.status_code == 400 and reply.json()["message"] == "no"
-    sent = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
-    assert [verb.names for verb in sent] == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert {verb.load_format for verb in sent} == {"flattened_bucket"}
-    live.scheduler.received.clear()
     older = info | {"packed": True, "packed_buffer_size_bytes": 1000}
     live.client.post("/update_weights", json={"update_info": older})
-    assert [verb.names for verb in live.scheduler.received] == [list("abcde")]
+    live.client.post("/update_weights", json={"update_info": info | {"packed": False}})
+    sent = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
+    assert [verb.names for verb in sent] == [list("abcde")] * 3
+    assert [verb.load_format for verb in sent] == ["packed", "packed", None]
+    assert [verb.packed_buffer_size_bytes for verb in sent[:2]] == [11, 1000]
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 7, 8, 9, 100])

@@ -16,12 +16,12 @@ import torch
 
 from rollout.scheduler import weight_queue
 from tests.logical_weights_fake import FakeWeights, version
-from weight_sync.bucket import cut_pieces, pack
+from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers import distributed
 from weight_sync.receivers.base import deliver
-from weight_sync.receivers.distributed import PIECES, DistributedSource, ReceiveMemory
+from weight_sync.receivers.distributed import PACKED, PIECES, DistributedSource, ReceiveMemory
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.updater import WeightUpdater
 
@@ -56,10 +56,10 @@ class Messages(GroupHandle):
         self.finished += 1
 
 
-def cut(tensors: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+def cut(tensors: dict[str, torch.Tensor], cutter: Any = cut_pieces) -> list[list[tuple[str, torch.Tensor]]]:
     named = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    return [[(meta.name, tensors[meta.name]) for meta in piece] for piece in cut_pieces(metas, PIECE)]
+    return [[(meta.name, tensors[meta.name]) for meta in piece] for piece in cutter(metas, PIECE)]
 
 
 def source_of(tensors: dict[str, torch.Tensor], group: GroupHandle, **options: Any) -> DistributedSource:
@@ -69,14 +69,12 @@ def source_of(tensors: dict[str, torch.Tensor], group: GroupHandle, **options: A
         [dtype_name(tensor.dtype) for _, tensor in named],
         [list(tensor.shape) for _, tensor in named],
     )
-    left: list[bool] = []
-    return DistributedSource(
-        lists, PIECES, join=lambda: group, leave=lambda: left.append(True), device="cpu", timeout_s=5.0, **options
-    )
+    options = {"load_format": PIECES, "device": "cpu", "timeout_s": 5.0} | options
+    return DistributedSource(lists, join=lambda: group, leave=lambda: None, **options)
 
 
-def messages_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-    return [pack(piece) for piece in cut(tensors)]
+def messages_of(tensors: dict[str, torch.Tensor], cutter: Any = cut_pieces) -> list[torch.Tensor | None]:
+    return [pack(piece) for piece in cut(tensors, cutter)]
 
 
 def updater_of(weights: FakeWeights, mode: Any = "host") -> WeightUpdater:
@@ -105,18 +103,35 @@ def test_a_piece_ends_where_tensors_of_another_shape_begin() -> None:
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "journal", "in_place"])
-def test_a_refresh_in_pieces(mode: str) -> None:
+@pytest.mark.parametrize(("form", "cutter"), [(PIECES, cut_pieces), (PACKED, cut_packed)])
+def test_a_refresh_in_pieces(mode: str, form: str, cutter: Any) -> None:
     weights, sent = FakeWeights(0), version(1)
-    group = Messages(messages_of(sent))
+    group = Messages(messages_of(sent, cutter))
     assert len(group.messages) > 3
     updater = updater_of(weights, mode)
     updater.begin("v1")
-    updater.receive(source_of(sent, group, whole=updater.holds_steps))
+    updater.receive(source_of(sent, group, load_format=form, packed_bytes=PIECE, whole=updater.holds_steps))
     updater.verify()
     updater.commit()
     assert weights.snapshot() == FakeWeights(1).snapshot()
     assert group.posted == group.finished == len(group.messages)
     assert group.ahead == (1 if updater.holds_steps else 3)  # two are on their way while a piece is looked at, no more
+
+
+def test_buffers_of_another_size_than_the_sender_packs_are_refused() -> None:
+    weights, sent = FakeWeights(0), version(1)
+    before = weights.snapshot()
+    updater = updater_of(weights)
+    updater.begin("v1")
+    group = Messages([*messages_of(sent, cut_packed), *messages_of(sent, cut_packed)])
+    with pytest.raises(ContentError, match="buffer 0: the message is longer"):
+        updater.receive(source_of(sent, group, load_format=PACKED, packed_bytes=1))
+    assert weights.snapshot() == before
+
+
+def test_packed_buffers_need_their_size() -> None:
+    with pytest.raises(WeightRequestError, match="'packed' with packed_buffer_size_bytes"):
+        source_of(version(1), Messages([]), load_format=PACKED).announce(1 << 20)
 
 
 @pytest.mark.parametrize("wrong", ["short", "long"])

@@ -1,9 +1,10 @@
-"""Receives one bucket over a process group, in one of three forms:
+"""Receives one bucket over a process group, in one of four forms:
 
     null                a broadcast per tensor, in list order
     flattened_bucket    one broadcast: all tensors end to end
     pieces              the same bytes, a broadcast for every few tensors (`cut_pieces` with `PIECE_BYTES`): while a
                         piece is looked at and written the next ones come, into others of three areas
+    packed              the same, in vLLM's buffers (`cut_packed` with the size that the call names)
 
 gloo does not compare the two ends of a broadcast.  A message shorter than the receiver's buffer counts as received
 and leaves the rest of the buffer untouched; a longer one ends the receiving process.  So with gloo every message is
@@ -35,7 +36,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weight_sync.bucket import check_alignment, cut_pieces, unpack
+from weight_sync.bucket import check_alignment, cut_packed, cut_pieces, unpack
 from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.pages import new_area
 from weight_sync.process_group import GroupHandle
@@ -44,6 +45,7 @@ from weight_sync.wire import parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"
+PACKED = "packed"
 PIECE_BYTES = 16 << 20
 """Few enough to stay in a processor's cache from one look to the next."""
 NUM_AREAS = 3
@@ -83,8 +85,8 @@ class DistributedSource:
     """One bucket over a group: `lists` are the names, dtypes and shapes of the call.
 
     `join` gives the group, or raises `UnknownGroupError`; `leave`, which may raise the same, is called when the group
-    broke, or is out of step with its sender.  `memory`: kept by
-    the caller from call to call.  `whole`: nothing is handed on before everything is there.
+    broke, or is out of step with its sender.  `memory`: kept by the caller from call to call.  `whole`: nothing is
+    handed on before everything is there.  `packed_bytes`: of the buffers of the form `packed`.
     """
 
     must_drain = True
@@ -100,24 +102,29 @@ class DistributedSource:
         timeout_s: float,
         memory: ReceiveMemory | None = None,
         whole: bool = False,
+        packed_bytes: int | None = None,
     ) -> None:
         self._lists = lists
         self._load_format = load_format
+        self._packed_bytes = packed_bytes
         self._join = join
         self._leave = leave
         self._device = device
         self._timeout_s = timeout_s
         self._memory = ReceiveMemory() if memory is None else memory
         self._whole = whole
-        self._metas: Sequence[TensorMeta] = ()
+        self._messages: list[Announced] = []
         self._is_begun = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """The call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
-        self._metas = parse_metas(*self._lists)
-        check_announced(self._metas, self._load_format, max_bytes)
+        metas = parse_metas(*self._lists)
+        total = sum(meta.nbytes for meta in metas)
+        if total > max_bytes:
+            raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
+        self._messages = announced(metas, self._load_format, self._packed_bytes)
         self._join()
-        return self._metas
+        return metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
         """The tensors, in one or more parts.  Raises as `receive_distributed`."""
@@ -125,8 +132,9 @@ class DistributedSource:
         self._is_begun = True
         complete = False
         try:
+            in_turns = self._load_format in (PIECES, PACKED) and not self._whole
             yield from receive_distributed(
-                group, self._metas, self._load_format, self._device, self._timeout_s, self._memory, self._whole
+                group, self._messages, self._device, self._timeout_s, self._memory, in_turns=in_turns
             )
             complete = True
         finally:
@@ -144,66 +152,62 @@ class DistributedSource:
                 self._leave()
 
 
-def check_announced(metas: Sequence[TensorMeta], load_format: str | None, max_bytes: int) -> None:
-    """Whether a bucket can be received at all.  Raises `WeightRequestError`."""
-    if load_format not in (None, FLATTENED_BUCKET, PIECES):
-        known = f"null, {FLATTENED_BUCKET!r}, {PIECES!r}"
-        raise WeightRequestError(f"unknown load_format {load_format!r}; known: {known}")
-    total = sum(meta.nbytes for meta in metas)
-    if total > max_bytes:
-        raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
-    _messages(metas, load_format)  # whether all can be taken
-
-
-def receive_distributed(
-    group: GroupHandle,
-    metas: Sequence[TensorMeta],
-    load_format: str | None,
-    device: torch.device | str,
-    timeout_s: float,
-    memory: ReceiveMemory | None = None,
-    whole: bool = False,
-) -> Iterator[Named]:
-    """Take part in the broadcasts of one checked bucket; (name, tensor) in list order, in one or more parts.
-
-    The tensors are views of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
-    part is asked for.  `timeout_s` is the deadline of the whole bucket.  Whoever cannot use a part asks for the others
-    nevertheless, or the sender waits.  `whole`: one part.  Raises `ContentError` when a message was shorter or longer
-    than announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
-    """
-    deadline = time.monotonic() + timeout_s
-    memory = ReceiveMemory() if memory is None else memory
-    messages = _messages(metas, load_format)
-    if load_format == PIECES and not whole:
-        yield from _in_turns(group, messages, device, deadline, memory)
-    else:
-        yield _all_at_once(group, messages, device, deadline, memory)
-
-
 @dataclass(frozen=True)
-class _Announced:
-    """Tensors end to end, in one broadcast; `what` it is in errors."""
+class Announced:
+    """Tensors end to end, in one broadcast; `what` it is in errors.  Raises `WeightRequestError`."""
 
     what: str
     metas: Sequence[TensorMeta]
     num_bytes: int
 
     @classmethod
-    def of(cls, what: str, metas: Sequence[TensorMeta]) -> _Announced:
+    def of(cls, what: str, metas: Sequence[TensorMeta]) -> Announced:
         return cls(what, metas, check_alignment(metas))
 
 
-def _messages(metas: Sequence[TensorMeta], load_format: str | None) -> list[_Announced]:
-    if load_format == PIECES:
-        return [_Announced.of(f"piece {n}", piece) for n, piece in enumerate(cut_pieces(metas, PIECE_BYTES))]
+def announced(
+    metas: Sequence[TensorMeta], load_format: str | None, packed_bytes: int | None = None
+) -> list[Announced]:
+    """The broadcasts of one bucket.  Raises `WeightRequestError` for one that cannot be received."""
+    if load_format is None:
+        return [Announced.of(meta.name, [meta]) for meta in metas]
     if load_format == FLATTENED_BUCKET:
-        return [_Announced.of("the bucket", metas)]
-    return [_Announced.of(meta.name, [meta]) for meta in metas]
+        return [Announced.of("the bucket", metas)]
+    if load_format == PIECES:
+        return [Announced.of(f"piece {n}", piece) for n, piece in enumerate(cut_pieces(metas, PIECE_BYTES))]
+    if load_format == PACKED and packed_bytes is not None:
+        return [Announced.of(f"buffer {n}", buffer) for n, buffer in enumerate(cut_packed(metas, packed_bytes))]
+    known = f"null, {FLATTENED_BUCKET!r}, {PIECES!r}, {PACKED!r} with packed_buffer_size_bytes"
+    raise WeightRequestError(f"unknown load_format {load_format!r}; known: {known}")
+
+
+def receive_distributed(
+    group: GroupHandle,
+    messages: Sequence[Announced],
+    device: torch.device | str,
+    timeout_s: float,
+    memory: ReceiveMemory | None = None,
+    *,
+    in_turns: bool = False,
+) -> Iterator[Named]:
+    """Take part in the broadcasts of one bucket; (name, tensor) in list order, in one part, or one for each broadcast.
+
+    The tensors are views of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
+    part is asked for.  `timeout_s` is the deadline of the whole bucket.  Whoever cannot use a part asks for the others
+    nevertheless, or the sender waits.  Raises `ContentError` when a message was shorter or longer
+    than announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
+    """
+    deadline = time.monotonic() + timeout_s
+    memory = ReceiveMemory() if memory is None else memory
+    if in_turns:
+        yield from _in_turns(group, messages, device, deadline, memory)
+    else:
+        yield _all_at_once(group, messages, device, deadline, memory)
 
 
 def _in_turns(
     group: GroupHandle,
-    messages: Sequence[_Announced],
+    messages: Sequence[Announced],
     device: torch.device | str,
     deadline: float,
     memory: ReceiveMemory,
@@ -226,7 +230,7 @@ def _in_turns(
 
 def _all_at_once(
     group: GroupHandle,
-    messages: Sequence[_Announced],
+    messages: Sequence[Announced],
     device: torch.device | str,
     deadline: float,
     memory: ReceiveMemory,
@@ -288,7 +292,7 @@ class _ReceiveArea:
         area = memory.take(number, total + slack, "cpu" if self._marked else device)
         self._bytes = area[: total + slack]
 
-    def start(self, offset: int, message: _Announced, deadline: float) -> _Message:
+    def start(self, offset: int, message: Announced, deadline: float) -> _Message:
         """Take the message without waiting for it; its area must not be used until it is finished.
 
         Raises `TransportError`, and `ContentError` for one that another member found too long.
