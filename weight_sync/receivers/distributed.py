@@ -165,9 +165,7 @@ class Announced:
         return cls(what, metas, check_alignment(metas))
 
 
-def announced(
-    metas: Sequence[TensorMeta], load_format: str | None, packed_bytes: int | None = None
-) -> list[Announced]:
+def announced(metas: Sequence[TensorMeta], load_format: str | None, packed_bytes: int | None = None) -> list[Announced]:
     """The broadcasts of one bucket.  Raises `WeightRequestError` for one that cannot be received."""
     if load_format is None:
         return [Announced.of(meta.name, [meta]) for meta in metas]
