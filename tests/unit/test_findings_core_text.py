@@ -14,6 +14,8 @@ from rollout.core.errors import TooLarge
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.entrypoints.engine import Engine
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.policy import RequestQueues
 from rollout.scheduler.req import Req
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.stop import StopChecker
@@ -91,7 +93,7 @@ def accepted(checker: StopChecker, **params: Any) -> Req:
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=100_000, ignore_eos=True, **params)
     )
-    queues = SimpleNamespace(waiting=[])
+    queues = RequestQueues(DecodeBatch())
     scheduler = SimpleNamespace(
         _check=lambda source: None, _seed=lambda source: 0, _stop=checker, _arrivals=0, _by_rid={}, queues=queues
     )
