@@ -193,7 +193,12 @@ class RadixCache:
         return freed
 
     def retire(self, current_epoch: int) -> None:
-        """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked."""
+        """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked.
+
+        The epoch of the last call again: everything stays, and nobody is told.
+        """
+        if current_epoch == self._retired_below:
+            return
         self._retired_below = current_epoch
         if self._listener is not None:
             self._listener.cleared()

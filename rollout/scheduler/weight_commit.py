@@ -28,7 +28,7 @@ class WeightCommit:
     def run(self, *, alone: bool = False) -> tuple[str, Answer]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
 
-        Nothing came: only the label changes.  Message and data of the answer.
+        Nothing came: only the label changes, and all prefixes stay.  Message and data of the answer.
 
         `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
         force on any rank; `FatalError`, in doubt.

@@ -17,12 +17,28 @@ import zmq
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import parse_kv_events
 from rollout.core.server_args import ServerArgs
+from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.scheduler.kv_events import KVEvents, block_names
 from tests.kv_listener import PrefixTree, ask_replay
+from tests.model_zoo import tiny_checkpoint
+from tests.scheduler_harness import Harness
 
 SLOTS = 300
+
+
+def replayed(
+    context: zmq.Context, endpoint: str, turn: Callable[[], object], first: int = 0
+) -> list[tuple[int, bytes]]:
+    """What a publisher in this thread, which takes its turns meanwhile, still has from number `first` on."""
+    box: list[list[tuple[int, bytes]]] = []
+    thread = threading.Thread(target=lambda: box.append(ask_replay(context, endpoint, first)))
+    thread.start()
+    while thread.is_alive():
+        turn()
+        thread.join(0.01)
+    return box[0]
 
 
 class Rig:
@@ -43,14 +59,7 @@ class Rig:
         self.events.publish()
 
     def replayed(self, first: int = 0) -> list[tuple[int, bytes]]:
-        box: list[list[tuple[int, bytes]]] = []
-
-        thread = threading.Thread(target=lambda: box.append(ask_replay(self.context, self.replay, first)))
-        thread.start()
-        while thread.is_alive():
-            self.publish()
-            thread.join(0.01)
-        return box[0]
+        return replayed(self.context, self.replay, self.publish, first)
 
     def insert(self, tokens: list[int], salt: str | None = None) -> None:
         array = np.array(tokens, dtype=np.int64)
@@ -126,6 +135,37 @@ def test_what_was_locked_over_a_commit_is_not_spoken_of_again(rig: Rig) -> None:
     rig.publish()
     assert rig.events.num_batches == 2, "nothing to say after the commit"
     assert tree_of(rig.replayed()).versions == [("v0", 0), ("v1", 1)]
+
+
+def test_a_commit_of_the_epoch_in_force_leaves_cache_and_listener_alone(rig: Rig) -> None:
+    rig.insert([1, 2, 3])
+    rig.cache.retire(0)
+    rig.insert([1, 2, 4])
+    rig.publish()
+    tree = tree_of(rig.replayed())
+    assert tree.versions == [("v0", 0)]
+    assert tree.match([1, 2, 4]) == rig.match([1, 2, 4]) == tree.match([1, 2, 3]) == 3
+
+
+def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> None:
+    """As vLLM's /start_weight_update and /finish_weight_update with nothing between: every prefix stays."""
+    replay = f"ipc://{tmp_path}/replay"
+    config = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": replay, "weight_versions": True}
+    harness = Harness(tiny_checkpoint(tmp_path / "m", "moe"), kv_events_config=json.dumps(config))
+    events, prompt = harness.scheduler.kv_events, list(range(20, 40))
+    assert events is not None
+    with closing(events), zmq.Context() as context:
+        harness.generate([prompt], {"max_new_tokens": 2})
+        for number in range(2):
+            begun = harness.control(BeginWeightUpdateReqInput, coverage="partial", update_id=f"u{number}")
+            assert begun.success, begun.message
+            ended = harness.control(EndWeightUpdateReqInput, update_id=f"u{number}")
+            assert ended.success and ended.data["num_tensors"] == 0
+            longer = [*prompt, *[50 + number] * 5]
+            (result,) = harness.generate([longer], {"max_new_tokens": 2})
+            assert result.finished is not None and result.finished.cached_tokens == len(prompt)
+            tree = tree_of(replayed(context, replay, harness.tick))
+            assert tree.match(longer) == len(longer) and len(tree.versions) == 1
 
 
 def test_a_name_depends_on_what_comes_before_and_not_on_where_an_edge_begins() -> None:
