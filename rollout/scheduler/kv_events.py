@@ -5,8 +5,9 @@ Knows how blocks are named and how batches travel: those of SGLang and vLLM.  Do
     topic | sequence number, 8 bytes | msgpack [time, events, data-parallel rank]
 
 A block is one token.  Its name depends on all tokens before it, on the request's salt and on the version of the weights
-that computed it.  A commit makes all blocks useless, so it is an `AllBlocksCleared`; what running requests still hold
-of older weights is never spoken of again.
+that computed it: the one that they were committed under, as what they are called later changes no block.  A commit
+makes all blocks useless, so it is an `AllBlocksCleared`; what running requests still hold of older weights is never
+spoken of again.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class KVEvents(CacheListener):
         self._config = config
         self._dp_rank = dp_rank
         self._serving = serving
+        self._committed = serving()  # as it was when its epoch began
         self._topic = config.topic.encode()
         self._events: list[_Event] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -106,7 +108,7 @@ class KVEvents(CacheListener):
         parent = node.parent
         assert parent is not None
         is_first = parent.parent is None
-        above = _root_name(namespace[0], self._serving()[0]) if is_first else int(parent.block_hashes[-1])
+        above = _root_name(namespace[0], self._committed[0]) if is_first else int(parent.block_hashes[-1])
         node.block_hashes = block_names(above, _depth(parent), node.tokens)
         event = BlockStored(
             block_hashes=node.block_hashes.tolist(),
@@ -131,11 +133,14 @@ class KVEvents(CacheListener):
             self._events.append(BlockRemoved(block_hashes=node.block_hashes.tolist(), medium=_MEDIUM))
 
     def cleared(self) -> None:
+        serving = self._serving()
+        if serving[1] != self._committed[1]:
+            self._committed = serving
         self._events = [self._with_version(AllBlocksCleared())]
 
     def _with_version(self, event: BlockStored | AllBlocksCleared) -> _Event:
         if self._config.weight_versions:
-            event.weight_version, event.weight_epoch = self._serving()
+            event.weight_version, event.weight_epoch = self._committed
         return event
 
     # --- sending -------------------------------------------------------------------------------------------------

@@ -162,8 +162,13 @@ def test_a_renamed_version_keeps_its_blocks(server: ServerProcess, seat: Seat) -
     Traffic(server.http, 1).generate(prompt, {})
     renamed = server.http.post("/update_weight_version", json={"new_version": "renamed", "abort_all_requests": False})
     assert renamed.status_code == 200
+    versions = list(seat.tree().versions)
     assert seat.tree().match(prompt) == len(prompt)
     assert Traffic(server.http, 1).generate(prompt, {}) == len(prompt) - 1
+    for other, known in (([*prompt, 7, 8], len(prompt)), ([9, *prompt], 0)):  # below old blocks, and beside them
+        assert seat.tree().match(other) == Traffic(server.http, 1).generate(other, {}) == known
+        assert seat.tree().match(other) == len(other)
+    assert seat.tree().versions == versions
 
 
 def test_each_data_parallel_rank_has_a_publisher_and_numbers_of_its_own(folder: Path) -> None:

@@ -147,6 +147,26 @@ def test_a_commit_of_the_epoch_in_force_leaves_cache_and_listener_alone(rig: Rig
     assert tree.match([1, 2, 4]) == rig.match([1, 2, 4]) == tree.match([1, 2, 3]) == 3
 
 
+def test_a_rename_changes_no_block_until_the_next_commit(rig: Rig) -> None:
+    rig.insert([1, 2, 3])
+    before = tree_of(rig.replayed()).blocks
+    rig.version = ("renamed", 0)
+    rig.cache.retire(0)
+    rig.insert([1, 2, 4, 5])
+    rig.insert([7, 8])
+    tree = tree_of(rig.replayed())
+    assert tree.versions == [("v0", 0)] and before.items() <= tree.blocks.items()
+    assert all(tree.match(tokens) == rig.match(tokens) == len(tokens) for tokens in ([1, 2, 3], [1, 2, 4, 5], [7, 8]))
+    rig.cache.flush()
+    rig.insert([1, 2, 3])
+    assert tree_of(rig.replayed()).blocks == before, "the same tokens under the same weights, whatever their name"
+    rig.version = ("v1", 1)
+    rig.cache.retire(1)
+    rig.insert([1, 2, 3])
+    tree = tree_of(rig.replayed())
+    assert tree.versions == [("v0", 0), ("v0", 0), ("v1", 1)] and not tree.blocks.keys() & before.keys()
+
+
 def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> None:
     """As vLLM's /start_weight_update and /finish_weight_update with nothing between: every prefix stays."""
     replay = f"ipc://{tmp_path}/replay"
@@ -156,8 +176,9 @@ def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> N
     assert events is not None
     with closing(events), zmq.Context() as context:
         harness.generate([prompt], {"max_new_tokens": 2})
-        for number in range(2):
-            begun = harness.control(BeginWeightUpdateReqInput, coverage="partial", update_id=f"u{number}")
+        for number, label in enumerate((None, "renamed")):
+            fields = {"coverage": "partial", "update_id": f"u{number}", "weight_version": label}
+            begun = harness.control(BeginWeightUpdateReqInput, **fields)
             assert begun.success, begun.message
             ended = harness.control(EndWeightUpdateReqInput, update_id=f"u{number}")
             assert ended.success and ended.data["num_tensors"] == 0
@@ -165,7 +186,8 @@ def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> N
             (result,) = harness.generate([longer], {"max_new_tokens": 2})
             assert result.finished is not None and result.finished.cached_tokens == len(prompt)
             tree = tree_of(replayed(context, replay, harness.tick))
-            assert tree.match(longer) == len(longer) and len(tree.versions) == 1
+            assert tree.match(longer) == len(longer) and tree.versions == [("default", 0)]
+        assert harness.scheduler.runner.state.epoch.weight_version == "renamed"
 
 
 def test_a_name_depends_on_what_comes_before_and_not_on_where_an_edge_begins() -> None:
