@@ -5,6 +5,8 @@
 A trace is held in memory until it is written, so it ends by itself after `MAX_PROFILED_STEPS`.  It is written beside
 the steps; a second one is refused until then.
 
+The ranks of an engine begin, end and have written in the same turns: what one of them cannot do has failed on all.
+
 Knows the profiler's verbs and files.  Does not know what a step does.
 """
 
@@ -19,15 +21,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-from rollout.core.errors import BadRequest, Conflict
+from rollout.core.errors import BadRequest, Conflict, status_of
 from rollout.core.io_struct import MAX_PROFILED_STEPS, ControlReqOutput, StartProfileReqInput, StopProfileReqInput
+from rollout.scheduler.rank_consensus import PeerRankError
 from rollout.scheduler.scheduler import Scheduler, failure
 
+T = TypeVar("T")
 _ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 
@@ -41,12 +46,16 @@ class _Trace:
 
 
 class StepProfiler:
-    """At most one trace at a time.  What takes long is done beside the steps, on a thread."""
+    """At most one trace at a time.  What takes long is done beside the steps, on a thread.
+
+    While there is none, nothing is asked of the other ranks.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._trace: _Trace | None = None
-        self._until = 0  # the step after which it ends
+        self._steps_left = 0
+        self._num_steps = 0  # of this rank, when last looked at
         self._writing: _Trace | None = None
         self._asked: StopProfileReqInput | None = None  # who waits for what is being written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="profiler")
@@ -55,9 +64,18 @@ class StepProfiler:
         scheduler.add_between_steps(self._advance)
 
     def _start(self, verb: StartProfileReqInput) -> None:
-        """Answered when the next step will be recorded."""
+        """Answered when the next step will be recorded, on all ranks."""
         if self._trace is not None or self._beside is not None:
             raise Conflict("a profile is under way, or being written")
+        trace, error = _attempt(lambda: self._planned(verb))
+        error = self._anywhere(error)
+        if error is not None:
+            raise error
+        assert trace is not None
+        self._beside = self._thread.submit(_import_early), lambda _: self._begin(trace, verb)
+
+    def _planned(self, verb: StartProfileReqInput) -> _Trace:
+        """What this rank will record.  Raises `BadRequest`."""
         activities = {_ACTIVITIES[name] for name in verb.activities} & supported_activities()
         if not activities:
             raise BadRequest(f"nothing of {', '.join(verb.activities) or 'no activity'} can be recorded here")
@@ -68,21 +86,22 @@ class StepProfiler:
         profile = torch.profiler.profile(
             activities=activities, record_shapes=verb.record_shapes, with_stack=verb.with_stack
         )
-        trace = _Trace(profile, files, files[position.world_rank])
-        self._beside = self._thread.submit(_import_early), lambda _: self._begin(trace, verb)
+        return _Trace(profile, files, files[position.world_rank])
 
     def _begin(self, trace: _Trace, verb: StartProfileReqInput) -> None:
-        try:
-            trace.profile.start()
-        except Exception as error:
+        _, mine = _attempt(trace.profile.start)
+        error = self._anywhere(mine)
+        if error is not None:
+            if mine is None:
+                _attempt(trace.profile.stop)
             self._scheduler.reply(failure(verb.request_id, error))
             return
-        num_steps = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
-        self._trace, self._until = trace, self._scheduler.stats.num_steps + num_steps
+        self._trace, self._num_steps = trace, self._scheduler.stats.num_steps
+        self._steps_left = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
         self._scheduler.reply(_answer(verb.request_id, "Profile started.", trace))
 
     def _stop(self, verb: StopProfileReqInput) -> None:
-        """Answered when the file is there."""
+        """Answered when the files of all ranks are there."""
         if self._trace is not None:
             self._end(self._trace, verb)
         elif self._writing is not None and self._asked is None:
@@ -92,28 +111,60 @@ class StepProfiler:
 
     def _end(self, trace: _Trace, verb: StopProfileReqInput | None) -> None:
         self._trace, self._writing, self._asked = None, trace, verb
-        trace.profile.stop()
-        self._beside = self._thread.submit(trace.profile.export_chrome_trace, trace.own_file), self._written
+        _, error = _attempt(trace.profile.stop)
+        self._beside = self._thread.submit(_write, trace, error), self._written
 
-    def _written(self, error: BaseException | None) -> None:
+    def _written(self, mine: BaseException | None) -> None:
         trace, verb = self._writing, self._asked
         assert trace is not None
         self._writing = self._asked = None
+        error = self._anywhere(mine)
         if verb is None:
             said = f"wrote a profile to {trace.own_file}" if error is None else f"no profile was written: {error}"
             print(f"lockstep: {said}", file=sys.stderr, flush=True)
-        elif isinstance(error, Exception):
+        elif error is not None:
             self._scheduler.reply(failure(verb.request_id, error))
         else:
             self._scheduler.reply(_answer(verb.request_id, "Profile written.", trace))
 
     def _advance(self) -> bool:
-        if self._trace is not None and self._scheduler.stats.num_steps >= self._until:
+        if self._trace is not None and self._is_over():
             self._end(self._trace, None)
-        if self._beside is not None and self._beside[0].done():
+        if self._beside is not None and self._scheduler.parallel.tp.all_agree(self._beside[0].done()):
             (future, then), self._beside = self._beside, None
             then(future.exception())
         return self._beside is not None
+
+    def _is_over(self) -> bool:
+        """Whether the last step has run.  One that any data-parallel rank had tokens for counts on all of them."""
+        before, self._num_steps = self._num_steps, self._scheduler.stats.num_steps
+        self._steps_left -= self._scheduler.parallel.attn_dp.any_of(self._num_steps > before)
+        return self._steps_left <= 0
+
+    def _anywhere(self, mine: BaseException | None) -> Exception | None:
+        """What went wrong on the first rank where something did; the same on all of them, that call it in one turn."""
+        tp, position = self._scheduler.parallel.tp, self._scheduler.parallel.position
+        if tp.size == 1 and (mine is None or isinstance(mine, Exception)):
+            return mine
+        word = "" if mine is None else f"rank {position.world_rank}: {mine or type(mine).__name__}"
+        status = 200 if mine is None else status_of(mine)
+        told = [msgspec.msgpack.decode(data) for data in tp.gather_bytes(msgspec.msgpack.encode([word, status]))]
+        return next((PeerRankError(word, status) for word, status in told if word), None)
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `call` gives, or what it raises."""
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+def _write(trace: _Trace, error: Exception | None) -> None:
+    """`error`: why there is nothing to write."""
+    if error is not None:
+        raise error
+    trace.profile.export_chrome_trace(trace.own_file)
 
 
 def _import_early() -> None:

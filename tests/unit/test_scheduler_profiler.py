@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollout.core.errors import BadRequest
 from rollout.core.io_struct import ControlReqOutput, StartProfileReqInput, StopProfileReqInput
+from rollout.scheduler import profiler
+from rollout.scheduler.profiler import StepProfiler
 from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
+from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from tests.tiny_tokenizer import write_model_folder
 
@@ -80,6 +86,117 @@ def test_a_folder_that_is_gone_is_told(harness: Harness, tmp_path: Path) -> None
     stopped = harness.control(StopProfileReqInput)
     assert not stopped.success and stopped.status_code == 500 and "gone" in stopped.message
     assert start(harness, tmp_path).success and harness.control(StopProfileReqInput).success
+
+
+class FakeProfile:
+    """In torch's place, which cannot record several threads of one process: a file of so many steps."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        """On the thread of a rank."""
+        if threading.current_thread().name.startswith(FakeProfile.fails_on):
+            raise RuntimeError("no profiler here")
+
+    def stop(self) -> None:
+        if threading.current_thread().name.startswith(FakeProfile.stop_fails_on):
+            raise RuntimeError("nothing was recorded")
+
+    def export_chrome_trace(self, path: str) -> None:
+        if "rank-1." in path:
+            assert FakeProfile.may_write.wait(20)
+        Path(path).write_text("trace")
+
+    fails_on = stop_fails_on = "nowhere"
+    may_write = threading.Event()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfile]:
+    monkeypatch.setattr(torch.profiler, "profile", FakeProfile)
+    monkeypatch.setattr(FakeProfile, "may_write", threading.Event())
+    FakeProfile.may_write.set()
+    return FakeProfile
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelHarness]:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("ranks") / "m", "moe")
+    with ParallelHarness(folder, tp_size=2, dp_size=2, enable_dp_attention=True) as harness:
+        yield harness
+
+
+def is_under_way(harness: ParallelHarness) -> list[bool]:
+    """By rank."""
+    hooks = [[getattr(hook, "__self__", None) for hook in each._between_steps] for each in harness.schedulers]
+    profilers = [next(owner for owner in owners if isinstance(owner, StepProfiler)) for owners in hooks]
+    return [profiler._trace is not None for profiler in profilers]
+
+
+def test_a_stop_waits_for_the_files_of_all_ranks(
+    ranks: ParallelHarness, fake: type[FakeProfile], tmp_path: Path
+) -> None:
+    assert start(ranks, tmp_path).success and is_under_way(ranks) == [True, True]
+    fake.may_write.clear()
+    stop = ranks.post(StopProfileReqInput)
+    for _ in range(20):
+        ranks.tick()
+        time.sleep(0.005)
+    assert stop not in ranks.answers, "the second rank is still writing"
+    assert start(ranks, tmp_path).status_code == 409 and is_under_way(ranks) == [False, False]
+    fake.may_write.set()
+    stopped = ranks.wait(stop)
+    assert stopped.success and len(stopped.data["files"]) == 2
+    assert all(Path(path).exists() for path in stopped.data["files"])
+    assert start(ranks, tmp_path).success and is_under_way(ranks) == [True, True]
+    assert ranks.control(StopProfileReqInput).success
+
+
+def test_what_fails_on_one_rank_has_failed_on_all(
+    ranks: ParallelHarness, fake: type[FakeProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(output_dir: str | None) -> str:
+        if threading.current_thread().name.startswith("rank1"):
+            raise BadRequest("output_dir: it is not there")
+        return str(output_dir)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profiler, "_writable", refuse)
+        refused = start(ranks, tmp_path)
+        assert refused.status_code == 400 and refused.message == "rank 1: output_dir: it is not there"
+    with monkeypatch.context() as patched:
+        patched.setattr(fake, "fails_on", "rank1")
+        failed = start(ranks, tmp_path)
+        assert failed.status_code == 500 and failed.message == "rank 1: no profiler here"
+    assert is_under_way(ranks) == [False, False] and ranks.control(StopProfileReqInput).status_code == 409
+    assert start(ranks, tmp_path).success
+    with monkeypatch.context() as patched:
+        patched.setattr(fake, "stop_fails_on", "rank1")
+        stopped = ranks.control(StopProfileReqInput)
+        assert stopped.status_code == 500 and stopped.message == "rank 1: nothing was recorded"
+    assert start(ranks, tmp_path).success and ranks.control(StopProfileReqInput).success
+
+
+def test_all_ranks_end_after_the_same_step(ranks: ParallelHarness, fake: type[FakeProfile], tmp_path: Path) -> None:
+    """Also where a rank without requests takes part; a turn in which nobody has any is no step."""
+    assert start(ranks, tmp_path, num_steps=4).success
+    for _ in range(10):
+        assert not ranks.tick()
+    rid = ranks.submit([5, 9, 2], params={"max_new_tokens": 12}, dp_rank=1)
+    seen = [is_under_way(ranks) for _ in range(12) if ranks.tick()]
+    assert ranks.results[rid].finished is not None
+    assert seen == [[True, True]] * 4 + [[False, False]] * 8
+
+
+def test_without_a_profile_nothing_is_asked_of_other_ranks(ranks: ParallelHarness) -> None:
+    groups = [group for scheduler in ranks.schedulers for group in scheduler.parallel.communicators]
+    hooks = [hook for each in ranks.schedulers for hook in each._between_steps]
+    profilers = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), StepProfiler)]
+    for group in groups:
+        group.reset_counts()
+    assert len(profilers) == 2 and not any(advance() for advance in profilers)
+    assert not any(group.counts for group in groups)
 
 
 def test_bodies_of_clients(tmp_path: Path) -> None:
