@@ -14,6 +14,8 @@ from rollout.core.errors import StartupError
 
 BLOCK_SIZE = 1
 """Tokens of a block: the prefix cache tells single tokens apart."""
+REPLAY_BYTES = 128 << 20
+"""What batches kept for replay may take on each data-parallel rank: some ten million tokens, of 13 bytes each."""
 _FLAG = "--kv-events-config"
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
@@ -28,8 +30,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     endpoint: str = "tcp://*:5557"
     bind: bool | None = None
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # batches that may wait for a subscriber before it loses some
+    buffer_steps: int = 10_000  # batches kept for replay, of `REPLAY_BYTES` at most
+    hwm: int = (
+        1_000  # batches that may wait for a subscriber before it loses some: ZMQ's own default, as their bytes count
+    )
     max_queue_size: int = 100_000  # no effect: nothing waits to be published
     topic: str = ""
     format: Literal["default", "dynamo"] = "default"  # dynamo: SGLang's `cache_salt` beside vLLM's `extra_keys`

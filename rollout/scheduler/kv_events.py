@@ -12,17 +12,19 @@ spoken of again.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 import numpy as np
 import zmq
 
 from rollout.core.errors import StartupError
-from rollout.core.kv_events_config import BLOCK_SIZE, KVEventsConfig
+from rollout.core.kv_events_config import BLOCK_SIZE, REPLAY_BYTES, KVEventsConfig
 from rollout.mem_cache.radix_cache import CacheListener, Namespace, RadixNode
 
 _MEDIUM = "GPU"  # SGLang's and vLLM's word for the memory that forwards read
@@ -33,6 +35,8 @@ _ROUNDS = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
 _NOT_NEGATIVE = 2**63 - 1  # some subscribers read signed numbers, some unsigned ones
+_REPLAY_HWM = 1_000  # messages that may wait for one who asked; the rest of the answer follows in later turns
+_MOST_ASKED = 16  # requests for a replay that are answered at a time
 _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -71,6 +75,14 @@ class AllBlocksCleared(_Event):
     weight_epoch: int | None = None
 
 
+class _Asked(msgspec.Struct):
+    """A request for the batches from `number` on, those before it sent already, up to `end`, not included."""
+
+    identity: bytes
+    number: int
+    end: int
+
+
 class KVEvents(CacheListener):
     """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop."""
 
@@ -86,9 +98,14 @@ class KVEvents(CacheListener):
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._pub = self._open(zmq.PUB, config.endpoint_of(dp_rank), config.is_bound, config.hwm)
+        self._sent: deque[tuple[int, bytes]] = deque()
+        self._sent_bytes = 0
+        self._asked: list[_Asked] = []
+        self._replay: zmq.Socket | None = None
         replay = config.replay_endpoint_of(dp_rank)
-        self._replay = None if replay is None else self._open(zmq.ROUTER, replay, True, config.hwm)
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        if replay is not None:
+            self._replay = self._open(zmq.ROUTER, replay, True, _REPLAY_HWM)
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what does not fit is refused, not lost
         self.cleared()
 
     def _open(self, kind: int, endpoint: str, bind: bool, hwm: int) -> zmq.Socket:
@@ -151,22 +168,57 @@ class KVEvents(CacheListener):
             payload = self._encoder.encode([time.time(), self._events, self._dp_rank])
             self._pub.send_multipart([self._topic, self.num_batches.to_bytes(8, "big"), payload], zmq.NOBLOCK)
             if self._replay is not None:
-                self._sent.append((self.num_batches, payload))
+                self._keep(payload)
             self.num_batches += 1
             self._events = []
-        if self._replay is not None and int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._answer_replay(self._replay)
+        if self._replay is not None:
+            self._take_request(self._replay)
+            if self._asked:
+                self._answer_all(self._replay)
 
-    def _answer_replay(self, socket: zmq.Socket) -> None:
-        """A request is [identity, empty, first sequence number]; the answer one message a batch, and -1 at the end."""
-        frames = socket.recv_multipart(zmq.NOBLOCK)
-        if len(frames) != 3 or len(frames[2]) != 8:
+    def _keep(self, payload: bytes) -> None:
+        """For replay, as many batches and bytes as there is room for, the last ones."""
+        self._sent.append((self.num_batches, payload))
+        self._sent_bytes += len(payload)
+        while len(self._sent) > self._config.buffer_steps or self._sent_bytes > REPLAY_BYTES:
+            self._sent_bytes -= len(self._sent.popleft()[1])
+
+    def _take_request(self, socket: zmq.Socket) -> None:
+        """A request is [identity, empty, first sequence number]; it waits in the socket while many are answered."""
+        if len(self._asked) == _MOST_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
-        identity, first = frames[0], int.from_bytes(frames[2], "big")
-        for number, payload in self._sent:
-            if number >= first:
-                socket.send_multipart([identity, b"", number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-        socket.send_multipart([identity, b"", _NO_MORE, b""], zmq.NOBLOCK)
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) == 3 and len(frames[2]) == 8:
+            first = min(int.from_bytes(frames[2], "big"), self.num_batches)
+            self._asked.append(_Asked(frames[0], first, self.num_batches))
+
+    def _answer_all(self, socket: zmq.Socket) -> None:
+        """Each as far as there is room; whoever asked twice has the first answer before the second."""
+        left: dict[bytes, list[_Asked]] = {}
+        for asked in self._asked:
+            if asked.identity in left or not self._answer(socket, asked):
+                left.setdefault(asked.identity, []).append(asked)
+        self._asked = [asked for waiting in left.values() for asked in waiting]
+
+    def _answer(self, socket: zmq.Socket, asked: _Asked) -> bool:
+        """One message a batch, and -1 at the end; what has no room follows later.  True once all is sent.
+
+        An asker that is gone has got all.
+        """
+        skipped = asked.number - self._sent[0][0] if self._sent else 0
+        try:
+            for number, payload in islice(self._sent, max(0, skipped), None):
+                if number >= asked.end:
+                    break
+                socket.send_multipart([asked.identity, b"", number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+                asked.number = number + 1
+            socket.send_multipart([asked.identity, b"", _NO_MORE, b""], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+        return True
 
     def close(self) -> None:
         self._context.destroy(linger=0)

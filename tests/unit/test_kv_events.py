@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
+from rollout.scheduler import kv_events
 from rollout.scheduler.kv_events import KVEvents, block_names
 from tests.kv_listener import PrefixTree, ask_replay
 from tests.model_zoo import tiny_checkpoint
@@ -292,6 +294,52 @@ def test_replay_has_the_last_batches(rigs: Callable[..., Rig]) -> None:
         for frames in ([b"x"], [b"", b"short"], [b"", b"", b"", b""]):
             rude.send_multipart(frames)
         assert [number for number, _ in rig.replayed(8)] == [8]
+
+
+def test_replay_keeps_so_many_bytes(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "REPLAY_BYTES", 20_000)
+    rig = rigs()
+    for token in range(200):
+        rig.cache.flush()
+        rig.insert([token] * 100)
+        rig.publish()
+    batches = rig.replayed()
+    assert [number for number, _ in batches] == list(range(200 - len(batches), 200))
+    sizes = [len(payload) for _, payload in batches]
+    assert 20_000 - max(sizes) <= sum(sizes) <= 20_000
+
+
+@pytest.mark.parametrize("hwm", [1, 1000])
+def test_a_replay_is_longer_than_what_may_wait(rigs: Callable[..., Rig], hwm: int) -> None:
+    """And than the system's buffers: the asker gets all batches of its time, and the end, however late it reads."""
+    rig = rigs(hwm=hwm)
+    for token in range(4000):
+        rig.cache.flush()
+        rig.insert([token] * 100)
+        rig.publish()
+    with rig.context.socket(zmq.DEALER) as slow, rig.context.socket(zmq.DEALER) as gone:
+        for asker in (slow, gone):
+            asker.setsockopt(zmq.LINGER, 0)
+            asker.set_hwm(1)
+            asker.connect(rig.replay)
+            asker.send_multipart([b"", (0).to_bytes(8, "big")])
+        slow.send_multipart([b"", (3999).to_bytes(8, "big")])
+        for _ in range(100):
+            rig.publish()
+            time.sleep(0.002)
+        gone.close()
+        rig.insert([1, 2, 3])
+        assert len(rig.replayed(3000)) == 1001, "others do not wait for it"
+        numbers: list[int] = []
+        deadline = time.monotonic() + 20
+        while numbers.count(-1) < 2 and time.monotonic() < deadline:
+            rig.publish()
+            while slow.poll(1):
+                numbers.append(int.from_bytes(slow.recv_multipart()[1], "big", signed=True))
+        assert numbers == [*range(4000), -1, 3999, -1]
+    for _ in range(20):
+        rig.publish()
+    assert not rig.events._asked
 
 
 def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(rigs: Callable[..., Rig]) -> None:
