@@ -102,22 +102,22 @@ def test_w21_tensors_in_shared_memory_serialized_once_for_each_rank(
     server: ServerProcess, tensors: dict[str, torch.Tensor]
 ) -> None:
     """SGLang's own form: both ranks read the same memory, each is counted, and it goes when the last has read."""
-    strategy = torch.multiprocessing.get_sharing_strategy()
+    before, strategy = shared_files(), torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         named = [(NORM, tensors[NORM] * 3)]
         texts = [base64.b64encode(forking_pickle(named)).decode() for _ in range(2)]
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
-    assert texts[0] == texts[1] and shared_files()
+    assert texts[0] == texts[1] and shared_files() - before
     answer = server.http.post("/update_weights_from_tensor", json={"serialized_named_tensors": texts})
     assert answer.status_code == 200, answer.text
     read = server.http.post("/get_weights_by_name", json={"name": NORM, "truncate_size": 4}).json()
     assert read == named[0][1][:4].double().tolist()
     del named
-    assert not shared_files()
+    assert not shared_files() - before
 
 
-def shared_files() -> list[Path]:
+def shared_files() -> set[Path]:
     """Memory that this process shares by torch's names."""
-    return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
