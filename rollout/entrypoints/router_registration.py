@@ -63,7 +63,10 @@ class RouterRegistration:
             self._task = asyncio.create_task(self._keep())
 
     async def leave(self) -> None:
-        """Take the server off the router's list; a router that does not answer is given up after some seconds."""
+        """Take the server off the router's list.
+
+        A router that does not answer is given up after some seconds.  Raises nothing, as the server drains after this.
+        """
         if self._task is None:
             return
         self._task.cancel()
@@ -74,9 +77,9 @@ class RouterRegistration:
                 if name is not None:
                     await self._call("DELETE", f"/workers/{quote(name, safe='')}")
                     logger.info("%s took %s off its list", self._router_url, self._own_url)
-        except (httpx.HTTPError, msgspec.DecodeError, TimeoutError) as error:
+        except Exception as error:
             logger.warning("%s may still list %s: %s", self._router_url, self._own_url, _describe(error))
-        finally:
+        with contextlib.suppress(Exception):
             await self._http.aclose()
 
     async def _keep(self) -> None:
@@ -87,7 +90,7 @@ class RouterRegistration:
                     await self._call("POST", "/workers", json=self._body)
                     logger.info("registered at %s as %s", self._router_url, self._own_url)
                 self._last_objection = None
-            except (httpx.HTTPError, msgspec.DecodeError) as error:
+            except Exception as error:  # not only httpx's: a resolver's UnicodeError is none
                 wait_s = min(wait_s, RETRY_EVERY_S)
                 if _describe(error) != self._last_objection:
                     self._last_objection = _describe(error)
@@ -120,7 +123,7 @@ def own_url(args: ServerArgs) -> str:
 def _address_facing(url: str) -> str | None:
     """The address of this machine that packets to the host of `url` leave from; nothing is sent."""
     parts = urlsplit(url)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:

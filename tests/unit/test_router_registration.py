@@ -164,9 +164,49 @@ def test_where_the_router_finds_the_server() -> None:
     assert url("::1") == "http://[::1]:31000"
     assert url("0.0.0.0") == "http://127.0.0.1:31000", "the address that faces the router"
     assert url("0.0.0.0", "http://no-such-host.invalid:9") == "http://0.0.0.0:31000"
+    assert url("0.0.0.0", "http://a..b") == "http://0.0.0.0:31000", "a host that the resolver refuses"
 
 
-@pytest.mark.parametrize("url", ["router:30000", "ftp://router", "http://", "http://r:x", "http://r?a=b", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("router:30000", "ftp://router", "http://", "http://r:x", "http://r:0", "http://r?a=b", "http://r#x", ""),
+        *("http://999.1.1.1:80", "http://ä_b", "http://a..b", f"http://{'a' * 64}", "http://a\nb", "http://[::1"),
+    ],
+)
 def test_what_is_no_router_is_refused_at_start(url: str) -> None:
-    with pytest.raises(StartupError, match="--register-url"):
+    with pytest.raises(StartupError, match="--register-url") as caught:
         ServerArgs(model_path="m", register_url=url).validate()
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["http://router:3000", "https://r/prefix/", "http://[::1]:80", "http://10.0.0.1", "http://bücher.example:1"]
+)
+def test_what_may_be_a_router_is_taken(url: str) -> None:
+    ServerArgs(model_path="m", register_url=url).validate()
+
+
+def test_whatever_a_router_does_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> httpx.Response:
+        raise RuntimeError("no httpx.HTTPError")
+
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        router.answer = broken
+        own = registration(router)
+        own.join()
+        await asyncio.sleep(0.05)
+        router.answer = None
+        await until(lambda: router.lists(OWN))
+        router.answer = broken
+        await own.leave()
+        refused = RouterRegistration("http://999.1.1.1:80", OWN)
+        refused.join()
+        await asyncio.sleep(0.05)
+        await refused.leave()
+
+    asyncio.run(run())
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "not registered at http://router:30001/: no httpx.HTTPError" in warnings
+    assert sum(line.startswith("http://999.1.1.1:80 may still list") for line in warnings) == 1
