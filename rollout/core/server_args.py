@@ -199,6 +199,10 @@ class ServerArgs:
             _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
             _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
+        _require(
+            "@" not in (self.register_url or ""),  # which is not repeated here
+            "--register-url must name no user and no password: it is logged, and shown by /server_info",
+        )
         objection = None if self.register_url is None else _objection_to_base_url(self.register_url)
         _require(
             objection is None,

@@ -187,6 +187,13 @@ def test_what_may_be_a_router_is_taken(url: str) -> None:
     ServerArgs(model_path="m", register_url=url).validate()
 
 
+@pytest.mark.parametrize("url", ["http://user:secret@router:3000", "http://secret@router", "http://u:secret@r:x"])
+def test_credentials_in_the_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(StartupError, match="--register-url must name no user") as caught:
+        ServerArgs(model_path="m", register_url=url).validate()
+    assert "secret" not in str(caught.value)
+
+
 def test_whatever_a_router_does_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> httpx.Response:
         raise RuntimeError("no httpx.HTTPError")
