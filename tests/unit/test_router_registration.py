@@ -25,6 +25,7 @@ class Router:
         self.names_by_id = names_by_id
         self.workers: dict[str, str] = {"other": "http://10.0.0.9:30000"}  # name -> url
         self.posted: list[dict] = []
+        self.adds_after_s = 0.0
         self.answer: Callable[[], httpx.Response] | None = None  # instead of the right one
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -36,7 +37,12 @@ class Router:
         if request.method == "POST":
             body = json.loads(request.content)
             self.posted.append(body)
-            self.workers["uuid-1" if self.names_by_id else body["url"]] = body["url"]
+            name = "uuid-1" if self.names_by_id else body["url"]
+            if self.adds_after_s:
+                later = asyncio.get_running_loop().call_later
+                later(self.adds_after_s, self.workers.update, {name: body["url"]})
+            else:
+                self.workers[name] = body["url"]
             return httpx.Response(202)
         name = unquote(request.url.raw_path.decode().removeprefix("/workers/"))
         if name not in self.workers:
@@ -142,6 +148,39 @@ def test_a_router_that_does_not_answer_holds_the_end_up_for_seconds_only(monkeyp
             await own.leave()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("names_by_id", [True, False], ids=["id", "url"])
+def test_a_server_that_leaves_before_it_is_listed_is_taken_off(names_by_id: bool) -> None:
+    async def run() -> None:
+        router = Router(names_by_id)
+        router.adds_after_s = 0.4
+        own = RouterRegistration("http://router", OWN, transport=httpx.MockTransport(router))
+        own.join()
+        await until(lambda: bool(router.posted))
+        await own.leave()
+        await asyncio.sleep(0.5)
+        assert len(router.posted) == 1 and not router.lists(OWN)
+
+    asyncio.run(run())
+
+
+def test_a_router_that_never_lists_the_server_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollout.entrypoints.router_registration.CALL_TIMEOUT_S", 0.3)
+
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        router.adds_after_s = 60
+        own = registration(router)
+        own.join()
+        await until(lambda: bool(router.posted))
+        async with asyncio.timeout(3):
+            await own.leave()
+
+    asyncio.run(run())
+    assert "may still list http://10.0.0.5:30000: it did not answer, or has yet to list it" in caplog.text
 
 
 def test_without_a_router_nothing_is_called() -> None:
