@@ -28,6 +28,7 @@ from weight_sync.tensor_meta import dtype_name
 
 GROUP_NAME = "openrlhf"
 JOIN_S = 300.0
+SLEEP_FLAG = "--enable-memory-saver"
 
 
 @dataclass
@@ -87,7 +88,9 @@ class AsyncEngineArgs:
         given = {name: value for name, value in given.items() if name not in self.WITHOUT_EFFECT and value is not None}
         if (mode := given.pop("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
             raise BadRequest(f"logprobs_mode {mode!r}: log-probabilities are of the logits over the temperature")
-        may_sleep = given.pop("enable_sleep_mode", False)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # A server whose weights and KV are on a GPU cannot give their memory back, and refuses these flags.
+        may_sleep = given.pop("enable_sleep_mode", False) and device == "cpu"
         self.settings: dict[str, Any] = {
             "model_path": given.pop("model"),
             "tp_size": given.pop("tensor_parallel_size", 1),
@@ -95,7 +98,7 @@ class AsyncEngineArgs:
             "context_length": given.pop("max_model_len", None),
             "disable_radix_cache": not given.pop("enable_prefix_caching", True),
             "dtype": given.pop("dtype", "auto"),
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": device,
             "enable_memory_saver": may_sleep,
             "enable_weights_cpu_backup": may_sleep,
         }
@@ -134,7 +137,10 @@ class AsyncLLMEngine:
 
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._settings = args.settings
+        self._flags = shlex.split(os.environ.get("LOCKSTEP_FLAGS", ""))
         self._url = os.environ.get("LOCKSTEP_URL")
+        device = self._settings["device"]
+        self._awake_on = device if self._url is None and device != "cpu" and SLEEP_FLAG not in self._flags else None
         self._server: ChildServer | None = None
         self._client_when_ready: asyncio.Task[AsyncRolloutClient] | None = None
         self._updates = 0
@@ -175,7 +181,11 @@ class AsyncLLMEngine:
         await (await self._client()).continue_generation()
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV back.  Raises `ClientError`; nothing changed."""
+        """Give the memory of weights and KV back.  Raises `BadRequest`, `ClientError`; nothing changed."""
+        if self._awake_on is not None:
+            raise BadRequest(
+                f"sleep: memory is given back on a CPU only, this server is on {self._awake_on}: set no enable_sleep"
+            )
         await (await self._client()).release_memory_occupation(["weights", "kv_cache"])
         self._released = ["weights", "kv_cache"]
 
@@ -246,7 +256,7 @@ class AsyncLLMEngine:
 
     async def _start(self) -> AsyncRolloutClient:
         if self._url is None:
-            self._server = ChildServer(self._settings, shlex.split(os.environ.get("LOCKSTEP_FLAGS", "")))
+            self._server = ChildServer(self._settings, self._flags)
             await self._server.wait_ready()
             self._url = self._server.url
         return AsyncRolloutClient(self._url)

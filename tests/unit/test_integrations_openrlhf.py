@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout.client import ClientError
+from rollout.core.errors import BadRequest
 from rollout.integrations.openrlhf import AsyncEngineArgs, AsyncLLMEngine
 
 
@@ -128,3 +129,30 @@ def test_what_is_refused_changes_nothing_of_sleep() -> None:
         assert not await llm.is_sleeping()
 
     asyncio.run(run())
+
+
+def test_on_a_gpu_the_server_starts_without_the_memory_saver_and_sleep_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = AsyncEngineArgs(model="m", enable_sleep_mode=True).settings
+    assert settings["device"] == "cuda"
+    assert not settings["enable_memory_saver"] and not settings["enable_weights_cpu_backup"]
+    client = Client()
+    with pytest.raises(BadRequest, match="sleep: memory is given back on a CPU only, this server is on cuda"):
+        asyncio.run(engine(client).sleep())
+    assert not client.calls
+    # Of a server that was started otherwise only that server knows.
+    monkeypatch.setenv("LOCKSTEP_FLAGS", "--device cpu --enable-memory-saver")
+    asyncio.run(engine(client).sleep())
+    monkeypatch.delenv("LOCKSTEP_FLAGS")
+    monkeypatch.setenv("LOCKSTEP_URL", "http://127.0.0.1:1")
+    asyncio.run(engine(client).sleep())
+    assert client.names() == ["release", "release"]
+
+
+def test_on_a_cpu_the_server_may_sleep_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for asked in (True, False):
+        settings = AsyncEngineArgs(model="m", enable_sleep_mode=asked).settings
+        assert settings["enable_memory_saver"] is settings["enable_weights_cpu_backup"] is asked
