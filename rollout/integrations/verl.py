@@ -11,6 +11,7 @@ package, though none of its kernels.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from capture.codec import encode_compatible
 from capture.routed_experts import RoutedExperts
-from rollout.client import AsyncRolloutClient, GenerationOutput
+from rollout.client import AsyncRolloutClient, GenerationOutput, ServerError
 from rollout.core.errors import BadRequest, StartupError
 from rollout.integrations.child_server import ChildServer
 
 NAME = "lockstep"
+CONFLICT = 409
 
 
 class LockstepHttpServer(SGLangHttpServer):
@@ -122,6 +124,22 @@ class HttpTokenizerManager:
 
     async def flush_cache(self) -> None:
         await self._client.flush_cache()
+
+    async def start_profile(self, output_dir: str | None = None, **given: Any) -> None:
+        """Trace the steps from now on.  Raises `BadRequest` for what the server's profiler lacks, `ClientError`."""
+        given = {name: value for name, value in given.items() if value}  # the others ask for nothing
+        if unknown := sorted(given.keys() - {"num_steps", "with_stack", "record_shapes"}):
+            raise BadRequest(f"start_profile: not part of this server: {', '.join(unknown)}")
+        folder = None if output_dir is None else str(Path(output_dir).absolute())  # may be relative to this process
+        await self._client.start_profile(folder, **given)
+
+    async def stop_profile(self) -> None:
+        """Write the trace, unless it ended by itself before.  Raises `ClientError`."""
+        try:
+            await self._client.stop_profile()
+        except ServerError as error:
+            if error.status != CONFLICT:
+                raise
 
     def _require_release(self, verb: str) -> None:
         if self._kept_on is not None:

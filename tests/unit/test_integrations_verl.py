@@ -7,12 +7,14 @@ import importlib
 import sys
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rollout.client import ServerError
 from rollout.core.errors import BadRequest
 
 
@@ -89,3 +91,48 @@ def test_a_release_on_a_gpu_is_refused_by_name(plugin: Any) -> None:
     for verb in ("release_memory_occupation", "resume_memory_occupation"):
         with pytest.raises(BadRequest, match=f"{verb}: memory is released on a CPU only, this server is on cuda:3"):
             asyncio.run(getattr(manager, verb)(request, None))
+
+
+class Profiler:
+    """The client's two calls; `stop` is what the server answers to the second."""
+
+    def __init__(self, stop: Exception | None = None) -> None:
+        self.started: list[tuple[Any, dict[str, Any]]] = []
+        self._stop = stop
+
+    async def start_profile(self, output_dir: str | None, **fields: Any) -> None:
+        self.started.append((output_dir, fields))
+
+    async def stop_profile(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+
+def profiled(plugin: Any, client: Profiler) -> Any:
+    manager = plugin.HttpTokenizerManager("http://127.0.0.1:1", None)
+    manager._client = client
+    return manager
+
+
+def test_a_profile_as_verl_asks_for_it(plugin: Any) -> None:
+    client = Profiler()
+    manager = profiled(plugin, client)
+    # What verl's `build_sglang_profiler_args` makes, and what it makes of a profiler without settings.
+    asked = {"output_dir": "out/replica_0", "with_stack": True, "record_shapes": False, "start_step": None}
+    asyncio.run(manager.start_profile(**asked, num_steps=20))
+    asyncio.run(manager.stop_profile())
+    asyncio.run(manager.start_profile())
+    assert client.started == [(str(Path.cwd() / "out/replica_0"), {"with_stack": True, "num_steps": 20}), (None, {})]
+
+
+def test_what_the_profiler_lacks_is_refused_by_name(plugin: Any) -> None:
+    client = Profiler()
+    with pytest.raises(BadRequest, match="start_profile: not part of this server: profile_by_stage, start_step"):
+        asyncio.run(profiled(plugin, client).start_profile(start_step=3, profile_by_stage=True, num_steps=2))
+    assert not client.started
+
+
+def test_a_profile_that_ended_by_itself_may_be_stopped(plugin: Any) -> None:
+    asyncio.run(profiled(plugin, Profiler(ServerError(409, "no profile is under way"))).stop_profile())
+    with pytest.raises(ServerError, match="disk"):
+        asyncio.run(profiled(plugin, Profiler(ServerError(500, "disk full"))).stop_profile())
