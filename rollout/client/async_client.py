@@ -123,6 +123,22 @@ class AsyncRolloutClient:
         """Let the server take released memory again.  None: all of it."""
         return await self._run(wire.resume_memory_occupation(tags))
 
+    async def start_profile(
+        self,
+        output_dir: str | None = None,
+        num_steps: int | None = None,
+        *,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+    ) -> dict[str, Any]:
+        """Record every step from now on with torch's profiler; the `files` come at the stop or after `num_steps`."""
+        call = wire.start_profile(output_dir, num_steps, with_stack, record_shapes)
+        return await self._run(call)
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """Write what was recorded; answers when the `files` are there."""
+        return await self._run(wire.stop_profile())
+
     # --- information ---------------------------------------------------------------------------------------------
 
     async def model_info(self) -> dict[str, Any]:

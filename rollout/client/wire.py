@@ -22,6 +22,7 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 EndPhase = Literal["verify", "commit"]
 WEIGHT_UPDATE_GROUP = "weight_update_group"
+WRITE_PROFILE_S = 610.0  # longer than the server takes at most
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,18 @@ def release_memory_occupation(tags: Sequence[MemoryTag] | None) -> Call[dict[str
 
 def resume_memory_occupation(tags: Sequence[MemoryTag] | None) -> Call[dict[str, Any]]:
     return _weight_verb("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+
+def start_profile(
+    output_dir: str | None, num_steps: int | None, with_stack: bool, record_shapes: bool
+) -> Call[dict[str, Any]]:
+    body = {"with_stack": with_stack, "record_shapes": record_shapes}
+    body |= _stated({"output_dir": output_dir, "num_steps": num_steps})
+    return Call("POST", "/start_profile", _object, body, admin=True)
+
+
+def stop_profile() -> Call[dict[str, Any]]:
+    return Call("POST", "/stop_profile", _object, {}, admin=True, timeout_s=WRITE_PROFILE_S)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------

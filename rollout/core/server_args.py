@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import httpx
+
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
 
@@ -198,8 +200,13 @@ class ServerArgs:
             _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(
-            self.register_url is None or _is_base_url(self.register_url),
-            f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}",
+            "@" not in (self.register_url or ""),  # which is not repeated here
+            "--register-url must name no user and no password: it is logged, and shown by /server_info",
+        )
+        objection = None if self.register_url is None else _objection_to_base_url(self.register_url)
+        _require(
+            objection is None,
+            f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}: {objection}",
         )
         _require(self.receive_timeout > 0, "--receive-timeout must be positive")
         _require(
@@ -325,12 +332,17 @@ def _is_address(text: str | None) -> bool:
     return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
 
 
-def _is_base_url(text: str) -> bool:
+def _objection_to_base_url(text: str) -> str | None:
+    """Why paths cannot be appended to `text` and called; None: they can."""
     try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
-    except ValueError:  # a port that is no number
-        return False
+        parts, url = urlsplit(text), httpx.URL(text)
+        url.raw_host.decode().encode("idna")  # as the resolver does
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL) as error:
+        return str(error)
+    if not is_whole:
+        return "scheme, host or port is missing"
+    return "nothing may follow the path" if parts.query or parts.fragment else None
 
 
 def _is_loopback(host: str) -> bool:

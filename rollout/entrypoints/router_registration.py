@@ -3,6 +3,8 @@
 Knows `/workers` as sglang-router, smg and vllm-router serve it.  Does not know what the router does with its workers.
 
     GET /workers -> {"workers": [{"url", "id"?}]}    POST /workers {"url", "api_key"?}    DELETE /workers/{id or url}
+
+sglang-router and smg answer a POST with 202 and list the worker later, when they have called it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ CALL_TIMEOUT_S = 5.0
 CHECK_EVERY_S = 10.0
 """A router that was restarted has forgotten its workers."""
 RETRY_EVERY_S = 1.0
+LOOK_EVERY_S = 0.1
+"""For a worker that the router has yet to list."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -54,6 +58,7 @@ class RouterRegistration:
         self._body = {"url": own_url} | ({} if api_key is None else {"api_key": api_key})
         self._check_every_s = check_every_s
         self._http = httpx.AsyncClient(timeout=CALL_TIMEOUT_S, trust_env=False, transport=transport)
+        self._is_coming = False  # the router was told of this server, and has not listed it since
         self._last_objection: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -63,20 +68,24 @@ class RouterRegistration:
             self._task = asyncio.create_task(self._keep())
 
     async def leave(self) -> None:
-        """Take the server off the router's list; a router that does not answer is given up after some seconds."""
+        """Take the server off the router's list, also where it is on its way there.
+
+        A router that does not answer is given up after some seconds.  Raises nothing, as the server drains after this.
+        """
         if self._task is None:
             return
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                name = await self._listed()
+                while (name := await self._listed()) is None and self._is_coming:
+                    await asyncio.sleep(LOOK_EVERY_S)
                 if name is not None:
                     await self._call("DELETE", f"/workers/{quote(name, safe='')}")
                     logger.info("%s took %s off its list", self._router_url, self._own_url)
-        except (httpx.HTTPError, msgspec.DecodeError, TimeoutError) as error:
+        except Exception as error:
             logger.warning("%s may still list %s: %s", self._router_url, self._own_url, _describe(error))
-        finally:
+        with contextlib.suppress(Exception):
             await self._http.aclose()
 
     async def _keep(self) -> None:
@@ -84,10 +93,11 @@ class RouterRegistration:
             wait_s = self._check_every_s
             try:
                 if await self._listed() is None:
+                    self._is_coming = True  # whatever comes of the call
                     await self._call("POST", "/workers", json=self._body)
                     logger.info("registered at %s as %s", self._router_url, self._own_url)
                 self._last_objection = None
-            except (httpx.HTTPError, msgspec.DecodeError) as error:
+            except Exception as error:  # not only httpx's: a resolver's UnicodeError is none
                 wait_s = min(wait_s, RETRY_EVERY_S)
                 if _describe(error) != self._last_objection:
                     self._last_objection = _describe(error)
@@ -99,6 +109,7 @@ class RouterRegistration:
         reply = await self._call("GET", "/workers")
         for worker in msgspec.json.decode(reply.content, type=_Listing).workers:
             if worker.url.rstrip("/") == self._own_url:
+                self._is_coming = False
                 return worker.id or worker.url
         return None
 
@@ -120,7 +131,7 @@ def own_url(args: ServerArgs) -> str:
 def _address_facing(url: str) -> str | None:
     """The address of this machine that packets to the host of `url` leave from; nothing is sent."""
     parts = urlsplit(url)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -132,4 +143,6 @@ def _address_facing(url: str) -> str | None:
 def _describe(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"{error.request.method} {error.request.url}: {error.response.status_code} {error.response.text[:200]}"
+    if isinstance(error, TimeoutError):
+        return f"it did not answer, or has yet to list it, after {CALL_TIMEOUT_S:g} s"
     return str(error) or type(error).__name__

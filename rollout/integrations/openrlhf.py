@@ -9,6 +9,7 @@ Weights come one parameter a call, as OpenRLHF sends them, and are in force afte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import uuid
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollout.client import AsyncRolloutClient, GenerationOutput
+from rollout.client import AsyncRolloutClient, ClientError, GenerationOutput
 from rollout.core.errors import BadRequest
 from rollout.integrations.child_server import ChildServer
 from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
@@ -27,6 +28,7 @@ from weight_sync.tensor_meta import dtype_name
 
 GROUP_NAME = "openrlhf"
 JOIN_S = 300.0
+SLEEP_FLAG = "--enable-memory-saver"
 
 
 @dataclass
@@ -86,7 +88,9 @@ class AsyncEngineArgs:
         given = {name: value for name, value in given.items() if name not in self.WITHOUT_EFFECT and value is not None}
         if (mode := given.pop("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
             raise BadRequest(f"logprobs_mode {mode!r}: log-probabilities are of the logits over the temperature")
-        may_sleep = given.pop("enable_sleep_mode", False)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # A server whose weights and KV are on a GPU cannot give their memory back, and refuses these flags.
+        may_sleep = given.pop("enable_sleep_mode", False) and device == "cpu"
         self.settings: dict[str, Any] = {
             "model_path": given.pop("model"),
             "tp_size": given.pop("tensor_parallel_size", 1),
@@ -94,7 +98,7 @@ class AsyncEngineArgs:
             "context_length": given.pop("max_model_len", None),
             "disable_radix_cache": not given.pop("enable_prefix_caching", True),
             "dtype": given.pop("dtype", "auto"),
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": device,
             "enable_memory_saver": may_sleep,
             "enable_weights_cpu_backup": may_sleep,
         }
@@ -133,11 +137,14 @@ class AsyncLLMEngine:
 
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._settings = args.settings
+        self._flags = shlex.split(os.environ.get("LOCKSTEP_FLAGS", ""))
         self._url = os.environ.get("LOCKSTEP_URL")
+        device = self._settings["device"]
+        self._awake_on = device if self._url is None and device != "cpu" and SLEEP_FLAG not in self._flags else None
         self._server: ChildServer | None = None
         self._client_when_ready: asyncio.Task[AsyncRolloutClient] | None = None
         self._updates = 0
-        self._is_updating = False
+        self._open_update: str | None = None
         self._released: list[str] = []
         self._running = 0
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: self._running)
@@ -174,16 +181,20 @@ class AsyncLLMEngine:
         await (await self._client()).continue_generation()
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV back."""
-        self._released = ["weights", "kv_cache"]
+        """Give the memory of weights and KV back.  Raises `BadRequest`, `ClientError`; nothing changed."""
+        if self._awake_on is not None:
+            raise BadRequest(
+                f"sleep: memory is given back on a CPU only, this server is on {self._awake_on}: set no enable_sleep"
+            )
         await (await self._client()).release_memory_occupation(["weights", "kv_cache"])
+        self._released = ["weights", "kv_cache"]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it again, where it was given back."""
+        """Take it again, where it was given back.  Raises `ClientError`; nothing changed."""
         wanted = [tag for tag in self._released if tags is None or tag in tags]
-        self._released = [tag for tag in self._released if tag not in wanted]
         if wanted:
             await (await self._client()).resume_memory_occupation(wanted)  # type: ignore[arg-type]
+        self._released = [tag for tag in self._released if tag not in wanted]
 
     async def is_sleeping(self) -> bool:
         """Whether memory is given back.  The first call starts the server."""
@@ -209,18 +220,34 @@ class AsyncLLMEngine:
         if use_ray:
             raise BadRequest("weights over Ray's collectives are not part of this server: set sync_with_ray to false")
         client = await self._client()
+        if self._open_update is not None:  # of a trainer that is gone
+            await self._drop_update(client, self._open_update)
         await client.init_weights_update_group(address, port, rank_offset, world_size, GROUP_NAME, backend)
 
     async def _receive(self, name: str, dtype: torch.dtype, shape: Sequence[int], is_last: bool = False) -> None:
         client = await self._client()
-        if not self._is_updating:
-            self._updates += 1
-            await client.begin_weight_update(f"openrlhf-{self._updates}")
-            self._is_updating = True
-        await client.update_weights_from_distributed([name], [dtype_name(dtype)], [list(shape)], GROUP_NAME)
-        if is_last:
-            self._is_updating = False
-            await client.end_weight_update()
+        is_first = self._open_update is None
+        update = self._open_update = self._open_update or f"openrlhf-{uuid.uuid4().hex}"
+        try:
+            if is_first:
+                self._updates += 1
+                await client.begin_weight_update(f"openrlhf-{self._updates}", update_id=update)
+            await client.update_weights_from_distributed(
+                [name], [dtype_name(dtype)], [list(shape)], GROUP_NAME, update_id=update
+            )
+            if is_last:
+                await client.end_weight_update(update_id=update)
+                self._open_update = None
+        except BaseException:
+            await self._drop_update(client, update)
+            raise
+
+    async def _drop_update(self, client: AsyncRolloutClient, update: str) -> None:
+        """Make the next parameter the first of a new update."""
+        if self._open_update == update:
+            self._open_update = None
+        with contextlib.suppress(ClientError):  # it may never have begun, or have ended already
+            await client.abort_weight_update(update)
 
     async def _client(self) -> AsyncRolloutClient:
         if self._client_when_ready is None:
@@ -229,7 +256,7 @@ class AsyncLLMEngine:
 
     async def _start(self) -> AsyncRolloutClient:
         if self._url is None:
-            self._server = ChildServer(self._settings, shlex.split(os.environ.get("LOCKSTEP_FLAGS", "")))
+            self._server = ChildServer(self._settings, self._flags)
             await self._server.wait_ready()
             self._url = self._server.url
         return AsyncRolloutClient(self._url)

@@ -11,6 +11,7 @@ package, though none of its kernels.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from capture.codec import encode_compatible
 from capture.routed_experts import RoutedExperts
-from rollout.client import AsyncRolloutClient, GenerationOutput
+from rollout.client import AsyncRolloutClient, GenerationOutput, ServerError
 from rollout.core.errors import BadRequest, StartupError
 from rollout.integrations.child_server import ChildServer
 
 NAME = "lockstep"
+CONFLICT = 409
 
 
 class LockstepHttpServer(SGLangHttpServer):
@@ -36,15 +38,22 @@ class LockstepHttpServer(SGLangHttpServer):
         """Start the server and wait until it serves.  Raises `StartupError`."""
         if self.nnodes > 1:
             raise StartupError("a replica of several machines is not started from verl: give each machine its own")
-        self._server = ChildServer(self._settings())
+        settings = self._settings()
+        self._server = ChildServer(settings)
         await self._server.wait_ready()
         self._server_port = self._server.port
         # Without a tokenizer in the engine verl takes routes as a tensor, with one as SGLang's text.
         as_routes = _all_layers if self.config.skip_tokenizer_init else encode_compatible
-        self.tokenizer_manager = HttpTokenizerManager(self._server.url, as_routes)
+        kept_on = None if settings["enable_memory_saver"] else settings["device"]
+        self.tokenizer_manager = HttpTokenizerManager(self._server.url, as_routes, kept_on)
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
+        given = dict(config.engine_kwargs.get(NAME) or {})
+        # All ranks of a server are on one device.
+        device = given.get("device") or (f"cuda:{self.base_gpu_id}" if torch.cuda.is_available() else "cpu")
+        # A server whose weights and KV are on a GPU cannot release their memory, and refuses these flags.
+        may_release = torch.device(device).type == "cpu"
         # A replica that shares its memory with the trainer gets its weights back on resume, before new ones come.
         shares_memory = self.rollout_mode in (RolloutMode.HYBRID, RolloutMode.COLOCATED)
         settings = {
@@ -52,7 +61,7 @@ class LockstepHttpServer(SGLangHttpServer):
             "host": self._server_address,
             "allow_unauthenticated": True,  # the trainer's adapter and the agents send no key
             "dtype": config.dtype,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": device,
             "mem_fraction_static": config.gpu_memory_utilization,
             "context_length": config.max_model_len,
             "max_running_requests": config.get("max_num_seqs", None),
@@ -61,19 +70,23 @@ class LockstepHttpServer(SGLangHttpServer):
             "dp_size": config.data_parallel_size,
             "enable_dp_attention": config.data_parallel_size > 1,
             "ep_size": config.expert_parallel_size,
-            "enable_memory_saver": True,
-            "enable_weights_cpu_backup": shares_memory,
+            "enable_memory_saver": may_release,
+            "enable_weights_cpu_backup": may_release and shares_memory,
             "enable_return_routed_experts": config.enable_rollout_routing_replay,
         }
-        return settings | dict(config.engine_kwargs.get(NAME) or {})
+        return settings | given
 
 
 class HttpTokenizerManager:
-    """What verl asks of SGLang's tokenizer manager, asked of a server."""
+    """What verl asks of SGLang's tokenizer manager, asked of a server.
 
-    def __init__(self, url: str, as_routes: Callable[[RoutedExperts], Any]) -> None:
+    `kept_on`: the device whose memory the server does not release; None: it does.
+    """
+
+    def __init__(self, url: str, as_routes: Callable[[RoutedExperts], Any], kept_on: str | None = None) -> None:
         self._client = AsyncRolloutClient(url)
         self._as_routes = as_routes
+        self._kept_on = kept_on
 
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
         """One answer in SGLang's form.  Raises `ClientError`."""
@@ -100,13 +113,40 @@ class HttpTokenizerManager:
         await self._client.continue_generation()
 
     async def release_memory_occupation(self, request: Any, _: Any = None) -> None:
+        """Raises `BadRequest`, `ClientError`."""
+        self._require_release("release_memory_occupation")
         await self._client.release_memory_occupation(request.tags)
 
     async def resume_memory_occupation(self, request: Any, _: Any = None) -> None:
+        """Raises `BadRequest`, `ClientError`."""
+        self._require_release("resume_memory_occupation")
         await self._client.resume_memory_occupation(request.tags)
 
     async def flush_cache(self) -> None:
         await self._client.flush_cache()
+
+    async def start_profile(self, output_dir: str | None = None, **given: Any) -> None:
+        """Trace the steps from now on.  Raises `BadRequest` for what the server's profiler lacks, `ClientError`."""
+        given = {name: value for name, value in given.items() if value}  # the others ask for nothing
+        if unknown := sorted(given.keys() - {"num_steps", "with_stack", "record_shapes"}):
+            raise BadRequest(f"start_profile: not part of this server: {', '.join(unknown)}")
+        folder = None if output_dir is None else str(Path(output_dir).absolute())  # may be relative to this process
+        await self._client.start_profile(folder, **given)
+
+    async def stop_profile(self) -> None:
+        """Write the trace, unless it ended by itself before.  Raises `ClientError`."""
+        try:
+            await self._client.stop_profile()
+        except ServerError as error:
+            if error.status != CONFLICT:
+                raise
+
+    def _require_release(self, verb: str) -> None:
+        if self._kept_on is not None:
+            raise BadRequest(
+                f"{verb}: memory is released on a CPU only, this server is on {self._kept_on}; "
+                "set actor_rollout_ref.rollout.free_cache_engine=False"
+            )
 
 
 def _all_layers(routes: RoutedExperts) -> torch.Tensor:

@@ -49,6 +49,23 @@ VERBS = [
         {"abort_below_weight_version": "7"},
         ...,
     ),
+    (
+        lambda c: c.start_profile(),
+        OK,
+        "POST",
+        "/start_profile",
+        {"with_stack": False, "record_shapes": False},
+        ...,
+    ),
+    (
+        lambda c: c.start_profile("/tmp/p", 3, with_stack=True, record_shapes=True),
+        OK,
+        "POST",
+        "/start_profile",
+        {"output_dir": "/tmp/p", "num_steps": 3, "with_stack": True, "record_shapes": True},
+        ...,
+    ),
+    (lambda c: c.stop_profile(), OK, "POST", "/stop_profile", {}, ...),
     (lambda c: c.release_memory_occupation(), {}, "POST", "/release_memory_occupation", {}, ...),
     (
         lambda c: c.resume_memory_occupation(["weights"]),

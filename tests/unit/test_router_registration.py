@@ -25,6 +25,7 @@ class Router:
         self.names_by_id = names_by_id
         self.workers: dict[str, str] = {"other": "http://10.0.0.9:30000"}  # name -> url
         self.posted: list[dict] = []
+        self.adds_after_s = 0.0
         self.answer: Callable[[], httpx.Response] | None = None  # instead of the right one
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -36,7 +37,12 @@ class Router:
         if request.method == "POST":
             body = json.loads(request.content)
             self.posted.append(body)
-            self.workers["uuid-1" if self.names_by_id else body["url"]] = body["url"]
+            name = "uuid-1" if self.names_by_id else body["url"]
+            if self.adds_after_s:
+                later = asyncio.get_running_loop().call_later
+                later(self.adds_after_s, self.workers.update, {name: body["url"]})
+            else:
+                self.workers[name] = body["url"]
             return httpx.Response(202)
         name = unquote(request.url.raw_path.decode().removeprefix("/workers/"))
         if name not in self.workers:
@@ -144,6 +150,39 @@ def test_a_router_that_does_not_answer_holds_the_end_up_for_seconds_only(monkeyp
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("names_by_id", [True, False], ids=["id", "url"])
+def test_a_server_that_leaves_before_it_is_listed_is_taken_off(names_by_id: bool) -> None:
+    async def run() -> None:
+        router = Router(names_by_id)
+        router.adds_after_s = 0.4
+        own = RouterRegistration("http://router", OWN, transport=httpx.MockTransport(router))
+        own.join()
+        await until(lambda: bool(router.posted))
+        await own.leave()
+        await asyncio.sleep(0.5)
+        assert len(router.posted) == 1 and not router.lists(OWN)
+
+    asyncio.run(run())
+
+
+def test_a_router_that_never_lists_the_server_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollout.entrypoints.router_registration.CALL_TIMEOUT_S", 0.3)
+
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        router.adds_after_s = 60
+        own = registration(router)
+        own.join()
+        await until(lambda: bool(router.posted))
+        async with asyncio.timeout(3):
+            await own.leave()
+
+    asyncio.run(run())
+    assert "may still list http://10.0.0.5:30000: it did not answer, or has yet to list it" in caplog.text
+
+
 def test_without_a_router_nothing_is_called() -> None:
     async def run() -> None:
         router = Router(names_by_id=True)
@@ -164,9 +203,56 @@ def test_where_the_router_finds_the_server() -> None:
     assert url("::1") == "http://[::1]:31000"
     assert url("0.0.0.0") == "http://127.0.0.1:31000", "the address that faces the router"
     assert url("0.0.0.0", "http://no-such-host.invalid:9") == "http://0.0.0.0:31000"
+    assert url("0.0.0.0", "http://a..b") == "http://0.0.0.0:31000", "a host that the resolver refuses"
 
 
-@pytest.mark.parametrize("url", ["router:30000", "ftp://router", "http://", "http://r:x", "http://r?a=b", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("router:30000", "ftp://router", "http://", "http://r:x", "http://r:0", "http://r?a=b", "http://r#x", ""),
+        *("http://999.1.1.1:80", "http://ä_b", "http://a..b", f"http://{'a' * 64}", "http://a\nb", "http://[::1"),
+    ],
+)
 def test_what_is_no_router_is_refused_at_start(url: str) -> None:
-    with pytest.raises(StartupError, match="--register-url"):
+    with pytest.raises(StartupError, match="--register-url") as caught:
         ServerArgs(model_path="m", register_url=url).validate()
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["http://router:3000", "https://r/prefix/", "http://[::1]:80", "http://10.0.0.1", "http://bücher.example:1"]
+)
+def test_what_may_be_a_router_is_taken(url: str) -> None:
+    ServerArgs(model_path="m", register_url=url).validate()
+
+
+@pytest.mark.parametrize("url", ["http://user:secret@router:3000", "http://secret@router", "http://u:secret@r:x"])
+def test_credentials_in_the_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(StartupError, match="--register-url must name no user") as caught:
+        ServerArgs(model_path="m", register_url=url).validate()
+    assert "secret" not in str(caught.value)
+
+
+def test_whatever_a_router_does_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> httpx.Response:
+        raise RuntimeError("no httpx.HTTPError")
+
+    async def run() -> None:
+        router = Router(names_by_id=True)
+        router.answer = broken
+        own = registration(router)
+        own.join()
+        await asyncio.sleep(0.05)
+        router.answer = None
+        await until(lambda: router.lists(OWN))
+        router.answer = broken
+        await own.leave()
+        refused = RouterRegistration("http://999.1.1.1:80", OWN)
+        refused.join()
+        await asyncio.sleep(0.05)
+        await refused.leave()
+
+    asyncio.run(run())
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "not registered at http://router:30001/: no httpx.HTTPError" in warnings
+    assert sum(line.startswith("http://999.1.1.1:80 may still list") for line in warnings) == 1
