@@ -106,7 +106,8 @@ def _check_prompt_length(prompt_len: int, context_length: int) -> None:
 def _with_length(prompt: PromptRequest, prompt_len: int, limits: ServingLimits) -> SamplingParams:
     if not prompt.fill_context:
         return prompt.sampling_params
-    return msgspec.structs.replace(prompt.sampling_params, max_new_tokens=limits.room(prompt_len))
+    params, room = prompt.sampling_params, limits.room(prompt_len)
+    return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
 
 
 def _check_stop(params: SamplingParams, limits: ServingLimits) -> None:
