@@ -174,8 +174,13 @@ def abort_all() -> Call[None]:
     return Call("POST", "/abort_request", _nothing, {"rid": "", "abort_all": True}, admin=True)
 
 
+PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
+
+
 def pause(mode: PauseMode) -> Call[dict[str, Any]]:
-    return Call("POST", "/pause_generation", _object, {"mode": mode}, admin=True, timeout="weights")
+    timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
+    body = {"mode": mode}
+    return Call("POST", "/pause_generation", _object, body, admin=True, timeout="weights", timeout_s=timeout_s)
 
 
 def continue_generation(abort_below_weight_version: str | None) -> Call[dict[str, Any]]:

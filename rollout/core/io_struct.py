@@ -72,10 +72,20 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 
 class PauseGenerationReqInput(ControlReqInput):
-    """`wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins."""
+    """`wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins.
+
+    `wait_id` names such a pause for whoever gives it up.
+    """
 
     mode: PauseMode = "abort"
     wait_s: float = 600.0
+    wait_id: str | None = None
+
+
+class GiveUpPauseReqInput(ControlReqInput):
+    """Take back a pause of mode `wait` whose caller is gone, or which failed on another replica."""
+
+    wait_id: str
 
 
 class ContinueGenerationReqInput(ControlReqInput):
@@ -146,6 +156,7 @@ SchedulerInput = (
     TokenizedGenerateReqInput
     | AbortReqInput
     | PauseGenerationReqInput
+    | GiveUpPauseReqInput
     | ContinueGenerationReqInput
     | FlushCacheReqInput
     | GetSessionsReqInput

@@ -79,6 +79,9 @@ class ServerArgs:
     max_running_requests: int = _arg(256, "most requests that decode together")
     chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
     max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
+    max_logprob_entries: int = _arg(
+        1 << 22, "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered"
+    )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
     session_pin_fraction: float = _arg(
         0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
@@ -264,6 +267,7 @@ class ServerArgs:
         )
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
+        _require(self.max_logprob_entries >= 0, "--max-logprob-entries must not be negative")
         _require(bool(self.weight_version), "--weight-version must not be empty")
         if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
             raise StartupError(

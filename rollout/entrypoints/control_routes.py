@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive
 
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
+    GiveUpPauseReqInput,
     PauseGenerationReqInput,
     PauseMode,
     ReleaseMemoryOccupationReqInput,
@@ -23,7 +26,7 @@ from rollout.core.io_struct import (
 )
 from rollout.entrypoints import protocol
 from rollout.entrypoints.control_io import ControlRoute, add_route, failed_status, reply, status_reply
-from rollout.entrypoints.http_io import json_body
+from rollout.entrypoints.http_io import json_body, until_disconnect
 from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from rollout.tokenizer_manager.manager import TokenizerManager
 
@@ -39,10 +42,23 @@ MemoryBody = Annotated[protocol.MemoryOccupationRequest, Depends(json_body(proto
 PauseBody = Annotated[protocol.PauseGenerationRequest, Depends(json_body(protocol.PauseGenerationRequest))]
 
 
-async def pause(manager: TokenizerManager, mode: PauseMode) -> ControlReqOutput:
-    """Stop stepping; what becomes of the requests that run is `mode`'s."""
-    timeout_s = PAUSE_TIMEOUT_S + (PAUSE_WAIT_S if mode == "wait" else 0.0)
-    return await manager.control(PauseGenerationReqInput, timeout_s, mode=mode, wait_s=PAUSE_WAIT_S)
+async def pause(manager: TokenizerManager, mode: PauseMode, receive: Receive | None = None) -> ControlReqOutput:
+    """Stop stepping; what becomes of the requests that run is `mode`'s.
+
+    A wait whose client goes away, or which fails on one replica, pauses none.
+    """
+    if mode != "wait":
+        return await manager.control(PauseGenerationReqInput, PAUSE_TIMEOUT_S, mode=mode)
+    wait_id, is_paused = uuid.uuid4().hex, False
+    fields = {"mode": mode, "wait_s": PAUSE_WAIT_S, "wait_id": wait_id}
+    work = manager.control(PauseGenerationReqInput, PAUSE_TIMEOUT_S + PAUSE_WAIT_S, **fields)
+    try:
+        answer = await (work if receive is None else until_disconnect(receive, work))
+        is_paused = answer.success
+        return answer
+    finally:
+        if not is_paused:
+            await manager.control(GiveUpPauseReqInput, PAUSE_TIMEOUT_S, wait_id=wait_id)
 
 
 class ControlRoutes:
@@ -84,9 +100,9 @@ class ControlRoutes:
             self._manager.abort([body.rid] if isinstance(body.rid, str) else body.rid)
         return Response(status_code=200)
 
-    async def pause_generation(self, body: PauseBody) -> Response:
+    async def pause_generation(self, request: Request, body: PauseBody) -> Response:
         """Replies once the scheduler has stopped stepping."""
-        return status_reply(await pause(self._manager, body.mode), "Generation paused successfully.")
+        return status_reply(await pause(self._manager, body.mode, request.receive), "Generation paused successfully.")
 
     async def continue_generation(self, body: ContinueBody) -> Response:
         """Also settles a weight update that was sent without begin and end."""

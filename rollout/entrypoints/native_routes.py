@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.entrypoints.openai_protocol import plain_messages
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
 from rollout.entrypoints.session_routes import addressed
 from rollout.tokenizer_manager.handle import GenerateHandle
@@ -64,7 +65,7 @@ class NativeRoutes:
             raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {len(body.prompt)}")
         if body.messages is not None:
             tokens: Any = await tokenizer.render_chat(
-                body.messages,
+                plain_messages(body.messages),
                 tools=body.tools,
                 continue_final=body.continue_final_message,
                 add_generation_prompt=body.add_generation_prompt,
@@ -88,9 +89,12 @@ class NativeRoutes:
             raise TooLarge(f"at most {MAX_DECODED_IDS} token ids and lists are decoded in a call, got {size}")
         for token_ids in batch:
             check_token_ids(token_ids, vocab_size, "tokens")
-        texts = await tokenizer.decode_each(batch, skip_special_tokens=body.skip_special_tokens)
-        decoded = texts if is_batch else texts[0]
-        return json_response({"text": decoded, "prompt": decoded})  # SGLang's name and vLLM's
+        skips = body.skip_special_tokens
+        content = {}
+        for name, default in (("text", True), ("prompt", False)):  # SGLang's name and default, and vLLM's
+            texts = await tokenizer.decode_each(batch, skip_special_tokens=default if skips is None else skips)
+            content[name] = texts if is_batch else texts[0]
+        return json_response(content)
 
 
 async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:

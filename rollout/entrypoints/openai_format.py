@@ -31,7 +31,11 @@ def response_head(object_name: str, model: str, created: int, first: Native) -> 
 
 def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
     """`usage`, `metadata` and, where routes were asked for, `sglext` of the first choice."""
-    tail: dict[str, Any] = {"usage": usage(natives, request.n), "metadata": metadata(natives[0])}
+    tail: dict[str, Any] = {
+        "usage": usage(natives, request.n),
+        "metadata": metadata(natives[0]),
+        "weight_version": natives[0]["meta_info"]["weight_version"],
+    }
     if isinstance(request, ChatCompletionRequest):  # vLLM's place for what is of the one prompt
         if request.return_token_ids:
             tail["prompt_token_ids"] = natives[0]["prompt_token_ids"]

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.entrypoints.protocol import (
+    SGLANG_SAMPLING_FIELDS,
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     Body,
@@ -56,6 +57,7 @@ class SamplingFields(Body):
     """Sampling parameters by OpenAI's and vLLM's names."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
+    other_names: ClassVar[dict[str, str]] = SGLANG_SAMPLING_FIELDS
 
     temperature: float | None = None
     top_p: float | None = None
@@ -81,6 +83,8 @@ class SamplingFields(Body):
         """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
         sampling = {name: getattr(self, wire) for wire, name in _SAMPLING_NAMES.items()}
         sampling["max_new_tokens"] = max_new_tokens
+        if self.seed == -1:  # vLLM's word for none
+            sampling["sampling_seed"] = None
         if self.include_stop_str_in_output:
             sampling["no_stop_trim"] = True
         return {name: value for name, value in sampling.items() if value is not None}
@@ -193,7 +197,7 @@ class ChatCompletionRequest(OpenAIRequest):
     """POST /v1/chat/completions.  `input_ids` replaces the rendered messages as the prompt."""
 
     unsupported = OpenAIRequest.unsupported | {
-        *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task")
+        *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task", "reasoning")
     }
 
     messages: list[dict[str, Any]] = []
@@ -218,15 +222,16 @@ class ChatCompletionRequest(OpenAIRequest):
         return None if self.tool_choice == "none" else self.tools
 
     def template_variables(self) -> dict[str, Any]:
-        """What else the template may read.  Raises `UnsupportedFeature`."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        """What else the template may read; an effort also says whether to think.  Raises `UnsupportedFeature`."""
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         return effort | template_variables(self.chat_template_kwargs)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Messages with content parts joined to plain text.  Raises `BadRequest`."""
-        if not self.messages:
-            raise BadRequest("messages is empty")
-        return [_plain_message(index, message) for index, message in enumerate(self.messages)]
+        return plain_messages(self.messages)
 
     def begun_answer(self) -> str:
         """The beginning of the answer that the prompt holds."""
@@ -243,6 +248,13 @@ class ChatCompletionRequest(OpenAIRequest):
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return GenerateReqInput(input_ids=prompt_ids, **self._engine_fields(limit, num_top))
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`."""
+    if not messages:
+        raise BadRequest("messages is empty")
+    return [_plain_message(index, message) for index, message in enumerate(messages)]
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

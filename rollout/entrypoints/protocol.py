@@ -29,6 +29,7 @@ UNSUPPORTED_SAMPLING_FIELDS = frozenset(
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
         *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
         *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
+        *("trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
         *("skip_reading_prefix_cache", "return_sampling_mask", "return_sample_support", "watermark", "watermarking"),
     }
 )
@@ -42,6 +43,10 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
 }
+BUDGETS = {"thinking_token_budget", "max_thinking_tokens"}
+"""Of them a 0 asks for something, and a -1 for nothing."""
+SGLANG_SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""Of SGLang's `sampling_params`, and what stands in vLLM's and OpenAI's for the same."""
 VLLM_SAMPLING_FIELDS = {
     "logprobs": "return_logprob and top_logprobs_num",
     "prompt_logprobs": "return_logprob and logprob_start_len",
@@ -65,12 +70,14 @@ def _fail_fast(node: Any) -> None:
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
+    `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.
     Null means the default.  A list is looked at up to its first bad element: pydantic would keep an error, hundreds of
     bytes, for each.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    other_names: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -85,13 +92,18 @@ class Body(BaseModel):
         if not isinstance(raw, dict):
             return raw
         refuse_unsupported(raw, cls.unsupported)
+        for name, ours in cls.other_names.items():
+            if raw.get(name) is not None:
+                raise UnsupportedFeature(f"{name} is not known here; ask with {ours}")
         return {key: value for key, value in raw.items() if value is not None}
 
 
 def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = "") -> None:
     """Raise `UnsupportedFeature` for the first of `names` that holds a true value; `place` begins the message."""
     for name in sorted(names & raw.keys()):
-        if raw[name]:
+        value = raw[name]
+        asks = value is not None and value is not False and value != -1 if name in BUDGETS else value
+        if asks:
             raise UnsupportedFeature(f"{place}{name} is not supported by this server")
 
 
@@ -175,7 +187,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
 
 
 # --- control -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from rollout.core.errors import UnsupportedFeature
 from rollout.core.io_struct import (
@@ -68,14 +69,18 @@ class VllmControlRoutes:
     # --- pause ---------------------------------------------------------------------------------------------------
 
     async def pause(
-        self, mode: VllmPauseMode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
+        self,
+        request: Request,
+        mode: VllmPauseMode = "abort",
+        clear_cache: bool = True,
+        wait_for_inflight_requests: bool = False,
     ) -> Response:
         """Replies once the scheduler has stopped stepping.  `clear_cache` empties the prefix cache, but not with keep.
 
         `wait_for_inflight_requests` is the old name of mode wait.
         """
         mode = "wait" if wait_for_inflight_requests else mode
-        answer = await pause(self._manager, _PAUSES[mode])
+        answer = await pause(self._manager, _PAUSES[mode], request.receive)
         if answer.success and clear_cache and mode != "keep":
             flushed = await self._manager.control(FlushCacheReqInput, FLUSH_TIMEOUT_S)
             answer = answer if flushed.success else flushed
@@ -102,6 +107,7 @@ class VllmControlRoutes:
 
     async def sleep(
         self,
+        request: Request,
         level: Annotated[int, Query(ge=0, le=2)] = 1,
         mode: VllmPauseMode = "abort",
         tags: Annotated[list[SleepTag] | None, Query()] = None,
@@ -111,10 +117,12 @@ class VllmControlRoutes:
         Level 1 keeps a copy of the weights.  With mode keep, requests give up their KV and compute it again.
         """
         if level == 0:
-            return reply(await pause(self._manager, _PAUSES[mode]), {"status": "sleeping", "level": level})
+            return reply(
+                await pause(self._manager, _PAUSES[mode], request.receive), {"status": "sleeping", "level": level}
+            )
         wanted = tags or list(_SLEEPS)
         self._require_sleep(level, wanted)
-        answer = await self._release(wanted, "retract" if mode == "keep" else _PAUSES[mode])
+        answer = await self._release(wanted, "retract" if mode == "keep" else _PAUSES[mode], request.receive)
         return reply(answer, {"status": "sleeping", "level": level})
 
     def _require_sleep(self, level: int, tags: list[SleepTag]) -> None:
@@ -131,11 +139,11 @@ class VllmControlRoutes:
         self._require_sleep(2, list(_SLEEPS))
         return reply(await self._release(list(_SLEEPS), "retract"))
 
-    async def _release(self, tags: list[SleepTag], mode: PauseMode) -> ControlReqOutput:
+    async def _release(self, tags: list[SleepTag], mode: PauseMode, receive: Receive | None = None) -> ControlReqOutput:
         """Pause, then release what is in use of `tags`.  A refused release leaves no pause behind."""
         state = await state_of(self._manager)
         in_use: list[MemoryTag] = [tag for tag in tags if state["memory"][tag] != "released"]
-        answer = await pause(self._manager, mode)
+        answer = await pause(self._manager, mode, receive)
         if not answer.success or not in_use:
             return answer
         answer = await self._manager.control(ReleaseMemoryOccupationReqInput, self._weight_timeout_s, tags=in_use)

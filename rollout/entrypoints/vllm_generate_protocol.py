@@ -34,6 +34,11 @@ class TokenGenerateRequest(Body):
     """POST /inference/v1/generate and /skyrl/v1/generate."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS
+    other_names = {
+        "rid": "request_id",
+        "return_logprob": "sampling_params.logprobs",
+        "return_routed_experts": "--enable-return-routed-experts at the server's start",
+    }
 
     token_ids: TokenIds
     sampling_params: TokenSamplingParams = TokenSamplingParams()
@@ -42,6 +47,11 @@ class TokenGenerateRequest(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: ExtraKey | None = None
+    extra_key: ExtraKey | None = None
+    session_id: str | None = None
+    max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
     priority: Int64 = 0
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -56,14 +66,20 @@ class TokenGenerateRequest(Body):
         """
         params = self.sampling_params
         length = params.max_tokens
-        if length is not None:
-            length = min(length, limits.room(len(self.token_ids)))
+        sampling = params.engine_sampling(length)
+        if length is not None and length > (room := limits.room(len(self.token_ids))):
+            if (least := params.min_tokens) is not None and least <= length:
+                sampling["min_new_tokens"] = min(least, room)
+            sampling["max_new_tokens"] = room
         return GenerateReqInput(
             input_ids=self.token_ids,
             rid=rid,
-            sampling_params=params.engine_sampling(length),
+            sampling_params=sampling,
+            session_id=self.session_id,
+            max_kv_version_lag=self.max_kv_version_lag,
+            routed_dp_rank=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
             stream=self.stream,
-            extra_key=combined_extra_key(self.cache_salt, None),
+            extra_key=combined_extra_key(self.cache_salt, self.extra_key),
             priority=self.priority,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=params.routed_experts_prompt_start,

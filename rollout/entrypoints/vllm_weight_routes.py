@@ -120,9 +120,11 @@ class VllmWeightRoutes:
             return reply(await self._receive(body.update_info))
         if body.weight_dir is None:
             raise BadRequest("update_info is missing, and so is weight_dir")
+        await self._drop_unfinished(only_failed=True)
+        if self._update_id is not None:
+            raise Conflict("a weight update was started and is not finished: POST /finish_weight_update first")
         started = time.monotonic()
-        verb = UpdateWeightsFromDiskReqInput
-        answer = await self._send(verb, model_path=body.weight_dir, update_id=self._update_id)
+        answer = await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir)
         self._metrics.on_weight_load("disk", time.monotonic() - started)
         return reply(answer)
 
@@ -175,7 +177,9 @@ class VllmWeightRoutes:
         if self._update_id is None:
             return
         open_now = (await self._send(GetWeightUpdateReqInput)).data
-        is_failed = open_now.get("failed") is not None
-        if open_now.get("update_id") == self._update_id and (is_failed or not only_failed):
+        is_mine = open_now.get("update_id") == self._update_id
+        if is_mine and only_failed and open_now.get("failed") is None:
+            return
+        if is_mine:
             await self._send(AbortWeightUpdateReqInput, update_id=self._update_id)
-            self._update_id = None
+        self._update_id = None

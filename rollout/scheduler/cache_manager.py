@@ -111,7 +111,7 @@ class CacheManager:
     def detach(self, req: Req, weight_epoch: int) -> None:
         """Take back the row and all slots of `req`; what it computed under the current weights goes to the cache.
 
-        There it is kept for the session of a request that has ended.
+        There it is kept for the session of a request that has come to its end.
         """
         if req.pool_index == -1:
             return
@@ -120,7 +120,7 @@ class CacheManager:
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
             everything = self.slots(req, 0, req.device_len)
             node, superfluous = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
-            if req.finished and req.source.session_id is not None:
+            if req.finished and req.finished.type != "abort" and req.may_pin and req.source.session_id is not None:
                 self.pins.keep(req.source.session_id, node)
         if superfluous > req.cached_len:
             self.allocator.free(self.slots(req, req.cached_len, superfluous))

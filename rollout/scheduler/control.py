@@ -13,6 +13,7 @@ from rollout.core.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
     GetStateReqInput,
+    GiveUpPauseReqInput,
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
@@ -42,11 +43,14 @@ class Control:
         self._eplb = eplb
         self._static_state = static_state
         self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
+        self._waited: set[str] = set()  # names of those that made the pause in force, if no other did
+        self._paused_before = False  # when the first of them came
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
         scheduler.add_verbs(
             {
                 PauseGenerationReqInput: self._pause,
+                GiveUpPauseReqInput: self._give_up,
                 FlushCacheReqInput: self._flush_cache,
                 GetStateReqInput: self._get_state,
                 ShutdownReqInput: self._begin_shutdown,
@@ -58,11 +62,15 @@ class Control:
     def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput | None:
         """No step runs after this until continue; the answer means that this has happened."""
         scheduler = self._scheduler
+        if verb.mode == "wait":
+            self._weights.require_no_update_in_pause()
         self._weights.on_pause()
         if verb.mode == "wait":
+            self._paused_before = self._paused_before if self._awaited else scheduler.paused
             scheduler.paused, scheduler.pausing = False, True
             self._awaited.append((scheduler.now + verb.wait_s, verb))
             return None
+        self._waited.clear()
         aborted = 0
         if verb.mode == "abort":
             aborted = scheduler.abort(None)
@@ -85,12 +93,37 @@ class Control:
                 now = "paused in another mode" if scheduler.paused else "continued"
                 scheduler.reply(failure(verb.request_id, Conflict(f"generation was {now} before requests had ended")))
             elif scheduler.now >= until:
-                reason = f"{num_begun} requests have not ended within {verb.wait_s:g} s; generation goes on"
+                now = "stays paused, as it was" if self._paused_before else "goes on"
+                reason = f"{num_begun} requests have not ended within {verb.wait_s:g} s; generation {now}"
                 scheduler.reply(failure(verb.request_id, Conflict(reason)))
             else:
                 self._awaited.append((until, verb))
-        scheduler.pausing = bool(self._awaited)
+        if is_over:
+            self._waited = {verb.wait_id for _, verb in waiting if verb.wait_id is not None}
+        self._end_waiting()
         return True
+
+    def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput:
+        """The others that wait, or that made the same pause, keep theirs."""
+        scheduler = self._scheduler
+        given_up = [one for _, one in self._awaited if one.wait_id == verb.wait_id]
+        self._awaited = [(until, one) for until, one in self._awaited if one.wait_id != verb.wait_id]
+        for one in given_up:
+            scheduler.reply(failure(one.request_id, Conflict("the pause was given up")))
+        if verb.wait_id in self._waited:
+            self._waited.remove(verb.wait_id)
+            if not self._waited:
+                scheduler.paused = self._paused_before
+        self._end_waiting()
+        return ControlReqOutput(request_id=verb.request_id, success=True, data={"paused": scheduler.paused})
+
+    def _end_waiting(self) -> None:
+        """Nobody waits any more for what did not come: as it was before."""
+        scheduler = self._scheduler
+        if scheduler.pausing and not self._awaited:
+            scheduler.paused, scheduler.pausing = self._paused_before, False
+            if not scheduler.paused:
+                self._weights.on_pause_given_up()
 
     def _paused(self, verb: PauseGenerationReqInput, aborted: int = 0) -> ControlReqOutput:
         scheduler = self._scheduler

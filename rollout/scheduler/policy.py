@@ -64,9 +64,15 @@ class RequestQueues:
     partial: Req | None = None
 
     def enqueue(self, req: Req) -> None:
-        """Let `req` wait behind those that came before it, and before those of a lower rank (a higher `priority`)."""
+        """Let `req` wait behind those that came before it, and before those of a lower rank (a higher `priority`).
+
+        Those that have begun, and were retracted, stay in front.
+        """
         index = len(self.waiting)
-        while index and self.waiting[index - 1].source.priority > req.source.priority:
+        while index:
+            before = self.waiting[index - 1]
+            if before.has_begun or before.source.priority <= req.source.priority:
+                break
             index -= 1
         self.waiting.insert(index, req)
 

@@ -112,6 +112,7 @@ class Req:
         "finished",
         "given_up_epochs",
         "is_decoding",
+        "may_pin",
         "namespace",
         "num_retractions",
         "num_sent",
@@ -162,6 +163,7 @@ class Req:
         self.times = Times()
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
+        self.may_pin = True  # False once its session has ended
 
     @property
     def has_begun(self) -> bool:

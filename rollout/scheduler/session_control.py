@@ -54,5 +54,8 @@ class SessionControl:
         cache = self._scheduler.cache
         pinned = cache.prefix_cache.num_pinned
         cache.pins.drop(verb.session_id)
+        for req in self._scheduler.queues.all():
+            if req.source.session_id == verb.session_id:
+                req.may_pin = False
         data = {"num_released_tokens": pinned - cache.prefix_cache.num_pinned}
         return ControlReqOutput(request_id=verb.request_id, success=True, data=data)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import (
@@ -138,6 +138,17 @@ class WeightControl:
     def on_paused(self) -> None:
         """Generation is paused."""
         self._watch.on_pause()
+
+    def require_no_update_in_pause(self) -> None:
+        """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
+        amid = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
+        if amid and self._scheduler.paused:
+            raise Conflict("a weight update is being received in this pause; continue_generation settles it")
+
+    def on_pause_given_up(self) -> None:
+        """Generation goes on without a continue."""
+        if not self._queue.busy and self._updater.is_open and self._updater.is_implicit:
+            self._updater.drop("the pause in which it was sent was given up")
 
     def _forget_loss(self) -> None:
         """Of a loss before the last pause: not amid a verb, which may lose an update on one rank sooner than on
@@ -267,7 +278,8 @@ class WeightControl:
         is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest
         opens = stale or (verb.update_id is None and not updater.is_open)
-        paused, lost = self._scheduler.paused, self._scheduler.runner.state.content_lost
+        paused = self._scheduler.paused or self._scheduler.pausing
+        lost = self._scheduler.runner.state.content_lost
         settles = opens and not paused and not lost
         adds_up = lost and not paused and (opens or updater.is_implicit)
         refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)

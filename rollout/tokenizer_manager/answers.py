@@ -32,6 +32,8 @@ def merge_answers(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
     data = dict(first.data)
     for name in _ADD_UP & data.keys():
         data[name] = sum(answer.data.get(name, 0) for answer in in_order)
+    if "paused" in data:
+        data["paused"] = any(answer.data.get("paused") for answer in in_order)
     if "token_usage" in data:
         data["token_usage"] = data["num_used_tokens"] / data["max_total_num_tokens"]
     if _ADD_UP & data.keys():

@@ -145,6 +145,7 @@ class TokenizerManager:
             returns_routes_by_default=self.server_args.return_routed_experts_by_default,
             has_tokenizer=tokenizer is not None,
             eos_token_id=None if tokenizer is None else self._end_token(tokenizer),
+            max_logprob_entries=self.server_args.max_logprob_entries,
         )
         self.phase = Phase.SERVING
 
@@ -313,13 +314,12 @@ class TokenizerManager:
         self, expanded: ExpandedRequest, prompt_ids: list[list[int]], limits: ServingLimits
     ) -> list[list[SampleRecord]]:
         """The samples of each prompt."""
-        now = time.monotonic()
+        now, num_entries = time.monotonic(), 0
         groups: list[list[SampleRecord]] = []
-        num_entries = 0
         for prompt, input_ids in zip(expanded.prompts, prompt_ids, strict=True):
             params = check_prompt(prompt, input_ids, limits)
             num_entries += num_logprob_entries(prompt.options, len(input_ids), params)
-            check_logprob_entries(num_entries)
+            check_logprob_entries(num_entries, limits.max_logprob_entries)
             prompt = dataclasses.replace(prompt, sampling_params=params)
             options = dataclasses.replace(prompt.options, return_routed_experts=limits.wants_routes(prompt.options))
             groups.append(

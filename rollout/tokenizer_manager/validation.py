@@ -16,8 +16,6 @@ from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, OutputOptio
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
-MAX_LOGPROB_ENTRIES = 1 << 22
-"""Top and chosen log-probabilities of one request: some hundred bytes each until they are answered."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class ServingLimits:
     """Facts that requests are checked against.
 
     `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.  `eos_token_id`: an end token that
-    the tokenizer names and the model's configuration does not.
+    the tokenizer names and the model's configuration does not.  `max_logprob_entries`: of one request.
     """
 
     vocab_size: int
@@ -36,6 +34,7 @@ class ServingLimits:
     returns_routes_by_default: bool
     has_tokenizer: bool
     eos_token_id: int | None = None
+    max_logprob_entries: int = 1 << 22
 
     def room(self, prompt_len: int) -> int:
         """Most tokens that can follow a prompt of `prompt_len` tokens."""
@@ -69,12 +68,13 @@ def check_prompt(prompt: PromptRequest, input_ids: Sequence[int], limits: Servin
     return msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
 
 
-def check_logprob_entries(num_entries: int) -> None:
+def check_logprob_entries(num_entries: int, limit: int) -> None:
     """Raises `TooLarge` for more than one request may get."""
-    if num_entries > MAX_LOGPROB_ENTRIES:
+    if num_entries > limit:
         raise TooLarge(
             f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
-            f"token_ids_logprob), over all prompts) are over the limit of {MAX_LOGPROB_ENTRIES} of a request"
+            f"token_ids_logprob), over all prompts) are over the limit of {limit} of a request: ask for fewer tokens "
+            "or alternatives, split it, or start the server with a larger --max-logprob-entries"
         )
 
 
@@ -106,7 +106,8 @@ def _check_prompt_length(prompt_len: int, context_length: int) -> None:
 def _with_length(prompt: PromptRequest, prompt_len: int, limits: ServingLimits) -> SamplingParams:
     if not prompt.fill_context:
         return prompt.sampling_params
-    return msgspec.structs.replace(prompt.sampling_params, max_new_tokens=limits.room(prompt_len))
+    params, room = prompt.sampling_params, limits.room(prompt_len)
+    return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
 
 
 def _check_stop(params: SamplingParams, limits: ServingLimits) -> None:

@@ -13,6 +13,7 @@ import pytest
 from capture.codec import decode_compact
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.entrypoints import openai_format as fmt
+from rollout.entrypoints.openai_protocol import ChatCompletionRequest
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import logprob_of, route_rows
 from tests.tiny_tokenizer import write_model_folder
@@ -343,6 +344,41 @@ def test_detokenize_answers_in_both_dialects(live: Live) -> None:
     assert live.client.post("/detokenize", json={"tokens": ids}).json() == {"text": "hello", "prompt": "hello"}
     batch = live.client.post("/v1/detokenize", json={"tokens": [ids, ids]}).json()
     assert batch["text"] == batch["prompt"] == ["hello", "hello"]
+
+
+def test_special_tokens_are_text_in_vllms_dialect(live: Live) -> None:
+    """SGLang's default skips them, vLLM's does not; whoever says which gets it under both names."""
+    end = live.client.post("/tokenize", json={"prompt": "<|im_end|>", "add_special_tokens": False}).json()["tokens"]
+    ids = [*tokens(live, "hello"), *end]
+    assert live.client.post("/detokenize", json={"tokens": ids}).json() == {
+        "text": "hello", "prompt": "hello<|im_end|>",
+    }  # fmt: skip
+    for skips, text in ((True, "hello"), (False, "hello<|im_end|>")):
+        reply = live.client.post("/detokenize", json={"tokens": ids, "skip_special_tokens": skips}).json()
+        assert reply == {"text": text, "prompt": text}
+
+
+def test_calls_and_parts_are_tokenized_as_the_chat_has_them(live: Live, client: openai.OpenAI) -> None:
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "user", "content": "so"},
+    ]
+    live.scheduler.received.clear()
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    ids = live.client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert ids == live.sent(TokenizedGenerateReqInput)[0].input_ids
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
+def test_an_effort_of_none_does_not_think(effort: str, thinks: bool) -> None:
+    body = {"messages": MESSAGES, "reasoning_effort": effort}
+    said = ChatCompletionRequest.model_validate(body).template_variables()
+    assert said == {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    own = body | {"chat_template_kwargs": {"enable_thinking": not thinks}}
+    assert ChatCompletionRequest.model_validate(own).template_variables()["enable_thinking"] is not thinks
 
 
 def test_a_tokenized_chat_is_the_prompt_of_the_chat(live: Live, client: openai.OpenAI) -> None:

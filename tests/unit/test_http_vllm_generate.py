@@ -117,6 +117,28 @@ def test_a_sample_ends_with_the_context(live: Live, params: dict[str, Any]) -> N
     assert len(choice["token_ids"]) == 158 and choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("params", [{"min_tokens": 150}, {"min_tokens": 500, "max_tokens": 1000}])
+def test_the_least_length_ends_with_the_context_too(live: Live, params: dict[str, Any]) -> None:
+    [choice] = ask(live, token_ids=[5] * 100, sampling_params=params)["choices"]
+    assert len(choice["token_ids"]) == 60 and choice["finish_reason"] == "length"
+    status, said = live.refused(PATH, token_ids=[5], sampling_params={"min_tokens": 5, "max_tokens": 4})
+    assert status == 400 and "min_new_tokens" in said
+
+
+def test_no_seed_may_be_said_in_words_of_vllm(live: Live) -> None:
+    live.scheduler.received.clear()
+    ask(live, token_ids=[5], sampling_params={"seed": -1, "max_tokens": 1})
+    assert live.sent(TokenizedGenerateReqInput)[0].sampling_params.sampling_seed is None
+
+
+def test_what_generate_takes_is_taken_here(live: Live) -> None:
+    live.scheduler.received.clear()
+    fields = {"extra_key": "k", "session_id": "s", "max_kv_version_lag": 1, "routed_dp_rank": 0}
+    ask(live, token_ids=[5], sampling_params={"max_tokens": 1}, **fields)
+    [message] = live.sent(TokenizedGenerateReqInput)
+    assert (message.extra_key, message.session_id, message.max_kv_version_lag) == ("k", "s", 1)
+
+
 def test_prompt_logprobs(live: Live) -> None:
     params = {"max_tokens": 1, "prompt_logprobs": 1}
     none, six = ask(live, token_ids=[5, 6], sampling_params=params)["prompt_logprobs"]

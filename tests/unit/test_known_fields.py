@@ -49,6 +49,10 @@ return_prompt_token_ids external_trace_header encoder_urls max_dynamic_patch min
 image_max_dynamic_patch video_max_dynamic_patch images_config mm_processor_kwargs multi_item_delimiter_indices
 token_indices_to_pool cache_salt kv_hints
 """
+OF_GENERATE = """
+rid session_id extra_key routed_dp_rank data_parallel_rank max_kv_version_lag return_routed_experts return_logprob
+"""
+"""What callers of /generate may send to the token endpoint out of habit."""
 SGLANG_SAMPLING = """
 max_new_tokens min_new_tokens temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop
 stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim n beam_width
@@ -102,6 +106,7 @@ ignore_eos max_tokens min_tokens logprobs prompt_logprobs logprob_token_ids flat
 skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval
 structured_outputs logit_bias allowed_token_ids extra_args routed_experts_prompt_start bad_words
 skip_reading_prefix_cache thinking_token_budget repetition_detection watermarking truncate_prompt_tokens
+trace_decode_token_ids prompt_logprob_token_ids prompt_logprob_start
 """
 
 
@@ -115,11 +120,17 @@ skip_reading_prefix_cache thinking_token_budget repetition_detection watermarkin
         (VLLM_CHAT, ChatCompletionRequest),
         (VLLM_TOKENS, TokenGenerateRequest),
         (VLLM_SAMPLING, TokenSamplingParams),
+        (SGLANG_SAMPLING, TokenSamplingParams),
+        (SGLANG_SAMPLING, ChatCompletionRequest),
+        (OF_GENERATE, TokenGenerateRequest),
         ("include_usage continuous_usage_stats", StreamOptions),
     ],
 )
 def test_no_known_field_is_ignored(names: str, body: type[Body]) -> None:
-    assert not set(names.split()) - body.model_fields.keys() - body.unsupported - HARMLESS
+    assert not set(names.split()) - body.model_fields.keys() - body.unsupported - body.other_names.keys() - HARMLESS
+    for name in set(names.split()) & body.other_names.keys():
+        with pytest.raises(UnsupportedFeature, match=f"{name} is not known here; ask with "):
+            body.model_validate({name: 0})
     for name in set(names.split()) & body.unsupported:
         with pytest.raises(UnsupportedFeature, match=name):
             body.model_validate({name: [1]})
@@ -138,6 +149,15 @@ def test_no_known_sampling_parameter_is_ignored_by_generate(names: str) -> None:
     for name in set(names.split()) & refused:
         with pytest.raises(UnsupportedFeature, match=name):
             GenerateRequest(input_ids=[1], sampling_params={name: 1}).to_request()
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "max_thinking_tokens"])
+def test_a_budget_of_0_asks_for_something_and_none_for_nothing(name: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(UnsupportedFeature, match=name):
+        ChatCompletionRequest.model_validate(chat | {name: 0})
+    for nothing in (None, -1):
+        ChatCompletionRequest.model_validate(chat | {name: nothing})
 
 
 def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
@@ -182,6 +183,44 @@ def test_a_call_ends_a_thought_where_models_do_that() -> None:
     assert parse([text], tools="hermes", reasoning="qwen3") == ("I ask.\n", "", [call])
     assert parse([text], tools="hermes", reasoning="deepseek-r1") == (text[7:], "", [])
     assert parse([text], reasoning="qwen3") == (text[7:], "", [])
+
+
+def test_a_call_that_a_thought_only_speaks_of_is_part_of_it() -> None:
+    call = ("weather", {"city": "Köln", "days": 2})
+    for thought in (
+        "\nI will use the <tool_call> tag now.\n",
+        "within `<tool_call></tool_call>` XML tags.\n",
+        "<tool_call><tool_call> and </tool_call> again, <tool_call>",
+    ):
+        text = f"<think>{thought}</think>" + HERMES[5:]
+        for pieces in ([text], list(text)):
+            assert parse(pieces, tools="hermes", reasoning="qwen3") == (thought, "", [call])
+        cut = f"<think>{thought}"
+        assert parse(list(cut), tools="hermes", reasoning="qwen3") == (thought, "", [])
+    text = "<think>as in <tool_call> or not" + HERMES[5:]
+    assert parse([text], tools="hermes", reasoning="qwen3") == ("as in <tool_call> or not\n", "", [call])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", "f" + "<arg_key>a</arg_key><arg_value>" * 20_000),
+        ("glm45", "f" + "<arg_key>a</arg_key>" * 20_000),
+        ("qwen3_coder", "<function=" * 40_000),
+        ("qwen3_coder", "<function=f>" + "<parameter=" * 40_000),
+        ("hermes", "</tool_call>" + "<tool_call></tool_call>" * 15_000),
+        ("hermes", "<think>" + "<tool_call></tool_call>" * 15_000),
+        ("hermes", "<think>" + "<tool_call>" * 30_000),
+    ],
+)
+def test_text_that_loops_is_read_in_linear_time(name: str, text: str) -> None:
+    """Half the text takes about half the time: what grows with the square takes a quarter, and minutes as a whole."""
+    seconds = []
+    for part in (text[: len(text) // 8], text):
+        started = time.process_time()
+        parse([f"<think></think><tool_call>{part}</tool_call>", part], tools=name, reasoning="qwen3")
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 24 * seconds[0] + 0.5
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
-from tests.model_zoo import tiny_checkpoint
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    GetStateReqInput,
+    GiveUpPauseReqInput,
+    PauseGenerationReqInput,
+)
+from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput
+from rollout.scheduler.weight_sources import SOURCES
+from tests.local_refresh import updater_of
+from tests.loopback_refresh import LoopbackTrainer
+from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 
 
@@ -116,3 +126,66 @@ def test_a_continue_from_before_does_not_end_it(folder: Path) -> None:
     verb = wait_pause(harness)
     assert harness.wait(resumed).data["paused"] is True
     assert harness.wait(verb).success and harness.scheduler.paused
+
+
+def test_who_gives_up_takes_only_the_own_pause_back(folder: Path) -> None:
+    harness = begun(folder, 2000)
+    first, second = wait_pause(harness, wait_id="a"), wait_pause(harness, wait_id="b")
+    harness.tick()
+    assert harness.control(GiveUpPauseReqInput, wait_id="a").success
+    answer = harness.wait(first)
+    assert answer.status_code == 409 and "given up" in answer.message
+    assert harness.control(GetStateReqInput).data["paused"], "the other one still waits"
+    assert harness.control(GiveUpPauseReqInput, wait_id="b").success
+    assert not harness.wait(second).success and not harness.control(GetStateReqInput).data["paused"]
+    assert harness.tick() and reason(harness, "0") is None
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_that_came_can_be_given_up_until_another_one_comes(folder: Path, paused: bool) -> None:
+    """As where one replica has paused and another could not."""
+    harness = begun(folder, 4)
+    assert harness.control(PauseGenerationReqInput, mode="wait", wait_id="a").success
+    if paused:
+        assert harness.control(PauseGenerationReqInput, mode="in_place").success
+    assert harness.control(GiveUpPauseReqInput, wait_id="a").success
+    assert harness.control(GiveUpPauseReqInput, wait_id="nobody's").success
+    assert harness.control(GetStateReqInput).data["paused"] == paused
+
+
+def test_a_wait_that_fails_leaves_the_pause_before_it(folder: Path) -> None:
+    harness = begun(folder, 2000)
+    assert harness.control(PauseGenerationReqInput, mode="in_place").success
+    answer = harness.control(PauseGenerationReqInput, mode="wait", wait_s=0.05)
+    assert answer.status_code == 409 and "stays paused, as it was" in answer.message
+    assert harness.control(GetStateReqInput).data["paused"] and not harness.tick()
+
+
+def sends_a_part(folder: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> ControlReqOutput:
+    """A bucket of one tensor, without begin."""
+    trainer = LoopbackTrainer(logical_tensors(folder))
+    monkeypatch.setitem(SOURCES, UpdateWeightsFromDistributedReqInput, trainer.source)
+    return trainer.send(harness, sorted(trainer.tensors)[:1])
+
+
+def test_amid_an_update_without_begin_generation_goes_on_for_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = begun(folder)
+    assert harness.control(PauseGenerationReqInput, mode="in_place").success
+    assert sends_a_part(folder, harness, monkeypatch).success
+    answer = harness.control(PauseGenerationReqInput, mode="wait")
+    assert answer.status_code == 409 and "continue_generation settles it" in answer.message
+    assert updater_of(harness).is_open and harness.control(GetStateReqInput).data["paused"]
+
+
+def test_buckets_of_a_pause_that_is_coming_are_not_committed_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = begun(folder, 2000)
+    verb = wait_pause(harness, wait_s=0.5)
+    harness.tick()
+    assert sends_a_part(folder, harness, monkeypatch).success
+    assert harness.scheduler.runner.state.epoch.weight_epoch == 0 and updater_of(harness).is_open
+    assert not harness.wait(verb).success, "the request goes on for longer"
+    assert not updater_of(harness).is_open and harness.scheduler.runner.state.epoch.weight_epoch == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.core.io_struct import PauseGenerationReqInput
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from tests.scheduler_harness import Harness
 
@@ -46,6 +47,19 @@ def test_a_request_that_cannot_fit_is_not_tried_in_every_step(checkpoint, monkey
     harness.check_idle()
     assert len(harness.results["big"].token_ids) == 2
     assert 2 <= len(attempts) <= 4, attempts  # at first, when the prompt of `long` entered the cache, at the end
+
+
+def test_who_has_begun_stays_in_front(checkpoint) -> None:
+    """However urgent those are that come: a pause that waits lets none of them begin, and would never end."""
+    harness = Harness(checkpoint, max_running_requests=1)
+    harness.submit([9] * 5, rid="begun", params={"max_new_tokens": 8})
+    harness.tick()
+    harness.tick()
+    assert harness.control(PauseGenerationReqInput, mode="retract").success
+    harness.submit([8] * 5, rid="urgent", params={"max_new_tokens": 2}, priority=-1)
+    verb = harness.post(PauseGenerationReqInput, mode="wait", wait_s=30.0)
+    assert harness.wait(verb).success
+    assert len(harness.results["begun"].token_ids) == 8 and not harness.results["urgent"].token_ids
 
 
 def test_priorities_go_first_and_equals_in_their_order(checkpoint) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import FinishSessionReqInput, FlushCacheReqInput, GetSessionsReqInput
+from rollout.core.io_struct import AbortReqInput, FinishSessionReqInput, FlushCacheReqInput, GetSessionsReqInput
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins
@@ -146,6 +146,21 @@ def test_a_session_finds_its_prefix_again(folders) -> None:
     flood(harness)
     assert turn(harness, prompt_of(1), "mine") == 29
     assert turn(harness, prompt_of(2)) == 0
+
+
+@pytest.mark.parametrize("ends", ["finished", "aborted"])
+def test_what_ends_late_pins_nothing_for_a_session_that_is_over(folders, ends: str) -> None:
+    harness = engine(folders[0])
+    rid = harness.submit(prompt_of(1), params={"max_new_tokens": 6}, session_id="mine")
+    harness.tick()
+    harness.tick()
+    if ends == "finished":
+        assert harness.control(FinishSessionReqInput, session_id="mine").success
+    else:
+        harness.channel.inbox.append(AbortReqInput(rids=[rid]))
+    harness.run()
+    assert harness.results[rid].finished is not None
+    assert not harness.control(GetSessionsReqInput).data["sessions"]
 
 
 def test_without_the_flag_nothing_is_pinned(folders) -> None:

@@ -15,6 +15,9 @@ from rollout.entrypoints.parsers import reasoning, tool_calls
 from rollout.entrypoints.parsers.reasoning import ReasoningFormat
 from rollout.entrypoints.parsers.tool_calls import CallReader, ToolCall, Tools
 
+_STRETCH = 4096
+"""Characters that are looked at in one go: what was taken is cut off the rest each time."""
+
 
 @dataclass(slots=True)
 class Piece:
@@ -55,20 +58,26 @@ class AnswerParser:
     @property
     def is_thinking(self) -> bool:
         """Whether more reasoning may come."""
-        return self._state in (self._start, self._thought)
+        return self._state in (self._start, self._thought, self._call_in_thought)
 
     def feed(self, text: str) -> Piece:
         """What `text` adds, as far as it is certain."""
-        self._rest += text
-        piece = Piece()
-        while self._state(piece):
-            pass
-        return piece
+        pieces = []
+        for start in range(0, len(text), _STRETCH):
+            self._rest += text[start : start + _STRETCH]
+            pieces.append(piece := Piece())
+            while self._state(piece):
+                pass
+        return Piece(
+            "".join(piece.reasoning for piece in pieces),
+            "".join(piece.content for piece in pieces),
+            [call for piece in pieces for call in piece.calls],
+        )
 
     def finish(self) -> Piece:
         """What is left at the end of the answer."""
         rest, self._rest = self._rest, ""
-        if self._state == self._thought or (self._state == self._start and self._in_thought):
+        if self._state in (self._thought, self._call_in_thought) or (self._state == self._start and self._in_thought):
             return Piece(reasoning=rest)
         gap = "" if self._after_call and not rest else self._gap
         return Piece(content=gap + rest)
@@ -94,7 +103,28 @@ class AnswerParser:
         piece.reasoning += self._take(at)
         if mark == reasoning.CLOSE:
             self._take(len(mark))
-        self._state = self._content
+            self._state = self._content
+        else:
+            self._state = self._call_in_thought
+        return True
+
+    def _call_in_thought(self, piece: Piece) -> bool:
+        """A call ends the thought; a marker that the model only speaks of is part of it."""
+        assert self._read_call is not None
+        marks, begin = (reasoning.CLOSE, tool_calls.CLOSE), len(tool_calls.OPEN)
+        ends = [(at, mark) for mark in marks if (at := self._rest.find(mark, self._searched)) >= 0]
+        at, mark = min(ends, default=(len(self._rest), ""))
+        self._searched = 0
+        if (mentioned := self._rest.rfind(tool_calls.OPEN, begin, at)) >= 0:
+            piece.reasoning += self._take(mentioned)
+        elif not ends:
+            self._searched = max(0, len(self._rest) - max(map(len, marks)))
+            return False
+        elif mark == tool_calls.CLOSE and self._read_call(self._rest[begin:at], self._tools):
+            self._state = self._content
+        else:
+            piece.reasoning += self._take(begin)
+            self._state = self._thought
         return True
 
     def _content(self, piece: Piece) -> bool:

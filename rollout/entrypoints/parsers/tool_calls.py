@@ -40,8 +40,9 @@ def read_json_call(block: str, tools: Tools) -> list[ToolCall]:
     return [_call(name, arguments)] if isinstance(arguments, dict) else []
 
 
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+# Names hold no "<", or a text of beginnings that never end would be searched from each to its end.
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
 def read_qwen3_coder_call(block: str, tools: Tools) -> list[ToolCall]:
@@ -52,7 +53,7 @@ def read_qwen3_coder_call(block: str, tools: Tools) -> list[ToolCall]:
     ]
 
 
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 
 
 def read_glm_call(block: str, tools: Tools) -> list[ToolCall]:
@@ -60,11 +61,33 @@ def read_glm_call(block: str, tools: Tools) -> list[ToolCall]:
 
     What is no text, GLM writes as JSON, also where the tool does not know the parameter.
     """
-    name, tag, rest = block.partition("<arg_key>")
-    name, arguments = name.strip(), tag + rest
-    if not name or "<" in name or _ARGUMENT.sub("", arguments):
+    name = block.partition("<arg_key>")[0]
+    pairs = _glm_arguments(block, len(name))
+    if not name.strip() or "<" in name or pairs is None:
         return []
-    return [_typed_call(name, _ARGUMENT.findall(arguments), tools, unknown={})]
+    return [_typed_call(name.strip(), pairs, tools, unknown={})]
+
+
+def _glm_arguments(text: str, at: int) -> list[tuple[str, str]] | None:
+    """Keys and values from `at` to the end; None where anything else is between them."""
+    pairs = []
+    while at < len(text):
+        found = []
+        for tag in ("arg_key", "arg_value"):
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            end = text.find(closing, at) if text.startswith(opening, at) else -1
+            if end < 0:
+                return None
+            found.append(text[at + len(opening) : end])
+            at = _after_space(text, end + len(closing))
+        pairs.append((found[0], found[1]))
+    return pairs
+
+
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
 
 
 TOOL_CALL_READERS: dict[str, CallReader] = {
