@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from rollout.core import io_struct, weight_io_struct
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
+from rollout.tokenizer_manager.answers import merge_answers
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 from weight_sync.bucket import cut_packed
@@ -308,6 +310,63 @@ def test_a_folder_of_prime_rl(live: Live) -> None:
     assert live.client.post("/update_weights", json={"weight_dir": "/weights/step_3"}).status_code == 200
     (sent,) = live.sent(weight_io_struct.UpdateWeightsFromDiskReqInput)
     assert sent.model_path == "/weights/step_3" and sent.update_id is None
+
+
+def test_a_folder_is_not_loaded_into_an_update_that_somebody_started(live: Live) -> None:
+    """Of a trainer that is gone, say: it would be staged there, and never serve."""
+    open_now: dict[str, Any] = {}
+
+    def answer(verb: ControlReqInput) -> ControlReqOutput:
+        return ControlReqOutput(request_id=verb.request_id, success=True, data=open_now)
+
+    live.scheduler.answers[weight_io_struct.GetWeightUpdateReqInput] = answer
+    live.client.post("/start_weight_update")
+    open_now |= {"update_id": live.scheduler.received[-1].update_id, "failed": None}
+    reply = live.client.post("/update_weights", json={"weight_dir": "/weights/step_3"})
+    assert reply.status_code == 409 and "/finish_weight_update" in reply.json()["message"]
+    assert not live.sent(weight_io_struct.UpdateWeightsFromDiskReqInput)
+    open_now["update_id"] = None  # its lease ran out
+    assert live.client.post("/update_weights", json={"weight_dir": "/weights/step_3"}).status_code == 200
+    assert live.sent(weight_io_struct.UpdateWeightsFromDiskReqInput)[0].update_id is None
+
+
+def test_a_new_trainer_has_nothing_to_do_with_an_update_that_is_over(live: Live) -> None:
+    live.client.post("/start_weight_update")
+    live.scheduler.received.clear()
+    live.client.post("/init_weight_transfer_engine", json={"init_info": GROUP})
+    assert live.client.post("/update_weights", json={"update_info": TENSORS}).status_code == 200
+    assert live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)[0].update_id is None
+    assert verbs(live) == ["InitWeightsUpdateGroup", "UpdateWeightsFromDistributed"]
+
+
+def test_a_pause_that_waits_is_taken_back_with_its_client(live: Live) -> None:
+    live.scheduler.answers[io_struct.PauseGenerationReqInput] = lambda verb: None
+    for path in ("/pause?mode=wait", "/pause_generation"):
+        live.scheduler.received.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live.url}{path}", json={"mode": "wait"}, timeout=0.3, trust_env=False)
+        live.wait_until(lambda: bool(live.sent(io_struct.GiveUpPauseReqInput)))
+        [pause], [given] = live.sent(io_struct.PauseGenerationReqInput), live.sent(io_struct.GiveUpPauseReqInput)
+        assert pause.wait_id == given.wait_id is not None
+
+
+def test_a_pause_that_waits_and_fails_somewhere_is_taken_back_everywhere(live: Live) -> None:
+    live.scheduler.answers[io_struct.PauseGenerationReqInput] = refusing(409)
+    assert live.client.post("/pause?mode=wait").status_code == 409
+    assert verbs(live) == ["PauseGeneration", "GiveUpPause"]
+    live.scheduler.answers.clear()
+    live.scheduler.received.clear()
+    assert live.client.post("/pause?mode=wait").status_code == 200
+    assert "GiveUpPause" not in verbs(live)
+
+
+def test_one_replica_that_is_paused_is_a_pause() -> None:
+    answers = [
+        ControlReqOutput(request_id="a", success=True, dp_rank=rank, data={"paused": paused})
+        for rank, paused in ((0, False), (1, True))
+    ]
+    assert merge_answers(answers).data["paused"] is True
+    assert merge_answers(answers[:1] * 2).data["paused"] is False
 
 
 def test_collective_rpc_takes_names_of_a_closed_list(live: Live) -> None:
