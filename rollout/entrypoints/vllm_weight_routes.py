@@ -150,11 +150,11 @@ class VllmWeightRoutes:
 
         Whatever the answer, the update is over.
         """
-        if self._update_id is None:
+        started = self._update_id
+        if started is None:
             raise Conflict("no weight update was started: POST /start_weight_update")
-        verb = EndWeightUpdateReqInput
-        answer = await self._send(verb, update_id=self._update_id, weight_version=body.weight_version)
-        self._update_id = None
+        answer = await self._send(EndWeightUpdateReqInput, update_id=started, weight_version=body.weight_version)
+        self._forget(started)
         return reply(answer)
 
     # --- helpers -------------------------------------------------------------------------------------------------
@@ -174,12 +174,18 @@ class VllmWeightRoutes:
             await self._send(RefusedBucketReqInput, reason=str(error), group_name=group, update_id=update_id)
 
     async def _drop_unfinished(self, *, only_failed: bool = False) -> None:
-        if self._update_id is None:
+        started = self._update_id
+        if started is None:
             return
         open_now = (await self._send(GetWeightUpdateReqInput)).data
-        is_mine = open_now.get("update_id") == self._update_id
-        if is_mine and only_failed and open_now.get("failed") is None:
+        is_open = open_now.get("update_id") == started
+        if is_open and only_failed and open_now.get("failed") is None:
             return
-        if is_mine:
-            await self._send(AbortWeightUpdateReqInput, update_id=self._update_id)
-        self._update_id = None
+        if is_open:
+            await self._send(AbortWeightUpdateReqInput, update_id=started)
+        self._forget(started)
+
+    def _forget(self, update_id: str) -> None:
+        """Meanwhile another call may have started the next one."""
+        if self._update_id == update_id:
+            self._update_id = None

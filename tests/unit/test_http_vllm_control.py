@@ -339,6 +339,33 @@ def test_a_new_trainer_has_nothing_to_do_with_an_update_that_is_over(live: Live)
     assert verbs(live) == ["InitWeightsUpdateGroup", "UpdateWeightsFromDistributed"]
 
 
+def test_a_start_is_not_forgotten_by_a_call_that_came_before_it(live: Live) -> None:
+    """Whose look at the open update is older than the start."""
+    looks = threading.Event()
+    held: list[ControlReqInput] = []
+
+    def hold(verb: ControlReqInput) -> ControlReqOutput | None:
+        held.append(verb)
+        looks.set()
+        return None
+
+    assert live.client.post("/start_weight_update").status_code == 200
+    live.scheduler.answers[weight_io_struct.GetWeightUpdateReqInput] = hold
+    joining = threading.Thread(
+        target=live.client.post, args=("/init_weight_transfer_engine",), kwargs={"json": {"init_info": GROUP}}
+    )
+    joining.start()
+    assert looks.wait(5)
+    assert live.client.post("/finish_weight_update").status_code == 200
+    assert live.client.post("/start_weight_update").status_code == 200
+    started = live.scheduler.received[-1].update_id
+    live.scheduler._send(ControlReqOutput(request_id=held[0].request_id, success=True, data={"update_id": None}))
+    joining.join(10)
+    live.scheduler.answers.clear()
+    assert live.client.post("/finish_weight_update").status_code == 200
+    assert live.sent(weight_io_struct.EndWeightUpdateReqInput)[-1].update_id == started
+
+
 def test_a_pause_that_waits_is_taken_back_with_its_client(live: Live) -> None:
     live.scheduler.answers[io_struct.PauseGenerationReqInput] = lambda verb: None
     for path in ("/pause?mode=wait", "/pause_generation"):
