@@ -65,12 +65,12 @@ class Control:
         if verb.mode == "wait":
             self._weights.require_no_update_in_pause()
         self._weights.on_pause()
+        self._waited.clear()
         if verb.mode == "wait":
             self._paused_before = self._paused_before if self._awaited else scheduler.paused
             scheduler.paused, scheduler.pausing = False, True
             self._awaited.append((scheduler.now + verb.wait_s, verb))
             return None
-        self._waited.clear()
         aborted = 0
         if verb.mode == "abort":
             aborted = scheduler.abort(None)
