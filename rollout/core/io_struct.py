@@ -127,7 +127,7 @@ class GetStateReqInput(ControlReqInput):
     """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
 
 
-MAX_PROFILED_STEPS = 200
+MAX_PROFILED_STEPS = 50
 
 
 class StartProfileReqInput(ControlReqInput):

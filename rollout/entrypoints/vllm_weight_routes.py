@@ -99,9 +99,10 @@ class VllmWeightRoutes:
         """
         await self._drop_unfinished(only_failed=True)
         update_id = f"vllm-{uuid.uuid4().hex}"
+        before, self._update_id = self._update_id, update_id  # should its answer be late
         answer = await self._send(BeginWeightUpdateReqInput, update_id=update_id, coverage="partial")
-        if answer.success:
-            self._update_id = update_id
+        if not answer.success and self._update_id == update_id:
+            self._update_id = before
         return reply(answer)
 
     async def update_weights(self, request: Request) -> Response:
@@ -154,7 +155,10 @@ class VllmWeightRoutes:
         if started is None:
             raise Conflict("no weight update was started: POST /start_weight_update")
         answer = await self._send(EndWeightUpdateReqInput, update_id=started, weight_version=body.weight_version)
-        self._forget(started)
+        if answer.success:
+            self._forget(started)
+        else:
+            await self._drop_unfinished()  # one whose turn came too late has ended nothing
         return reply(answer)
 
     # --- helpers -------------------------------------------------------------------------------------------------
@@ -181,9 +185,8 @@ class VllmWeightRoutes:
         is_open = open_now.get("update_id") == started
         if is_open and only_failed and open_now.get("failed") is None:
             return
-        if is_open:
-            await self._send(AbortWeightUpdateReqInput, update_id=started)
-        self._forget(started)
+        if not is_open or (await self._send(AbortWeightUpdateReqInput, update_id=started)).success:
+            self._forget(started)
 
     def _forget(self, update_id: str) -> None:
         """Meanwhile another call may have started the next one."""

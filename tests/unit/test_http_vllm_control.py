@@ -366,6 +366,25 @@ def test_a_start_is_not_forgotten_by_a_call_that_came_before_it(live: Live) -> N
     assert live.sent(weight_io_struct.EndWeightUpdateReqInput)[-1].update_id == started
 
 
+def test_a_finish_whose_turn_came_too_late_drops_the_update(live: Live) -> None:
+    """It ended nothing, and nobody else could."""
+    live.client.post("/start_weight_update")
+    started = live.scheduler.received[-1].update_id
+
+    def look(verb: ControlReqInput) -> ControlReqOutput:
+        return ControlReqOutput(request_id=verb.request_id, success=True, data={"update_id": started, "failed": None})
+
+    live.scheduler.answers[weight_io_struct.EndWeightUpdateReqInput] = refusing(504)
+    live.scheduler.answers[weight_io_struct.GetWeightUpdateReqInput] = look
+    live.scheduler.answers[weight_io_struct.AbortWeightUpdateReqInput] = refusing(504)
+    assert live.client.post("/finish_weight_update").status_code == 504
+    assert live.client.post("/finish_weight_update").status_code == 504, "it is not forgotten while it is open"
+    del live.scheduler.answers[weight_io_struct.AbortWeightUpdateReqInput]
+    assert live.client.post("/finish_weight_update").status_code == 504
+    assert live.sent(weight_io_struct.AbortWeightUpdateReqInput)[-1].update_id == started
+    assert live.client.post("/finish_weight_update").status_code == 409
+
+
 def test_a_pause_that_waits_is_taken_back_with_its_client(live: Live) -> None:
     live.scheduler.answers[io_struct.PauseGenerationReqInput] = lambda verb: None
     for path in ("/pause?mode=wait", "/pause_generation"):
