@@ -28,7 +28,7 @@ class EngineThread:
         try:
             self.scheduler, ready = build_scheduler(self._args, channel)
             channel.send(ready)
-            while not self.stopped.is_set() and not self.scheduler.stopped:
+            while not self.stopped.is_set() and not self.scheduler.serving.is_stopped:
                 self.scheduler.tick()
         except BaseException as error:
             self.error = error

@@ -121,10 +121,10 @@ class World:
         """Invariants of every rank, from inside."""
         schedulers = self.engine.schedulers
         states = [scheduler.runner.state for scheduler in schedulers]
+        assert all(scheduler.serving.poisoned is None for scheduler in schedulers)
         for state in states:
             placement, epoch = state.placement, state.epoch
             placement.metadata.check_ranks(placement.ep_size)  # every expert has a slot, and at most one on a rank
-            assert state.poisoned is None
             assert (epoch.weight_version, epoch.placement_epoch) == (self.version, placement.epoch)
         assert len({state.epoch for state in states}) == 1, "ranks serve different epochs"
         maps = [state.placement.metadata.physical_to_logical_map for state in states]

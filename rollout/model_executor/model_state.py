@@ -1,4 +1,4 @@
-"""`ModelState`: sole owner of the model, the placement, the version and the health.
+"""`ModelState`: sole owner of the model, the placement and the version.
 
 Everything that decides what a forward pass computes changes only inside `mutate`.  Knows no transports and no requests.
 """
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from eplb.placement import ExpertPlacement
-from rollout.core.errors import Conflict, Unavailable
+from rollout.core.errors import Conflict
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
@@ -72,9 +72,7 @@ class ModelState:
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
         self._recent = deque([self.epoch], maxlen=_EPOCHS_REMEMBERED)
-        self.poisoned: str | None = None
         self.model_path: str | None = None  # of the last refresh from disk
-        self.content_lost = False  # the weights' memory was given away: nothing may be sampled
         self._mutation: str | None = None
         self._version_of_epoch = {0: weight_version}
         self._epoch_of_version = {weight_version: 0}
@@ -128,33 +126,13 @@ class ModelState:
         """What the content in force was found to be: the digest of all logical tensors."""
         self._amend(replace(self.epoch, content_digest=content_digest))
 
-    def poison(self, reason: str) -> None:
-        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them.
+    def drop_digest(self) -> None:
+        """What is in memory is no longer what the digest says.
 
         What served before keeps its digest among `recent_epochs`; the epoch in force has none.
         """
-        self.poisoned = reason
         self.epoch = replace(self.epoch, content_digest=None)
 
     def _amend(self, epoch: ServingEpoch) -> None:
         """The same content, more or otherwise said of it."""
         self.epoch = self._recent[-1] = epoch
-
-    def heal(self) -> None:
-        """A complete refresh is in place."""
-        self.poisoned, self.content_lost = None, False
-
-    def lose_content(self) -> None:
-        """The weights' memory is given away: only `heal` or `regain_content` makes them weights again."""
-        assert self._mutation is not None, "content is lost inside mutate()"
-        self.content_lost = True
-        self.epoch = replace(self.epoch, content_digest=None)
-
-    def regain_content(self) -> None:
-        """What was lost is back, bit for bit."""
-        self.content_lost = False
-
-    def require_serving(self) -> None:
-        """Raise `Unavailable` while poisoned."""
-        if self.poisoned is not None:
-            raise Unavailable(f"the weights are poisoned: {self.poisoned}; send a complete refresh")

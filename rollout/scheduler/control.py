@@ -44,7 +44,6 @@ class Control:
         self._static_state = static_state
         self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
         self._waited: set[str] = set()  # names of those that made the pause in force, if no other did
-        self._paused_before = False  # when the first of them came
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
         scheduler.add_verbs(
@@ -67,8 +66,7 @@ class Control:
         self._weights.on_pause()
         self._waited.clear()
         if verb.mode == "wait":
-            self._paused_before = self._paused_before if self._awaited else scheduler.paused
-            scheduler.paused, scheduler.pausing = False, True
+            scheduler.serving.pause_once_ended()
             self._awaited.append((scheduler.now + verb.wait_s, verb))
             return None
         aborted = 0
@@ -82,18 +80,18 @@ class Control:
         """Pause once nothing that has begun is left, and answer the pauses that wait for it, well or not."""
         if not self._awaited:
             return False
-        scheduler, waiting = self._scheduler, self._awaited
+        scheduler, serving, waiting = self._scheduler, self._scheduler.serving, self._awaited
         num_begun = scheduler.num_begun()
-        is_over = num_begun == 0 and (scheduler.pausing or scheduler.paused)
+        is_over = num_begun == 0 and (serving.is_pausing or serving.is_paused)
         self._awaited = []
         for until, verb in waiting:
             if is_over:
                 scheduler.reply(self._paused(verb))
-            elif not scheduler.pausing:
-                now = "paused in another mode" if scheduler.paused else "continued"
+            elif not serving.is_pausing:
+                now = "paused in another mode" if serving.is_paused else "continued"
                 scheduler.reply(failure(verb.request_id, Conflict(f"generation was {now} before requests had ended")))
             elif scheduler.now >= until:
-                now = "stays paused, as it was" if self._paused_before else "goes on"
+                now = "stays paused, as it was" if serving.was_paused else "goes on"
                 reason = f"{num_begun} requests have not ended within {verb.wait_s:g} s; generation {now}"
                 scheduler.reply(failure(verb.request_id, Conflict(reason)))
             else:
@@ -113,21 +111,21 @@ class Control:
         if verb.wait_id in self._waited:
             self._waited.remove(verb.wait_id)
             if not self._waited:
-                scheduler.paused = self._paused_before
+                scheduler.serving.give_up_pause()
         self._end_waiting()
-        return ControlReqOutput(request_id=verb.request_id, success=True, data={"paused": scheduler.paused})
+        return ControlReqOutput(request_id=verb.request_id, success=True, data={"paused": scheduler.serving.is_paused})
 
     def _end_waiting(self) -> None:
         """Nobody waits any more for what did not come: as it was before."""
-        scheduler = self._scheduler
-        if scheduler.pausing and not self._awaited:
-            scheduler.paused, scheduler.pausing = self._paused_before, False
-            if not scheduler.paused:
+        serving = self._scheduler.serving
+        if serving.is_pausing and not self._awaited:
+            serving.give_up_pause()
+            if not serving.is_paused:
                 self._weights.on_pause_given_up()
 
     def _paused(self, verb: PauseGenerationReqInput, aborted: int = 0) -> ControlReqOutput:
         scheduler = self._scheduler
-        scheduler.paused, scheduler.pausing = True, False
+        scheduler.serving.pause()
         self._weights.on_paused()
         return ControlReqOutput(
             request_id=verb.request_id,
@@ -146,7 +144,7 @@ class Control:
         scheduler = self._scheduler
         if verb.retract:
             scheduler.retract(scheduler.queues.holding_kv())
-        running, waiting = scheduler.num_active(waiting=not (scheduler.paused or verb.retract))
+        running, waiting = scheduler.num_active(waiting=not (scheduler.serving.is_paused or verb.retract))
         if running or waiting:
             raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
         scheduler.cache.flush()
@@ -156,7 +154,7 @@ class Control:
         scheduler = self._scheduler
         scheduler.parallel.tp.all_agree(True)  # an answer says that all ranks are there
         queues, cache, stats = scheduler.queues, scheduler.cache, scheduler.stats
-        state = scheduler.runner.state
+        serving, state = scheduler.serving, scheduler.runner.state
         total = cache.allocator.num_slots
         used = total - cache.num_available
         data = {
@@ -177,10 +175,10 @@ class Control:
             "num_prompt_tokens_reused": stats.num_cached_tokens,
             "num_kv_event_batches": None if scheduler.kv_events is None else scheduler.kv_events.num_batches,
             "step_time_ms": stats.step_time_ms(),
-            "paused": scheduler.paused or scheduler.pausing,
-            "withheld": scheduler.withheld,
+            "paused": serving.is_paused or serving.is_pausing,
+            "withheld": serving.withheld,
             "memory": self._memory.status(),
-            "poisoned": state.poisoned,
+            "poisoned": serving.poisoned,
             "weights_path": state.model_path,
             "weight_version": state.epoch.weight_version,
             "weight_epoch": state.epoch.weight_epoch,
@@ -204,17 +202,16 @@ class Control:
         """Answered by `_drain` once everything has ended."""
         self._shutdown = verb
         self._drain_until = self._scheduler.now + verb.drain_s
-        self._scheduler.draining = True
+        self._scheduler.serving.drain()
 
     def _drain(self) -> bool:
-        if self._shutdown is None or self._scheduler.stopped:
+        if self._shutdown is None or self._scheduler.serving.is_stopped:
             return False
         scheduler = self._scheduler
-        stands_still = scheduler.paused or scheduler.withheld is not None
         is_late = scheduler.now >= self._drain_until
-        if scheduler.queues.all() and (stands_still or is_late):
+        if scheduler.queues.all() and (scheduler.serving.stands_still or is_late):
             scheduler.abort(None)
         if scheduler.num_active(waiting=True) == (0, 0) and (is_late or not self._weights.has_verbs):
-            scheduler.stopped = True
+            scheduler.serving.stop()
             scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
         return True

@@ -32,7 +32,7 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.manager import RebalanceManager, Stage
 from eplb.plan_in_force import plan_in_force
 from eplb.transfer import ExpertTransfer
-from rollout.core.errors import Conflict, Unavailable, UnsupportedFeature, status_of
+from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import ControlReqOutput
 from rollout.scheduler.eplb_loads import EplbLoads
@@ -110,7 +110,7 @@ class EplbControl:
         policy, given = self._wanted(verb)
         if self._loads is None and given is None:
             raise UnsupportedFeature("no loads are counted: start with --enable-eplb, or give physical_to_logical_map")
-        self._state.require_serving()
+        self._scheduler.serving.require_weights()
         refresh = None if verb.dry_run else self._reason_to_stay()
         if refresh is not None:
             raise RebalanceRefused(f"experts cannot be moved now: {refresh}")
@@ -163,10 +163,11 @@ class EplbControl:
 
     def _reason_to_stay(self) -> str | None:
         """Why no expert may be moved at present, for all ranks the same; every rank asks in the same turn."""
-        if self._state.content_lost:
+        serving = self._scheduler.serving
+        if serving.content_lost:
             return "the weights' memory is released"
-        if self._state.poisoned is not None:
-            return f"the weights are poisoned: {self._state.poisoned}"
+        if serving.poisoned is not None:
+            return f"the weights are poisoned: {serving.poisoned}"
         told = self._parallel.tp.gather_bytes((self._weight_update() or "").encode())
         return next((text.decode() for text in told if text), None)
 
@@ -232,8 +233,7 @@ class EplbControl:
             job.error = error
             manager.drop(str(error))
             if isinstance(error, TornTransferError):
-                state.poison(str(error))
-                self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {error}"))
+                self._scheduler.poison(str(error))
             return
         manager.chunk_done(report, placement.epoch)
 

@@ -90,7 +90,8 @@ class MemoryControl:
             if "kv_cache" in tags:
                 scheduler.cache.flush()
             if "weights" in tags:
-                state.lose_content()
+                scheduler.serving.lose_content()
+                state.drop_digest()
                 self._epoch_released = state.epoch.weight_epoch
                 self._refreshed_unasked = False
             for tag in tags:
@@ -112,7 +113,7 @@ class MemoryControl:
 
         def step(_: None) -> tuple[str, Answer]:
             if restores:
-                self._scheduler.runner.state.regain_content()
+                self._scheduler.serving.regain_content()
                 self._epoch_released = None
             if "weights" in tags:
                 self._refreshed_unasked = False
@@ -155,8 +156,8 @@ class MemoryControl:
 
     def _require_idle(self) -> None:
         scheduler = self._scheduler
-        stands_still = scheduler.paused or scheduler.withheld is not None or scheduler.held
-        running, waiting = scheduler.num_active(waiting=not stands_still)
+        serving = scheduler.serving
+        running, waiting = scheduler.num_active(waiting=not (serving.stands_still or serving.is_writing))
         if running or waiting:
             raise Conflict(
                 f"memory cannot be released: {running} requests running, {waiting} waiting; let them end, abort them, "
@@ -173,7 +174,7 @@ class MemoryControl:
         if state.epoch.weight_epoch != self._epoch_released:
             self._epoch_released = state.epoch.weight_epoch
             self._require_saver().drop_copy("weights")
-        if not state.content_lost:
+        if not self._scheduler.serving.content_lost:
             self._epoch_released = None
             self._refreshed_unasked = "weights" in self._released
             self._released.discard("weights")
@@ -188,7 +189,7 @@ class MemoryControl:
             reason = f"memory is released ({', '.join(without)}); POST /resume_memory_occupation"
         elif self._epoch_released is not None:
             reason = "the weights were released and have no content; send a complete refresh"
-        self._scheduler.withheld = reason
+        self._scheduler.serving.withhold(reason)
         return reason
 
 

@@ -42,6 +42,7 @@ from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from rollout.scheduler.result_processor import ResultProcessor
+from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.stats import StepStats
 from rollout.scheduler.stop import StopChecker
 
@@ -50,7 +51,7 @@ _SOON_MS = 1
 
 
 class Scheduler:
-    """Owns the queues and the paused flag.  One thread; `tick` is one turn of the loop, run in inference mode.
+    """Owns the queues and the gates.  One thread; `tick` is one turn of the loop, run in inference mode.
 
     On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and what is called
     between steps run on all ranks in the same turn, and may communicate.
@@ -79,12 +80,7 @@ class Scheduler:
         self.records = records
         self.kv_events = kv_events
         self.stats = StepStats()
-        self.paused = False
-        self.pausing = False  # paused as soon as the requests that have begun have ended; no other begins
-        self.withheld: str | None = None  # why nothing may be served although nobody paused
-        self.held = False  # the model is being written to: requests wait
-        self.draining = False
-        self.stopped = False
+        self.serving = ServingState()
         self._channel = channel
         self._policy = policy
         self._results = results
@@ -129,9 +125,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         queues = self.queues
-        if self.paused or self.withheld or self.held:
-            return False
-        return bool(queues.running or queues.partial or queues.waiting)
+        return self.serving.may_step and bool(queues.running or queues.partial or queues.waiting)
 
     def num_active(self, *, waiting: bool) -> tuple[int, int]:
         """Requests that hold KV, and, if asked, those that wait, on all data-parallel ranks of this engine.
@@ -162,7 +156,7 @@ class Scheduler:
         for advance in self._between_steps:
             advance()
         self.parallel.require_whole()
-        runs = not self.stopped and (self.has_work or not self._dp.is_alone)
+        runs = not self.serving.is_stopped and (self.has_work or not self._dp.is_alone)
         if runs:
             runs = self._step()
         else:
@@ -176,7 +170,7 @@ class Scheduler:
         stats.start_step()
         plan = self._nothing
         if self.has_work:
-            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract, begins=not self.pausing)
+            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract, begins=self.serving.may_begin)
         counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
         stats.phase("plan")
         if plan.is_empty and not any(counts or ()):
@@ -272,11 +266,7 @@ class Scheduler:
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
         """What only the scheduler can know; the shape of the request was checked before it was sent."""
-        self.runner.state.require_serving()
-        if self.withheld is not None:
-            raise Unavailable(self.withheld)
-        if self.draining:
-            raise Unavailable("the server is shutting down")
+        self.serving.require_admission()
         if source.rid in self._by_rid:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
         if len(self.queues.waiting) >= self._max_queued:
@@ -335,6 +325,12 @@ class Scheduler:
             queues.partial = None
         self._emit(targets)
         return len(targets)
+
+    def poison(self, reason: str) -> None:
+        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
+        self.serving.poison(reason)
+        self.runner.state.drop_digest()
+        self.abort(None, Unavailable(f"the weights are poisoned: {reason}"))
 
     def retract(self, reqs: Iterable[Req]) -> None:
         """Send requests that hold KV back to the waiting queue, oldest first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from rollout.core.errors import BadRequest, Conflict, Unavailable
+from rollout.core.errors import BadRequest, Conflict
 from rollout.core.weight_io_struct import WeightsCheckerReqInput
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import Answer, Job, WeightControl
@@ -51,7 +51,7 @@ class WeightChecker:
         return self._actions[verb.action](verb)
 
     def _require_content(self) -> None:
-        if self._state.content_lost:
+        if self._scheduler.serving.content_lost:
             raise Conflict("the weights' memory is released; there is nothing to check")
         if self._updater.is_dirty:
             raise Conflict("a weight update is being written into the model; end or abort it first")
@@ -65,7 +65,7 @@ class WeightChecker:
         def step(fingerprints: dict[str, int]) -> tuple[str, Answer]:
             live = self._digest(fingerprints)
             expected = self._state.epoch.content_digest
-            if expected is None and self._state.poisoned is None:
+            if expected is None and self._scheduler.serving.poisoned is None:
                 self._updater.content.note(fingerprints)
                 self._state.note_digest(live)
             data = {
@@ -126,10 +126,8 @@ class WeightChecker:
             return resettable(self._weights, verb.skip_tensor_list or ())
 
         def step(names: list[str]) -> tuple[str, Answer]:
-            state = self._state
-            with state.mutate("tensor reset"):
-                state.poison(RESET_REASON)
-                self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {RESET_REASON}"))
+            with self._state.mutate("tensor reset"):
+                self._scheduler.poison(RESET_REASON)
                 reset_tensors(self._weights, names)
             message = f"{len(names)} tensors hold NaN until a complete refresh."
             return message, {"num_tensors": len(names), "poisoned": RESET_REASON}

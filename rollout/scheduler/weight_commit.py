@@ -40,10 +40,10 @@ class WeightCommit:
                 result = self._updater.commit()
                 total = len(state.model.weights.metas())
                 if len(result.names) == total:
-                    state.heal()
+                    scheduler.serving.heal()
                 placement = self._adoption.adopt()
                 version = self._label(result, total, alone)
-                whole = state.poisoned is None and not state.content_lost
+                whole = scheduler.serving.has_whole_weights
                 if result.names:
                     state.publish_weights(version, result.content_digest if whole else None)
                 else:

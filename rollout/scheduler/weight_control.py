@@ -142,7 +142,7 @@ class WeightControl:
     def require_no_update_in_pause(self) -> None:
         """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
         amid = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
-        if amid and self._scheduler.paused:
+        if amid and self._scheduler.serving.is_paused:
             raise Conflict("a weight update is being received in this pause; continue_generation settles it")
 
     def on_pause_given_up(self) -> None:
@@ -181,9 +181,9 @@ class WeightControl:
             self._last_status = self._updater.status()
         return self._last_status | {
             "busy": self._queue.busy,
-            "steps_held": self._scheduler.held,
+            "steps_held": self._scheduler.serving.is_writing,
             "pause_left_s": self._watch.pause_left_s,
-            "poisoned": self._scheduler.runner.state.poisoned,
+            "poisoned": self._scheduler.serving.poisoned,
         }
 
     def _after_verb(self, job: Job) -> None:
@@ -254,10 +254,10 @@ class WeightControl:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
         if verb.base_version is None and verb.base_digest is None:
             return
-        state = self._scheduler.runner.state
-        if state.poisoned is not None:
+        serving, state = self._scheduler.serving, self._scheduler.runner.state
+        if serving.poisoned is not None:
             raise BaseMismatchError("the weights are poisoned: they are no version to start from")
-        if state.content_lost:
+        if serving.content_lost:
             raise BaseMismatchError("the weights were released: they are no version to start from")
         epoch = state.epoch
         if verb.base_version not in (None, epoch.weight_version):
@@ -278,8 +278,8 @@ class WeightControl:
         is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest
         opens = stale or (verb.update_id is None and not updater.is_open)
-        paused = self._scheduler.paused or self._scheduler.pausing
-        lost = self._scheduler.runner.state.content_lost
+        serving = self._scheduler.serving
+        paused, lost = serving.is_paused or serving.is_pausing, serving.content_lost
         settles = opens and not paused and not lost
         adds_up = lost and not paused and (opens or updater.is_implicit)
         refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
@@ -361,13 +361,13 @@ class WeightControl:
                 self._updater.verify()
 
         def step(_: Any) -> tuple[str, Answer]:
+            serving = self._scheduler.serving
             data = self._commit.run()[1] if settles else {}
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
             if verb.pauses != self._num_pauses:
                 message = "Generation stays paused: another pause came after this call."
-                paused = self._scheduler.paused or self._scheduler.pausing
-                return message, data | {"paused": paused, "num_aborted": aborted}
-            self._scheduler.paused = self._scheduler.pausing = False
+                return message, data | {"paused": serving.is_paused or serving.is_pausing, "num_aborted": aborted}
+            serving.resume()
             return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
 
         return Job(verb, io, step)

@@ -112,7 +112,7 @@ class DiskRefresh:
             if local_version is not None:
                 self._note_origin(local_version.version, local_version.source)
             queues = self._scheduler.queues
-            num_paused = len(queues.all()) if self._scheduler.paused else 0
+            num_paused = len(queues.all()) if self._scheduler.serving.is_paused else 0
             return message, data | {"num_paused_requests": num_paused, "model_path": verb.model_path}
 
         take_back = None if opens else self._updater.fail
@@ -183,7 +183,7 @@ class DiskRefresh:
     def _origin_in(self, source: Path) -> int | None:
         """The version of `source` that memory holds, if it is known to hold one, whole."""
         state, origin = self._scheduler.runner.state, self._origin
-        if state.poisoned is not None or state.content_lost or state.epoch.weight_epoch != origin.weight_epoch:
+        if not self._scheduler.serving.has_whole_weights or state.epoch.weight_epoch != origin.weight_epoch:
             return None
         return origin.version if origin.source in (None, str(source.resolve())) else None
 

@@ -178,7 +178,8 @@ class WeightQueue:
                 self._scheduler.reply(failure(verb.request_id, error))
                 return
             job = _refused(verb, error)  # another replica may have planned it
-        self._scheduler.held = self._scheduler.held or job.holds_steps
+        if job.holds_steps:
+            self._scheduler.serving.write(True)
         self._job = job
         if job.waits is not None:
             job.waits.renew()

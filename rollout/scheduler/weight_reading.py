@@ -22,8 +22,8 @@ _MOST_NUMBERS_SHOWN = 4_000_000
 
 def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
     """The verb's job.  Its I/O part raises `NotFound`, `Conflict`, `TooLarge`."""
-    shows_staged = scheduler.paused or scheduler.held
-    state = scheduler.runner.state
+    serving, state = scheduler.serving, scheduler.runner.state
+    shows_staged = serving.is_paused or serving.is_writing
 
     def io() -> Any:
         weights = state.model.weights
@@ -32,7 +32,7 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
         except UnknownTensorError as error:
             raise NotFound(str(error)) from None
         staged = updater.staged(name) if shows_staged else None
-        if staged is None and state.content_lost:
+        if staged is None and serving.content_lost:
             raise Conflict("the weights' memory is released; there is nothing to read")
         meta = weights.metas()[name]
         count = min(max(0, verb.truncate_size), meta.shape[0])

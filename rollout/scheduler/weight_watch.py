@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 
-from rollout.core.errors import Unavailable
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.lease import Lease
 from weight_sync.updater import WeightUpdater
@@ -32,7 +31,7 @@ class WeightWatch:
     @property
     def pause_left_s(self) -> float | None:
         """Seconds until the pause ends by itself; None if it does not."""
-        return None if self._pause is None or not self._scheduler.paused else self._pause.left_s
+        return None if self._pause is None or not self._scheduler.serving.is_paused else self._pause.left_s
 
     def on_pause(self) -> None:
         """Generation is paused, or is so anew."""
@@ -49,11 +48,9 @@ class WeightWatch:
         expired, pause_ended = self._updater.expire(), self._end_pause()
         if expired or pause_ended or not self._is_settled:
             self._torn, self._is_settled = self._torn_anywhere(), True
-        self._scheduler.held = self._updater.is_dirty
-        state, torn = self._scheduler.runner.state, self._torn
-        if torn is not None and state.poisoned is None:
-            state.poison(torn)
-            self._scheduler.abort(None, Unavailable(f"the weights are poisoned: {torn}"))
+        self._scheduler.serving.write(self._updater.is_dirty)
+        if self._torn is not None and self._scheduler.serving.poisoned is None:
+            self._scheduler.poison(self._torn)
 
     def _torn_anywhere(self) -> str | None:
         """Why some rank's weights are neither old nor new."""
@@ -62,7 +59,7 @@ class WeightWatch:
 
     def _end_pause(self) -> bool:
         """Whether the pause ended by itself."""
-        if not self._scheduler.paused:
+        if not self._scheduler.serving.is_paused:
             self._pause = None
         if self._pause is None or not self._pause.expired:
             return False
@@ -73,5 +70,5 @@ class WeightWatch:
         else:
             self._updater.book.lose(reason, told=False)
         self._pause = None
-        self._scheduler.paused = False
+        self._scheduler.serving.resume()
         return True

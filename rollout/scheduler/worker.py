@@ -130,7 +130,7 @@ def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Par
     gc.collect()
     gc.freeze()
     with torch.inference_mode():
-        while not scheduler.stopped:
+        while not scheduler.serving.is_stopped:
             if os.getppid() != parent_pid:
                 return 2
             scheduler.tick()

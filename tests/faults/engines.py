@@ -129,9 +129,9 @@ class Engine(Harness):
         if update["open"]:
             self.call(AbortWeightUpdateReqInput, update_id=update["update_id"])
         for _ in range(2):
-            if self.scheduler.paused:
+            if self.scheduler.serving.is_paused:
                 self.call(ContinueGenerationReqInput)
-        if self.scheduler.paused:
+        if self.scheduler.serving.is_paused:
             raise Wrong("generation does not continue")
 
     def finish(self, result: Result) -> None:

@@ -252,7 +252,7 @@ class Driver(Harness):
         self._collect()
         request_id, sent = self._posted.popleft()
         self._taken[request_id] = sent
-        self.expected.start(sent, self.scheduler.paused)
+        self.expected.start(sent, self.scheduler.serving.is_paused)
 
     def _collect(self) -> None:
         known = set(self.answers)
@@ -263,7 +263,7 @@ class Driver(Harness):
     def _answered(self, answer: ControlReqOutput) -> None:
         sent = self._taken.pop(answer.request_id, None)
         if sent is not None:
-            poisoned = self.scheduler.runner.state.poisoned
+            poisoned = self.scheduler.serving.poisoned
             self.expected.finish(answer, self.failures.take_fired(), poisoned)
             if isinstance(sent, SentContinue) and answer.success and sent.below is not None:
                 for trace in self.traces.values():

@@ -265,7 +265,7 @@ def test_half_an_update_never_serves(folders, trainer, bracketed: bool) -> None:
     settle = EndWeightUpdateReqInput if bracketed else ContinueGenerationReqInput
     refused = harness.control(settle)
     assert not refused.success and refused.status_code == 400 and "missing" in refused.message.lower()
-    assert harness.scheduler.paused, "a refused update does not resume on its own"
+    assert harness.scheduler.serving.is_paused, "a refused update does not resume on its own"
     assert harness.control(ContinueGenerationReqInput).success
     assert live_checksums(harness) == old
     harness.run()

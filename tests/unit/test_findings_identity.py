@@ -109,7 +109,7 @@ def test_engine_02_a_pause_that_ended_between_two_buckets(
     first, second, _ = parts(trainer)
     assert harness.control(PauseGenerationReqInput).success
     assert trainer.send(harness, first, "v2").success
-    wait_until(harness, lambda: not harness.scheduler.paused)
+    wait_until(harness, lambda: not harness.scheduler.serving.is_paused)
     if goes_on == "bucket":
         late = trainer.send(harness, second, "v2")
         assert late.status_code == 409 and "--pause-timeout" in late.message
@@ -130,7 +130,7 @@ def test_engine_02_a_pause_that_ended_before_the_first_bucket(
 ) -> None:
     harness = start(pause_timeout=0.1)
     assert harness.control(PauseGenerationReqInput).success
-    wait_until(harness, lambda: not harness.scheduler.paused)
+    wait_until(harness, lambda: not harness.scheduler.serving.is_paused)
     assert trainer.send(harness, parts(trainer)[0], "v2").status_code == 409
     assert label(harness) == "v1" and serves(harness, old)
 
@@ -143,7 +143,7 @@ def test_engine_02_a_stranger_continues_twice(
     assert harness.control(PauseGenerationReqInput).success
     assert trainer.send(harness, first, "v2").success
     assert harness.control(ContinueGenerationReqInput).status_code == 400
-    assert harness.control(ContinueGenerationReqInput).success and not harness.scheduler.paused
+    assert harness.control(ContinueGenerationReqInput).success and not harness.scheduler.serving.is_paused
     assert trainer.send(harness, second, "v2").status_code == 409
     assert label(harness) == "v1" and serves(harness, old)
     assert harness.control(AbortWeightUpdateReqInput).status_code == 409
@@ -194,7 +194,7 @@ def test_w07_two_trainers_do_not_mix(start: Callable[..., Harness], trainer: Loo
     for part in (second, third):
         assert trainer.send(harness, part, None, "b").success
     assert harness.control(EndWeightUpdateReqInput, update_id="b").data["weight_version"] == "8"
-    assert serves(harness, trainer.tensors) and harness.scheduler.runner.state.poisoned is None
+    assert serves(harness, trainer.tensors) and harness.scheduler.serving.poisoned is None
     assert outcome(harness, "a")["outcome"] == "lost" and "lease" in outcome(harness, "a")["reason"]
 
 
@@ -354,7 +354,7 @@ def test_engine_03_an_older_continue_does_not_undo_a_pause(
     go.set()
     assert harness.wait(joining).success
     answer = harness.wait(older)
-    assert answer.success and answer.data["paused"] and harness.scheduler.paused
+    assert answer.success and answer.data["paused"] and harness.scheduler.serving.is_paused
     first, *rest = parts(trainer)
     assert trainer.send(harness, first, "v2").success
     assert label(harness) == "v1" and serves(harness, old), "half a refresh is not in force"

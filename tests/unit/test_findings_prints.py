@@ -374,7 +374,7 @@ def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging:
                 assert not answers[-1].success
                 assert torch.equal(place.read(), torch.full_like(kept, 1000.0))
                 place.put_back(kept)
-                if staging == "in_place" and engine.scheduler.runner.state.poisoned:
+                if staging == "in_place" and engine.scheduler.serving.poisoned:
                     raise AssertionError("a refused delta was written")
         require_content(engine, old)
         answers = refresh_by_delta(engine, delta, base_digest=delta.base_digest)

@@ -91,7 +91,7 @@ def test_verbs_act_on_all_ranks_and_counts_add_up(dp: ParallelHarness) -> None:
     assert [part["num_waiting"] for part in answer.data["dp_ranks"]] == [1, 2]
     state = dp.control(GetStateReqInput).data
     assert state["paused"] and state["num_waiting_reqs"] == 3
-    assert all(scheduler.paused for scheduler in dp.schedulers)
+    assert all(scheduler.serving.is_paused for scheduler in dp.schedulers)
     assert dp.control(ContinueGenerationReqInput).success
     dp.run()
     assert all(dp.results[rid].finished.reason.type == "length" for rid in rids)  # type: ignore[union-attr]
@@ -130,9 +130,9 @@ def test_a_flush_that_one_rank_must_refuse_is_refused_by_all(dp: ParallelHarness
 def test_all_ranks_stop_in_the_same_turn(dp: ParallelHarness) -> None:
     dp.submit(PROMPTS[0], params={"max_new_tokens": 12}, dp_rank=1)
     request_id = dp.post(ShutdownReqInput, drain_s=30.0)
-    while not any(scheduler.stopped for scheduler in dp.schedulers):
+    while not any(scheduler.serving.is_stopped for scheduler in dp.schedulers):
         dp.tick()
-    assert all(scheduler.stopped for scheduler in dp.schedulers)
+    assert all(scheduler.serving.is_stopped for scheduler in dp.schedulers)
     assert dp.answers[request_id].message == "stopped"
     assert all(result.finished.reason.type == "length" for result in dp.results.values())  # type: ignore[union-attr]
 

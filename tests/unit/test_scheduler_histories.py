@@ -93,7 +93,7 @@ class Histories(RuleBasedStateMachine):
         scheduler = self.harness.scheduler
         answer = self.harness.control(PauseGenerationReqInput, mode=mode, wait_s=0.1)
         if mode == "wait" and not answer.success:  # without memory nothing comes to its end
-            assert answer.status_code == 409 and not scheduler.paused and not scheduler.pausing
+            assert answer.status_code == 409 and not scheduler.serving.is_paused and not scheduler.serving.is_pausing
             return
         assert answer.success and answer.data["paused"]
         assert not self.harness.tick(), "no step runs while paused"
@@ -103,14 +103,14 @@ class Histories(RuleBasedStateMachine):
     @rule(below=st.sampled_from([None, *LABELS]))
     def go_on(self, below: str | None) -> None:
         scheduler = self.harness.scheduler
-        was_paused = scheduler.paused
+        was_paused = scheduler.serving.is_paused
         self.harness.tick()  # so that the verb finds an empty inbox
         request = self.harness.post(ContinueGenerationReqInput, abort_below_weight_version=below)
         limit = None if below is None else scheduler.runner.state.epoch_of(below)
         answer = self.harness.wait(request)
         assert answer.success == (below is None or below in self.known)
         if not answer.success:
-            assert answer.status_code == 400 and scheduler.paused == was_paused
+            assert answer.status_code == 400 and scheduler.serving.is_paused == was_paused
         elif limit is not None:
             ages = [scheduler.records.oldest_epoch_used(req) for req in scheduler.queues.all()]
             assert all(age is None or age >= limit for age in ages)
@@ -163,7 +163,7 @@ class Histories(RuleBasedStateMachine):
         assert refresh(harness, self.tensors, "z").success
         harness.control(ContinueGenerationReqInput)
         harness.run()
-        assert harness.scheduler.withheld is None
+        assert harness.scheduler.serving.withheld is None
         harness.check_idle()
         for result in harness.results.values():
             assert result.finished is not None, f"{result.rid} was never answered"
@@ -207,10 +207,10 @@ class HandOvers(Histories):
     @invariant()
     def nothing_holds_kv_without_memory(self) -> None:
         scheduler = self.harness.scheduler
-        if scheduler.withheld is not None:
+        if scheduler.serving.withheld is not None:
             assert not scheduler.queues.holding_kv() and not scheduler.has_work
         needed = {state for tag, state in self.memory.items() if tag != "cuda_graph"}  # nothing is held under that one
-        assert (scheduler.withheld is None) == (needed == {"in_use"})
+        assert (scheduler.serving.withheld is None) == (needed == {"in_use"})
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -213,7 +213,7 @@ def test_an_unknown_version_is_refused_and_changes_nothing(folders) -> None:
     harness.control(PauseGenerationReqInput, mode="in_place")
     answer = harness.control(ContinueGenerationReqInput, abort_below_weight_version="v2")
     assert not answer.success and answer.status_code == 400 and "'v2'" in answer.message
-    assert harness.scheduler.paused and len(harness.scheduler.queues.running) == 1
+    assert harness.scheduler.serving.is_paused and len(harness.scheduler.queues.running) == 1
     assert harness.control(ContinueGenerationReqInput, abort_below_weight_version="v1").success
     harness.run()
     assert harness.results["r"].finished.reason.type == "length"
@@ -229,7 +229,7 @@ def test_the_version_that_continue_itself_puts_in_force_is_known(folders, tensor
     if named is not None:
         harness.control(UpdateWeightVersionReqInput, new_version=named, abort_all_requests=False)
     assert harness.control(ContinueGenerationReqInput, abort_below_weight_version="v9").status_code == 400
-    assert updater_of(harness).is_open and harness.scheduler.paused
+    assert updater_of(harness).is_open and harness.scheduler.serving.is_paused
     answer = harness.control(ContinueGenerationReqInput, abort_below_weight_version=label)
     assert answer.success and answer.data["num_aborted"] == 1 and answer.data["weight_version"] == label
     harness.run()

@@ -71,7 +71,7 @@ def test_an_idle_engine_pauses_at_once(folder: Path) -> None:
     harness = begun(folder)
     assert harness.control(PauseGenerationReqInput, mode="wait").success
     assert harness.control(PauseGenerationReqInput, mode="wait").success
-    assert not harness.scheduler.has_work and harness.scheduler.paused
+    assert not harness.scheduler.has_work and harness.scheduler.serving.is_paused
 
 
 def test_a_request_that_was_retracted_has_begun(folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_continue_from_before_does_not_end_it(folder: Path) -> None:
     resumed = harness.post(ContinueGenerationReqInput)
     verb = wait_pause(harness)
     assert harness.wait(resumed).data["paused"] is True
-    assert harness.wait(verb).success and harness.scheduler.paused
+    assert harness.wait(verb).success and harness.scheduler.serving.is_paused
 
 
 def test_who_gives_up_takes_only_the_own_pause_back(folder: Path) -> None:

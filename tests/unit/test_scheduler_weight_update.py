@@ -224,7 +224,7 @@ def test_a_pause_that_nobody_continues_ends(engine: Callable[..., Trainer], old:
     assert trainer.update()["pause_left_s"] <= 0.3 and trainer.update()["implicit"]
     update = wait_until(trainer, lambda update: not update["open"])
     assert "--pause-timeout" in update["last_failure"]["reason"] and update["pause_left_s"] is None
-    assert not trainer.harness.scheduler.paused
+    assert not trainer.harness.scheduler.serving.is_paused
     check_old_serves(trainer, old)
 
 

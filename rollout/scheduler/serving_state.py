@@ -1,0 +1,147 @@
+"""`ServingState`: the one owner of every gate.  May a step run, may a request be admitted or begin, and why not.
+
+pause       a trainer paused: no step; or pauses once the requests that have begun have ended: no other begins
+withheld    memory is released, or the weights have no content: no step, requests are refused
+writing     the model is being written to: no step, requests wait
+poisoned    the weights are neither the old nor the new ones: no step, requests are refused
+draining    the server shuts down: requests are refused
+stopped     nothing runs any more
+"""
+
+from __future__ import annotations
+
+from rollout.core.errors import Unavailable
+
+
+class ServingState:
+    """Read by whoever asks, changed by the verbs' handlers between steps, on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._paused = False
+        self._pausing = False
+        self._was_paused = False
+        self._withheld: str | None = None
+        self._writing = False
+        self._poisoned: str | None = None
+        self._content_lost = False
+        self._draining = False
+        self._stopped = False
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def may_step(self) -> bool:
+        return not (self._paused or self._withheld or self._writing or self._poisoned or self._stopped)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether requests that have not begun may; those that have go on as long as steps may run."""
+        return not self._pausing
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether requests wait for somebody's next call, and not only for a write that ends by itself."""
+        return self._paused or self._withheld is not None
+
+    def require_weights(self) -> None:
+        """Raises `Unavailable` while the weights are poisoned."""
+        if self._poisoned is not None:
+            raise Unavailable(f"the weights are poisoned: {self._poisoned}; send a complete refresh")
+
+    def require_admission(self) -> None:
+        """Raises `Unavailable`, with the reason, where a new request could not be served."""
+        self.require_weights()
+        if self._withheld is not None:
+            raise Unavailable(self._withheld)
+        if self._draining:
+            raise Unavailable("the server is shutting down")
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @property
+    def is_pausing(self) -> bool:
+        return self._pausing
+
+    @property
+    def was_paused(self) -> bool:
+        """Before the last pause that waited."""
+        return self._was_paused
+
+    @property
+    def withheld(self) -> str | None:
+        """Why nothing is served although nobody paused."""
+        return self._withheld
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing
+
+    @property
+    def poisoned(self) -> str | None:
+        """Why the weights are neither the old nor the new ones."""
+        return self._poisoned
+
+    @property
+    def content_lost(self) -> bool:
+        """Whether the weights' memory was given away without a copy."""
+        return self._content_lost
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether the weights are those of the version in force."""
+        return self._poisoned is None and not self._content_lost
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
+    # --- changes --------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self._paused, self._pausing = True, False
+
+    def pause_once_ended(self) -> None:
+        """Steps go on for the requests that have begun; `pause` follows when they have ended."""
+        if not self._pausing:
+            self._was_paused = self._paused
+        self._paused, self._pausing = False, True
+
+    def give_up_pause(self) -> None:
+        """As it was before `pause_once_ended`."""
+        self._paused, self._pausing = self._was_paused, False
+
+    def resume(self) -> None:
+        self._paused = self._pausing = False
+
+    def withhold(self, reason: str | None) -> None:
+        """None: served again."""
+        self._withheld = reason
+
+    def write(self, is_writing: bool) -> None:
+        self._writing = is_writing
+
+    def poison(self, reason: str) -> None:
+        self._poisoned = reason
+
+    def lose_content(self) -> None:
+        self._content_lost = True
+
+    def regain_content(self) -> None:
+        """What was lost is back, bit for bit."""
+        self._content_lost = False
+
+    def heal(self) -> None:
+        """A complete refresh is in place."""
+        self._poisoned, self._content_lost = None, False
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def stop(self) -> None:
+        self._stopped = True
