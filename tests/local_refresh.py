@@ -28,8 +28,7 @@ def updater_of(harness: Harness) -> WeightUpdater:
 
 def io_of(harness: Harness) -> ThreadPoolExecutor:
     """The thread on which weight verbs do their input and output."""
-    owners = [hook.__self__ for hook in harness.scheduler._between_steps]  # type: ignore[attr-defined]
-    return next(owner._io for owner in owners if hasattr(owner, "_io"))
+    return control_of(harness)._weights._queue._io
 
 
 def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:

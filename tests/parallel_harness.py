@@ -16,14 +16,12 @@ import torch.distributed as dist
 
 from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import join
 from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_control import WeightControl
-from rollout.scheduler.weight_queue import WeightQueue
 from rollout.tokenizer_manager.answers import merge_answers
 from tests.scheduler_harness import Harness, Result
 
@@ -175,5 +173,5 @@ class ParallelHarness(Harness):
 def control_of(scheduler: Scheduler) -> WeightControl:
     """The holder of the weight verbs of one rank."""
     owners = [getattr(hook, "__self__", None) for hook in scheduler._between_steps]
-    (queue,) = [owner for owner in owners if isinstance(owner, WeightQueue)]
-    return queue._planners[BeginWeightUpdateReqInput].__self__  # type: ignore[attr-defined]
+    (control,) = [owner for owner in owners if isinstance(owner, WeightControl)]
+    return control

@@ -13,17 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
-from eplb.algorithms.auto import make_plan
-from eplb.algorithms.types import ExpertLayout, Plan
-from eplb.errors import EplbError
-from eplb.expert_location import ExpertLocationMetadata
-from eplb.init_location import TRIVIAL, load_location
-from eplb.placement import ExpertPlacement
 from rollout.attention.registry import choose_attention_backend, create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
@@ -48,8 +41,15 @@ from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel, RawChannel
 from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.eplb_parts import build_eplb, rebalance_policy, start_counting
-from rollout.scheduler.expert_distribution import ExpertDistribution, recorded_model
+from rollout.scheduler.eplb_parts import (
+    build_eplb,
+    expert_layout,
+    fresh_plan,
+    initial_placement,
+    rebalance_policy,
+    start_counting,
+)
+from rollout.scheduler.expert_distribution import ExpertDistribution
 from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.memory_control import MemoryControl
@@ -99,7 +99,7 @@ def build_scheduler(
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
-    placement = _placement(args, config, device, parallel)
+    placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
     model = load_model(
@@ -120,7 +120,7 @@ def build_scheduler(
     )
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     consensus = RankConsensus(parallel.weight_io, parallel.world)
-    layout = _expert_layout(config, placement, args.nnodes)
+    layout = expert_layout(config, placement, args.nnodes)
     loads = start_counting(args, runner, parallel)
     adoption = PlacementAdoption(
         model.weights,
@@ -129,7 +129,7 @@ def build_scheduler(
         parallel.position,
         consensus.exchange,
         loads=lambda: None if loads is None else loads.counts(rebalance_policy(args)),
-        fresh_plan=partial(_fresh_plan, layout, placement),
+        fresh_plan=partial(fresh_plan, layout, placement),
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
         by_default=args.enable_eplb,
     )
@@ -153,8 +153,8 @@ def build_scheduler(
     )
     weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
-    WeightChecker(scheduler, updater, weights)
-    DiskRefresh(
+    checker = WeightChecker(scheduler, updater)
+    disk = DiskRefresh(
         scheduler,
         weights,
         updater,
@@ -173,12 +173,27 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
-    memory = MemoryControl(scheduler, weights, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
-    KVAgeLimit(scheduler, args.max_kv_version_lag)
+    memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
+    kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
-    Control(scheduler, weights, memory, experts, eplb, static_state)
-    StepProfiler(scheduler)
-    SessionControl(scheduler)
+    control = Control(scheduler, weights, memory, experts, eplb, static_state)
+    profiler = StepProfiler(scheduler)
+    sessions = SessionControl(scheduler)
+    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
+    scheduler.connect(
+        weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,
+        weights.queued_verbs,
+        between_steps=[
+            weights.advance,
+            eplb.advance,
+            memory.notice_refresh,
+            kv_age.advance,
+            control.settle_waits,
+            control.drain,
+            profiler.advance,
+            sessions.advance,
+        ],
+    )
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
@@ -197,55 +212,6 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
         torch.set_num_threads(args.num_threads)
     elif ranks_here > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-
-
-def _placement(args: ServerArgs, config: ModelConfig, device: torch.device, parallel: Parallel) -> ExpertPlacement:
-    """The expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
-    location = _location(args, config)
-    try:
-        sizes = parallel.position.ep_rank, parallel.layout.ep_size
-        return ExpertPlacement(location, device, *sizes, routes_alone=args.moe_a2a_backend != "none")
-    except EplbError as error:
-        flags = "--ep-size, --ep-num-redundant-experts and --init-expert-location"
-        raise StartupError(f"{flags} do not fit: {error}") from None
-
-
-def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
-    given = {
-        "--init-expert-location": args.init_expert_location != TRIVIAL,
-        "--ep-num-redundant-experts": args.ep_num_redundant_experts > 0,
-        "--expert-distribution-recorder-mode": args.expert_distribution_recorder_mode is not None,
-        "--enable-eplb": args.enable_eplb,
-        "--ep-size": args.ep_size > 1,
-        "--moe-a2a-backend": args.moe_a2a_backend != "none",
-    }
-    for flag, is_given in given.items():
-        if is_given and not config.is_moe:
-            raise StartupError(f"{config.architecture} has no experts: start without {flag}")
-    try:
-        return load_location(args.init_expert_location, recorded_model(config), args.ep_num_redundant_experts)
-    except EplbError as error:
-        raise StartupError(f"--init-expert-location: {error}") from None
-
-
-def _expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
-    """None where there is nothing to place."""
-    if not config.is_moe or placement.ep_size == 1:
-        return None
-    num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine
-    return ExpertLayout(
-        num_logical_experts=placement.num_logical_experts,
-        num_physical_experts=placement.num_physical_experts,
-        num_ranks=placement.ep_size,
-        num_nodes=num_nodes,
-    )
-
-
-def _fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:
-    """A placement for weights that are written everywhere anyway."""
-    assert layout is not None, "there is nothing to place"
-    current_LP = placement.metadata.physical_to_logical_map.numpy()
-    return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)
 
 
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:

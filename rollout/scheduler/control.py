@@ -6,6 +6,7 @@ transactions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rollout.core.errors import BadRequest, Conflict
@@ -46,17 +47,16 @@ class Control:
         self._waited: set[str] = set()  # names of those that made the pause in force, if no other did
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
-        scheduler.add_verbs(
-            {
-                PauseGenerationReqInput: self._pause,
-                GiveUpPauseReqInput: self._give_up,
-                FlushCacheReqInput: self._flush_cache,
-                GetStateReqInput: self._get_state,
-                ShutdownReqInput: self._begin_shutdown,
-            }
-        )
-        scheduler.add_between_steps(self._settle_waits)
-        scheduler.add_between_steps(self._drain)
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {
+            PauseGenerationReqInput: self._pause,
+            GiveUpPauseReqInput: self._give_up,
+            FlushCacheReqInput: self._flush_cache,
+            GetStateReqInput: self._get_state,
+            ShutdownReqInput: self._begin_shutdown,
+        }
 
     def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput | None:
         """No step runs after this until continue; the answer means that this has happened."""
@@ -76,10 +76,10 @@ class Control:
             scheduler.retract(scheduler.queues.holding_kv())
         return self._paused(verb, aborted)
 
-    def _settle_waits(self) -> bool:
+    def settle_waits(self) -> None:
         """Pause once nothing that has begun is left, and answer the pauses that wait for it, well or not."""
         if not self._awaited:
-            return False
+            return
         scheduler, serving, waiting = self._scheduler, self._scheduler.serving, self._awaited
         num_begun = scheduler.num_begun()
         is_over = num_begun == 0 and (serving.is_pausing or serving.is_paused)
@@ -99,7 +99,6 @@ class Control:
         if is_over:
             self._waited = {verb.wait_id for _, verb in waiting if verb.wait_id is not None}
         self._end_waiting()
-        return True
 
     def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput:
         """The others that wait, or that made the same pause, keep theirs."""
@@ -199,14 +198,15 @@ class Control:
         return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
 
     def _begin_shutdown(self, verb: ShutdownReqInput) -> None:
-        """Answered by `_drain` once everything has ended."""
+        """Answered by `drain` once everything has ended."""
         self._shutdown = verb
         self._drain_until = self._scheduler.now + verb.drain_s
         self._scheduler.serving.drain()
 
-    def _drain(self) -> bool:
+    def drain(self) -> None:
+        """End what is left of a server that shuts down, and answer once everything has ended."""
         if self._shutdown is None or self._scheduler.serving.is_stopped:
-            return False
+            return
         scheduler = self._scheduler
         is_late = scheduler.now >= self._drain_until
         if scheduler.queues.all() and (scheduler.serving.stands_still or is_late):
@@ -214,4 +214,3 @@ class Control:
         if scheduler.num_active(waiting=True) == (0, 0) and (is_late or not self._weights.has_verbs):
             scheduler.serving.stop()
             scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
-        return True

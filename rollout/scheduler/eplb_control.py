@@ -86,8 +86,10 @@ class EplbControl:
         self._plans = scheduler.parallel.position.is_inbox_owner
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
         self._timed = (0, 0.0)  # steps and their seconds at the last look
-        scheduler.add_verbs({EplbRebalanceReqInput: self._asked})
-        scheduler.add_between_steps(self.advance)
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {EplbRebalanceReqInput: self._asked}
 
     def status(self) -> dict[str, Any]:
         """Plain values for metrics and health."""
@@ -173,25 +175,24 @@ class EplbControl:
 
     # --- between steps --------------------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
-        """True while a rebalance is under way."""
+    def advance(self) -> None:
+        """Start what is due, take what was planned, move the next chunk."""
         manager = self._manager
         if manager.stage is Stage.IDLE:
             if self._loads is None or not manager.is_due(self._loads.num_passes):
-                return False
+                return
             if self._reason_to_stay() is not None:
                 self._loads.postpone()
-                return False
+                return
             self._look(None, manager.policy, None)
         if manager.stage is Stage.PLANNING and not self._take_decision():
-            return True
+            return
         if manager.stage is Stage.MOVING:
             self._move()
         if manager.stage is Stage.IDLE:
             self._end()
-            return False
-        self._wake()
-        return True
+        else:
+            self._wake()
 
     def _take_decision(self) -> bool:
         """Whether rank 0 is done planning; if so all ranks have the decision."""
@@ -286,9 +287,15 @@ class EplbControl:
 class NoExpertsToMove:
     """`POST /eplb_rebalance` where there is nothing to balance.  `reason`: one line."""
 
-    def __init__(self, scheduler: Scheduler, reason: str) -> None:
+    def __init__(self, reason: str) -> None:
         self._reason = reason
-        scheduler.add_verbs({EplbRebalanceReqInput: self._asked})
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {EplbRebalanceReqInput: self._asked}
+
+    def advance(self) -> None:
+        """Nothing to do."""
 
     def status(self) -> None:
         """Nothing to show."""

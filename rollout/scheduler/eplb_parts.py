@@ -1,4 +1,4 @@
-"""The balancer's parts from the server's settings: what counts, what decides, what moves.
+"""The balancer's parts from the server's settings: where experts start, what counts, what decides, what moves.
 
 Knows their constructors, as `build` knows those of everything else.
 """
@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eplb.algorithms.types import ExpertLayout
+import numpy as np
+import torch
+
+from eplb.algorithms.auto import make_plan
+from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.decision import RebalancePolicy
+from eplb.errors import EplbError
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.init_location import TRIVIAL, load_location
 from eplb.load_counter import LoadCounter
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
+from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
+from rollout.core.errors import StartupError
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
@@ -20,6 +30,7 @@ from rollout.model_executor.model_runner import ModelRunner
 from rollout.models.decoder import DecoderForCausalLM
 from rollout.scheduler.eplb_control import EplbControl, NoExpertsToMove
 from rollout.scheduler.eplb_loads import EplbLoads
+from rollout.scheduler.expert_distribution import recorded_model
 from rollout.scheduler.scheduler import Scheduler
 
 
@@ -55,7 +66,7 @@ def build_eplb(
     config, parallel = model.config, scheduler.parallel
     if layout is None:
         what = "all experts are on one rank (--ep-size 1)" if config.is_moe else f"{config.architecture} has no experts"
-        return NoExpertsToMove(scheduler, f"{what}: there is nothing to rebalance")
+        return NoExpertsToMove(f"{what}: there is nothing to rebalance")
     history = LoadHistory(len(config.moe_layer_ids), config.num_experts) if loads is None else loads.history
     slots, position, per_rank = ModelExpertSlots(model), parallel.position, parallel.layout.moe_tp_size
     policy = rebalance_policy(args)
@@ -69,3 +80,54 @@ def build_eplb(
         deadline_s=policy.deadline_s,
     )
     return EplbControl(scheduler, manager, transfer, loads, weight_update, wake)
+
+
+def initial_placement(
+    args: ServerArgs, config: ModelConfig, device: torch.device, parallel: Parallel
+) -> ExpertPlacement:
+    """The expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
+    location = _location(args, config)
+    try:
+        sizes = parallel.position.ep_rank, parallel.layout.ep_size
+        return ExpertPlacement(location, device, *sizes, routes_alone=args.moe_a2a_backend != "none")
+    except EplbError as error:
+        flags = "--ep-size, --ep-num-redundant-experts and --init-expert-location"
+        raise StartupError(f"{flags} do not fit: {error}") from None
+
+
+def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
+    given = {
+        "--init-expert-location": args.init_expert_location != TRIVIAL,
+        "--ep-num-redundant-experts": args.ep_num_redundant_experts > 0,
+        "--expert-distribution-recorder-mode": args.expert_distribution_recorder_mode is not None,
+        "--enable-eplb": args.enable_eplb,
+        "--ep-size": args.ep_size > 1,
+        "--moe-a2a-backend": args.moe_a2a_backend != "none",
+    }
+    for flag, is_given in given.items():
+        if is_given and not config.is_moe:
+            raise StartupError(f"{config.architecture} has no experts: start without {flag}")
+    try:
+        return load_location(args.init_expert_location, recorded_model(config), args.ep_num_redundant_experts)
+    except EplbError as error:
+        raise StartupError(f"--init-expert-location: {error}") from None
+
+
+def expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
+    """None where there is nothing to place."""
+    if not config.is_moe or placement.ep_size == 1:
+        return None
+    num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine
+    return ExpertLayout(
+        num_logical_experts=placement.num_logical_experts,
+        num_physical_experts=placement.num_physical_experts,
+        num_ranks=placement.ep_size,
+        num_nodes=num_nodes,
+    )
+
+
+def fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:
+    """A placement for weights that are written everywhere anyway."""
+    assert layout is not None, "there is nothing to place"
+    current_LP = placement.metadata.physical_to_logical_map.numpy()
+    return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)

@@ -6,6 +6,7 @@ moment.  Knows when something is recorded.  What is counted is `eplb.load_record
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from eplb.init_location import RecordedModel
@@ -37,14 +38,15 @@ class ExpertDistribution:
         self._state = scheduler.runner.state
         self._default_mode = default_mode
         self._recorder: LoadRecorder | None = None
-        scheduler.add_verbs(
-            {
-                StartExpertDistributionReqInput: self._start,
-                StopExpertDistributionReqInput: self._stop,
-                DumpExpertDistributionReqInput: self._dump,
-                GetExpertLocationReqInput: self._location,
-            }
-        )
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {
+            StartExpertDistributionReqInput: self._start,
+            StopExpertDistributionReqInput: self._stop,
+            DumpExpertDistributionReqInput: self._dump,
+            GetExpertLocationReqInput: self._location,
+        }
 
     def status(self) -> dict[str, Any] | None:
         """What metrics show; None before the first start."""

@@ -14,11 +14,14 @@ Knows tags, the verbs' turn in the weight queue, and how a refresh shows.  Does 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from rollout.core.errors import Conflict, UnsupportedFeature
 from rollout.core.io_struct import MemoryTag, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from rollout.model_executor.memory_saver import TAGS, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import Answer, Job, WeightControl
+from rollout.scheduler.weight_control import Answer, Job
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 
@@ -35,7 +38,6 @@ class MemoryControl:
     def __init__(
         self,
         scheduler: Scheduler,
-        weights: WeightControl,
         updater: WeightUpdater,
         held: HeldMemory,
         saver: MemorySaver | None,
@@ -50,8 +52,10 @@ class MemoryControl:
         self._released: set[MemoryTag] = set()
         self._epoch_released: int | None = None  # of the weights without content; None while they have theirs
         self._refreshed_unasked = False  # a refresh filled released weights, and no resume has come since
-        weights.add_jobs({ReleaseMemoryOccupationReqInput: self._release, ResumeMemoryOccupationReqInput: self._resume})
-        scheduler.add_between_steps(self._notice_refresh)
+
+    @property
+    def jobs(self) -> dict[type, Callable[[Any], Job]]:
+        return {ReleaseMemoryOccupationReqInput: self._release, ResumeMemoryOccupationReqInput: self._resume}
 
     def status(self) -> dict[str, str]:
         """`in_use`, `released` or `awaiting_refresh` of each tag."""
@@ -63,7 +67,7 @@ class MemoryControl:
     # --- verbs ----------------------------------------------------------------------------------------------------
 
     def _release(self, verb: ReleaseMemoryOccupationReqInput) -> Job:
-        self._notice_refresh()
+        self.notice_refresh()
         tags = self._releasable(verb)
         keeps = self._keeps_copy and self._epoch_released is None
 
@@ -103,7 +107,7 @@ class MemoryControl:
         return f"Released {', '.join(tags)}.", {"released": tags, "num_bytes": num_bytes, "memory": self.status()}
 
     def _resume(self, verb: ResumeMemoryOccupationReqInput) -> Job:
-        self._notice_refresh()
+        self.notice_refresh()
         tags, saver = self._resumable(verb), self._require_saver()
         restores = "weights" in tags and saver.has_copy("weights")
 
@@ -166,10 +170,10 @@ class MemoryControl:
 
     # --- serving --------------------------------------------------------------------------------------------------
 
-    def _notice_refresh(self) -> bool:
+    def notice_refresh(self) -> None:
         """After a commit into weights without content: a complete one restored them, any one outdates the copy."""
         if self._epoch_released is None:
-            return False
+            return
         state = self._scheduler.runner.state
         if state.epoch.weight_epoch != self._epoch_released:
             self._epoch_released = state.epoch.weight_epoch
@@ -179,7 +183,6 @@ class MemoryControl:
             self._refreshed_unasked = "weights" in self._released
             self._released.discard("weights")
             self._withhold()
-        return False
 
     def _withhold(self) -> str | None:
         """Tell the scheduler whether anything may be served, and why not."""

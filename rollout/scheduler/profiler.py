@@ -62,8 +62,10 @@ class StepProfiler:
         self._asked: StopProfileReqInput | None = None  # who waits for what is being written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="profiler")
         self._beside: tuple[Future[Any], Callable[[BaseException | None], None]] | None = None
-        scheduler.add_verbs({StartProfileReqInput: self._start, StopProfileReqInput: self._stop})
-        scheduler.add_between_steps(self._advance)
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {StartProfileReqInput: self._start, StopProfileReqInput: self._stop}
 
     def _start(self, verb: StartProfileReqInput) -> None:
         """Answered when the next step will be recorded, on all ranks."""
@@ -131,13 +133,12 @@ class StepProfiler:
         del trace  # so that nothing holds it
         self._thread.submit(_give_memory_back)
 
-    def _advance(self) -> bool:
+    def advance(self) -> None:
         if self._trace is not None and self._is_over():
             self._end(self._trace, None)
         if self._beside is not None and self._scheduler.parallel.tp.all_agree(self._beside[0].done()):
             (future, then), self._beside = self._beside, None
             then(future.exception())
-        return self._beside is not None
 
     def _is_over(self) -> bool:
         """Whether the last step has run.  One that any data-parallel rank had tokens for counts on all of them."""

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -94,22 +94,24 @@ class Scheduler:
         self._by_rid: dict[str, Req] = {}
         self._verbs: dict[type, Callable[[ControlReqInput], ControlReqOutput | None]] = {}
         self._queued: set[type] = set()
-        self._between_steps: list[Callable[[], bool]] = []
+        self._between_steps: Sequence[Callable[[], None]] = ()
 
     # --- wiring ---------------------------------------------------------------------------------------------------
 
-    def add_verbs(self, verbs: dict[type, Callable], *, queued: bool = False) -> None:
-        """Handlers by message type.  A handler answers at once, or returns None and calls `reply` later.
+    def connect(
+        self,
+        verbs: Mapping[type, Callable],
+        queued_verbs: Mapping[type, Callable],
+        between_steps: Sequence[Callable[[], None]],
+    ) -> None:
+        """Handlers by message type, and what is called at every step boundary, in that order.
 
-        `queued`: their turn comes later, and only then it matters whether their deadline has passed.
+        A handler answers at once, or returns None and calls `reply` later.  The turn of queued verbs comes later, and
+        only then it matters whether their deadline has passed.
         """
-        self._verbs.update(verbs)
-        if queued:
-            self._queued.update(verbs)
-
-    def add_between_steps(self, advance: Callable[[], bool]) -> None:
-        """Called at every step boundary; True while it waits for something that will `wake` the loop."""
-        self._between_steps.append(advance)
+        self._verbs = {**verbs, **queued_verbs}
+        self._queued = set(queued_verbs)
+        self._between_steps = between_steps
 
     def poll_quickly(self, soon: bool) -> None:
         """Whether something is about to be ready on all ranks, so that an idle turn must not wait long."""

@@ -6,6 +6,7 @@ decided elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rollout.core.io_struct import ControlReqOutput, FinishSessionReqInput, GetSessionsReqInput
@@ -18,13 +19,14 @@ class SessionControl:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.add_verbs({GetSessionsReqInput: self._get, FinishSessionReqInput: self._finish})
-        scheduler.add_between_steps(self._advance)
 
-    def _advance(self) -> bool:
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return {GetSessionsReqInput: self._get, FinishSessionReqInput: self._finish}
+
+    def advance(self) -> None:
         scheduler = self._scheduler
         scheduler.cache.pins.advance(scheduler.now, scheduler.runner.state.epoch.weight_epoch)
-        return False
 
     def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput:
         """Of each session that keeps KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""

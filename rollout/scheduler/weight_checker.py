@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.weight_io_struct import WeightsCheckerReqInput
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import Answer, Job, WeightControl
+from rollout.scheduler.weight_control import Answer, Job
 from weight_sync.checker import (
     WeightSnapshot,
     compare,
@@ -32,7 +33,7 @@ RESET_REASON = "/weights_checker reset_tensors filled them with NaN"
 class WeightChecker:
     """Holder of the snapshot."""
 
-    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, control: WeightControl) -> None:
+    def __init__(self, scheduler: Scheduler, updater: WeightUpdater) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._state = scheduler.runner.state
@@ -45,7 +46,10 @@ class WeightChecker:
             "compare": self._compare,
             "reset_tensors": self._reset,
         }
-        control.add_jobs({WeightsCheckerReqInput: self._plan})
+
+    @property
+    def jobs(self) -> dict[type, Callable[[Any], Job]]:
+        return {WeightsCheckerReqInput: self._plan}
 
     def _plan(self, verb: WeightsCheckerReqInput) -> Job:
         return self._actions[verb.action](verb)

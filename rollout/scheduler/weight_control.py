@@ -102,7 +102,20 @@ class WeightControl:
                 **dict.fromkeys(SOURCES, self._receive),
             }
         )
-        scheduler.add_verbs({ContinueGenerationReqInput: self._on_continue, GetWeightUpdateReqInput: self._get_update})
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        """Those that are handled at once."""
+        return {ContinueGenerationReqInput: self._on_continue, GetWeightUpdateReqInput: self._get_update}
+
+    @property
+    def queued_verbs(self) -> dict[type, Callable]:
+        """Those that take their turn."""
+        return self._queue.verbs
+
+    def advance(self) -> None:
+        """Finish the verb whose I/O is done, at a step boundary, and start the next."""
+        self._queue.advance()
 
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Further verbs that take their turn in the queue, by message type."""

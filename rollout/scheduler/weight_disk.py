@@ -10,7 +10,7 @@ Knows verbs, folders and the order of things.  What a transaction is belongs to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,10 @@ class DiskRefresh:
         self._folders = folders
         self._timeout_s = timeout_s
         self._origin = MemoryOrigin(scheduler.runner.state.epoch.weight_epoch, 0, None)
-        weights.add_jobs({UpdateWeightsFromDiskReqInput: self._from_disk, PullWeightsReqInput: self._pull})
+
+    @property
+    def jobs(self) -> dict[type, Callable[[Any], Job]]:
+        return {UpdateWeightsFromDiskReqInput: self._from_disk, PullWeightsReqInput: self._pull}
 
     # --- update_weights_from_disk ---------------------------------------------------------------------------------
 

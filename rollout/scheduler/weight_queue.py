@@ -116,7 +116,6 @@ class WeightQueue:
         self._num_started = 0
         self._job: Job | None = None
         self._future: Future | None = None
-        scheduler.add_between_steps(self.advance)
 
     @property
     def busy(self) -> bool:
@@ -131,24 +130,27 @@ class WeightQueue:
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Verbs that take their turn here, by message type."""
         self._planners.update(planners)
-        self._scheduler.add_verbs(dict.fromkeys(planners, self.put), queued=True)
+
+    @property
+    def verbs(self) -> dict[type, Callable]:
+        return dict.fromkeys(self._planners, self.put)
 
     def put(self, verb: ControlReqInput) -> None:
         """The verb takes its turn."""
         self._waiting.append((self._scheduler.now, verb))
 
-    def advance(self) -> bool:
-        """Finish the job whose I/O is done, start the next.  True while one is under way."""
+    def advance(self) -> None:
+        """Finish the job whose I/O is done, start the next."""
         while True:
             if self._job is None:
                 self._settle()
                 if not self._waiting:
-                    return False
+                    return
                 self._start(self._waiting.popleft()[1])
                 continue
             if not self._is_done():
                 self._end_waits(self._job)
-                return True
+                return
             self._finish()
 
     def _end_waits(self, job: Job) -> None:

@@ -5,7 +5,8 @@ A variant is a context in which engines are built wrong; nothing else of the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,7 +23,6 @@ from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.weight_commit import WeightCommit
 from rollout.scheduler.weight_control import WeightControl
-from rollout.scheduler.weight_queue import WeightQueue
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update_book import UpdateBook
 
@@ -137,22 +137,22 @@ def recomputes_routes_after_a_retraction() -> AbstractContextManager[None]:
 
 def commits_in_the_middle_of_a_step() -> AbstractContextManager[None]:
     """Between the layers and the output head."""
-    boundary: list[Callable[[], bool]] = []
-    logits = ModelRunner.logits
+    boundary: list[Callable[[], None]] = []
+    logits, connect = ModelRunner.logits, Scheduler.connect
 
-    def add_between_steps(self: Scheduler, advance: Callable[[], bool]) -> None:
-        def only_when_idle() -> bool:
-            return False if self.has_work else advance()
+    def connects(self: Scheduler, verbs: Any, queued: Any, between_steps: Sequence[Callable[[], None]]) -> None:
+        def only_when_idle(advance: Callable[[], None]) -> None:
+            if not self.has_work:
+                advance()
 
-        if isinstance(getattr(advance, "__self__", None), WeightQueue):
-            boundary.append(advance)
-        self._between_steps.append(only_when_idle)
+        boundary.extend(one for one in between_steps if isinstance(one.__self__, WeightControl))  # type: ignore[attr-defined]
+        connect(self, verbs, queued, [functools.partial(only_when_idle, advance) for advance in between_steps])
 
     def wrong(self: ModelRunner, hidden_ND: torch.Tensor) -> torch.Tensor:
         boundary[-1]()
         return logits(self, hidden_ND)
 
-    return _patched((Scheduler, "add_between_steps", add_between_steps), (ModelRunner, "logits", wrong))
+    return _patched((Scheduler, "connect", connects), (ModelRunner, "logits", wrong))
 
 
 def shifts_spans_by_one() -> AbstractContextManager[None]:

@@ -63,7 +63,7 @@ def test_engine_01_an_answer_that_cannot_be_encoded_is_a_failed_answer(folder: P
     harness = Harness(folder)
     sent = harness.channel.send
     harness.channel.send = lambda message: sent(_through_msgpack(message))  # as over a socket
-    harness.scheduler.add_verbs(
+    harness.scheduler._verbs.update(
         {FlushCacheReqInput: lambda verb: ControlReqOutput(request_id=verb.request_id, success=True, data={"n": 2**70})}
     )
     answer = harness.control(FlushCacheReqInput)
