@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.entrypoints.bench.machine import Machine, measure_machine
+from benchmarks.profile.machine import Machine, measure_machine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 
 __all__ = ["Machine", "decode_step_floor_s", "measure_machine"]

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.entrypoints.demo.processes import ChildProcess
+from rollout.entrypoints.child_process import ChildProcess
 from rollout.mem_cache.kv_pool import kv_bytes_per_token
 
 WEIGHTS_FACTOR = 1.15

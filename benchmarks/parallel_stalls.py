@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.memory import free_port, wait_ready
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.entrypoints.demo.processes import ChildProcess
+from rollout.entrypoints.child_process import ChildProcess
 
 REQUESTS = 8
 PROMPT_TOKENS = 32

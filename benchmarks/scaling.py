@@ -24,10 +24,10 @@ from rich.table import Table
 
 from benchmarks.floor import Machine, decode_step_floor_s, measure_machine
 from benchmarks.line_chart import Chart, Line, write_svg
+from benchmarks.profile.operators import OperatorTimer
+from benchmarks.profile.steps import StepRecorder, num_decoding
 from benchmarks.shapes import SHAPES, cached_checkpoint
 from rollout.core.io_struct import FlushCacheReqInput
-from rollout.entrypoints.bench.operators import OperatorTimer
-from rollout.entrypoints.bench.steps import StepRecorder, num_decoding
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token

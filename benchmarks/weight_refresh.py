@@ -37,7 +37,7 @@ from benchmarks.delta_refresh import ONE_IN, DeltaRefresh, DeltaTrainer
 from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
-from rollout.entrypoints.demo.processes import ChildProcess
+from rollout.entrypoints.child_process import ChildProcess
 from weight_sync.bucket import cut_pieces, pack, plan_buckets
 from weight_sync.pages import HUGE_PAGE
 from weight_sync.receivers.distributed import NUM_AREAS, PIECE_BYTES

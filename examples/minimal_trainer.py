@@ -5,7 +5,7 @@
     python examples/minimal_trainer.py --model-path ./checkpoint --url http://127.0.0.1:30000
 
 Each step: sample, recompute the log-probabilities under the engine's routes, step, refresh the server.  The reward is
-the share of vowels in the answer, so that there is something to learn.  `rollout/entrypoints/demo/trainer.py` is the
+the share of vowels in the answer, so that there is something to learn.  `examples/demo/trainer.py` is the
 same loop with every claim checked.
 
 Shapes: N samples, S positions, O output positions.

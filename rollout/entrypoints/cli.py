@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
 
+REPOSITORY = Path(__file__).parents[2]
+"""Where the demo and the benchmarks are: they are run from a clone, not installed."""
 INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as in a shell
 COMMANDS = {
     "serve": ("rollout.entrypoints.launch", "serve a checkpoint over HTTP"),
-    "demo": ("rollout.entrypoints.demo.run", "run one whole step of reinforcement learning on a small model"),
+    "demo": ("examples.demo.run", "run one whole step of reinforcement learning on a small model"),
     "make-checkpoint": ("rollout.entrypoints.make_checkpoint", "write a small random checkpoint"),
-    "bench": ("rollout.entrypoints.bench.run", "measure throughput, the breakdown of a step, and each operator"),
-    "eplb-plan": ("rollout.entrypoints.eplb_plan", "plan a placement of experts offline"),
+    "bench": ("benchmarks.profile.run", "measure throughput, the breakdown of a step, and each operator"),
+    "eplb-plan": ("benchmarks.eplb_plan", "plan a placement of experts offline"),
     "build-kernels": ("rollout.entrypoints.build_kernels", "compile the CPU operators for this machine"),
 }
 
@@ -34,10 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     namespace, _ = parser.parse_known_args(words[:1])
     try:
-        module = importlib.import_module(COMMANDS[namespace.command][0])
-        return int(module.main(words[1:]))
+        return int(_module(namespace.command).main(words[1:]))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _module(command: str) -> ModuleType:
+    """Raises `SystemExit` for a command that needs a clone of the repository where there is none."""
+    name = COMMANDS[command][0]
+    package = name.partition(".")[0]
+    if package != "rollout":
+        if not (REPOSITORY / package).is_dir():
+            raise SystemExit(f"lockstep {command} runs from a clone of the repository: {package}/ is not installed")
+        sys.path.insert(0, str(REPOSITORY))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return importlib.import_module(name)
 
 
 if __name__ == "__main__":

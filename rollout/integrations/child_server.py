@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout.client import AsyncRolloutClient
 from rollout.core.errors import StartupError
-from rollout.entrypoints.demo.processes import ChildProcess
+from rollout.entrypoints.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 POLL_S = 0.2

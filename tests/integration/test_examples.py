@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollout.client import RolloutClient
-from rollout.entrypoints.demo.processes import ChildProcess
+from rollout.entrypoints.child_process import ChildProcess
 from tests.model_zoo import tiny_checkpoint
 from weight_sync.process_group import free_port
 

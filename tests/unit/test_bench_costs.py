@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.entrypoints.bench.costs import BYTES, FLOPS, Cost, operator_cost
-from rollout.entrypoints.bench.machine import Machine
-from rollout.entrypoints.bench.operators import OperatorTimer
+from benchmarks.profile.costs import BYTES, FLOPS, Cost, operator_cost
+from benchmarks.profile.machine import Machine
+from benchmarks.profile.operators import OperatorTimer
 from rollout.kernels.build import SOURCES
 from tests.kernels import native_ops
 

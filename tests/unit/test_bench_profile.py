@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.profile import run
+from benchmarks.profile.machine import Machine
+from benchmarks.profile.operators import OperatorTimer, OperatorUse
+from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
+from benchmarks.profile.report import noise_line, operator_table, overview, phase_table
+from benchmarks.profile.steps import BETWEEN, Step, StepRecorder
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints import cli
-from rollout.entrypoints.bench import run
-from rollout.entrypoints.bench.machine import Machine
-from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
-from rollout.entrypoints.bench.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
-from rollout.entrypoints.bench.report import noise_line, operator_table, overview, phase_table
-from rollout.entrypoints.bench.steps import BETWEEN, Step, StepRecorder
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import PHASES, StepStats
 from tests.model_zoo import tiny_checkpoint

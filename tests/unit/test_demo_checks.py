@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout.entrypoints.demo.checks import rows_of
-from rollout.entrypoints.demo.messages import (
+from examples.demo.checks import rows_of
+from examples.demo.messages import (
     Failure,
     Message,
     Progress,
@@ -19,7 +19,7 @@ from rollout.entrypoints.demo.messages import (
     decode,
     encode,
 )
-from rollout.entrypoints.demo.mismatch import LogprobMismatch, RouteMismatch
+from examples.demo.mismatch import LogprobMismatch, RouteMismatch
 
 OLD = {"a": "0" * 16, "b": "1" * 16}
 NEW = {"a": "2" * 16, "b": "1" * 16}

@@ -12,12 +12,12 @@ import torch
 
 from capture.replay import record_routes
 from capture.routed_experts import RoutedExperts
+from examples.demo import policy
+from examples.demo.mismatch import logprob_mismatch, route_mismatch
+from examples.demo.objective import group_advantages, load_questions, policy_gradient_loss, reward
+from examples.demo.rollouts import SampleGroup, sample_group, version_problem
 from rollout.client import GenerationOutput, VersionSpan
 from rollout.client.types import FinishReason
-from rollout.entrypoints.demo import policy
-from rollout.entrypoints.demo.mismatch import logprob_mismatch, route_mismatch
-from rollout.entrypoints.demo.objective import group_advantages, load_questions, policy_gradient_loss, reward
-from rollout.entrypoints.demo.rollouts import SampleGroup, sample_group, version_problem
 from tests.model_zoo import tiny_checkpoint
 
 PROMPT = [5, 6, 7]

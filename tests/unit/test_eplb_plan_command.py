@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.eplb_heatmap import Panel, heatmap_svg
+from benchmarks.eplb_plan import main
 from eplb.algorithms.types import ExpertLayout, checked_map
 from eplb.errors import EplbRequestError
 from eplb.expert_location import trivial_location
@@ -21,8 +23,6 @@ from eplb.load_dump import LoadDump
 from eplb.load_recorder import LoadRecorder
 from eplb.placement import ExpertPlacement
 from rollout.entrypoints.cli import main as lockstep
-from rollout.entrypoints.eplb_heatmap import Panel, heatmap_svg
-from rollout.entrypoints.eplb_plan import main
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 8
 MODEL = RecordedModel("Qwen3MoeForCausalLM", (0, 1, 2), EXPERTS, num_experts_per_tok=2)

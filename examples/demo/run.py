@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from examples.demo.checks import Row, rows_of
+from examples.demo.display import Display, make_display, results_table
+from examples.demo.messages import Failure, Progress, TrainerReport, decode
+from examples.demo.objective import load_questions
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
-from rollout.entrypoints.demo.checks import Row, rows_of
-from rollout.entrypoints.demo.display import Display, make_display, results_table
-from rollout.entrypoints.demo.messages import Failure, Progress, TrainerReport, decode
-from rollout.entrypoints.demo.objective import load_questions
-from rollout.entrypoints.demo.processes import ChildProcess, seconds_left
+from rollout.entrypoints.child_process import ChildProcess, seconds_left
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from weight_sync.process_group import free_port
 
@@ -122,7 +122,7 @@ def _trainer_command(args: argparse.Namespace, checkpoint: Path, url: str) -> li
         "--learning-rate": args.learning_rate,
     }
     words = [str(word) for pair in flags.items() for word in pair]
-    return [sys.executable, "-m", "rollout.entrypoints.demo.trainer", *words]
+    return [sys.executable, "-m", "examples.demo.trainer", *words]
 
 
 def _wait_until_ready(server: ChildProcess, url: str, display: Display) -> None:

@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.profile.machine import Machine, measure_machine
+from benchmarks.profile.profile import MIN_OUTPUT_LEN, Profile, Profiler, Workload, decode_head_start, runs_of
+from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
+from benchmarks.profile.trace import write_trace
 from rollout.core.errors import BadRequest, LockstepError, StartupError
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import DTYPES
-from rollout.entrypoints.bench.machine import Machine, measure_machine
-from rollout.entrypoints.bench.profile import MIN_OUTPUT_LEN, Profile, Profiler, Workload, decode_head_start, runs_of
-from rollout.entrypoints.bench.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
-from rollout.entrypoints.bench.trace import write_trace
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.mem_cache.kv_pool import kv_bytes_per_token

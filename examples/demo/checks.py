@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollout.entrypoints.demo.messages import RolloutReport, StepReport, TrainerReport
+from examples.demo.messages import RolloutReport, StepReport, TrainerReport
 
 MAX_MEAN_ABS = 0.1
 """Nats.  bfloat16 engine against float32 trainer under the same routes; a wrong route alone costs more."""

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from capture.replay import force_routes, pad_routes, record_routes
-from rollout.entrypoints.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_mismatch, route_mismatch
-from rollout.entrypoints.demo.objective import group_advantages, policy_gradient_loss
-from rollout.entrypoints.demo.rollouts import SampleGroup
+from examples.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_mismatch, route_mismatch
+from examples.demo.objective import group_advantages, policy_gradient_loss
+from examples.demo.rollouts import SampleGroup
 
 
 def load_model(path: str | Path) -> torch.nn.Module:

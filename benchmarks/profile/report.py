@@ -8,9 +8,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from rollout.entrypoints.bench.machine import Machine
-from rollout.entrypoints.bench.operators import OperatorUse
-from rollout.entrypoints.bench.profile import Profile
+from benchmarks.profile.machine import Machine
+from benchmarks.profile.operators import OperatorUse
+from benchmarks.profile.profile import Profile
 
 NOTICEABLE = 0.01  # of the step; operators below are shown as one line
 QUIET = 0.1  # spread of steps on a machine that does nothing else

@@ -20,7 +20,7 @@ DIGITS_WEIGHT = 0.5
 
 def load_questions() -> list[tuple[str, int]]:
     """The arithmetic questions that ship with the package, with their answers."""
-    text = files("rollout.entrypoints.demo").joinpath("questions.txt").read_text(encoding="utf-8")
+    text = files("examples.demo").joinpath("questions.txt").read_text(encoding="utf-8")
     pairs = [line.split("\t") for line in text.splitlines() if line]
     return [(question, int(answer)) for question, answer in pairs]
 

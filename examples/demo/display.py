@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgre
 from rich.table import Table
 from rich.text import Text
 
-from rollout.entrypoints.demo.checks import Row
+from examples.demo.checks import Row
 
 
 class Display(Protocol):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from capture.routed_experts import RoutedExperts
+from examples.demo.objective import PROMPT_TEMPLATE, reward
 from rollout.client import GenerationOutput, RolloutClient
-from rollout.entrypoints.demo.objective import PROMPT_TEMPLATE, reward
 
 SEEDS_PER_ROUND = 1 << 20
 GENERATE_TIMEOUT_S = 120.0

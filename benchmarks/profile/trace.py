@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rollout.entrypoints.bench.profile import Workload
-from rollout.entrypoints.bench.steps import TracedSteps
+from benchmarks.profile.profile import Workload
+from benchmarks.profile.steps import TracedSteps
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import StepStats
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median, quantiles
 
+from benchmarks.profile.machine import Machine
+from benchmarks.profile.operators import OperatorTimer, OperatorUse
+from benchmarks.profile.steps import SECTIONS, Step, StepRecorder, num_decoding
 from rollout.core.io_struct import FlushCacheReqInput
-from rollout.entrypoints.bench.machine import Machine
-from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
-from rollout.entrypoints.bench.steps import SECTIONS, Step, StepRecorder, num_decoding
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import StepStats
 

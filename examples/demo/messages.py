@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollout.entrypoints.demo.mismatch import LogprobMismatch, RouteMismatch
+from examples.demo.mismatch import LogprobMismatch, RouteMismatch
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -1,4 +1,4 @@
-"""Child processes of the demo: started, watched, and ended whatever happens.
+"""Child processes: started, watched, and ended whatever happens.
 
 Knows processes and log files.  Does not know what they run.
 """
@@ -18,7 +18,7 @@ from typing import IO, Self
 STOP_S = 20.0
 KILL_S = 5.0
 LOG_LINES = 15
-# Server and trainer share the cores: compute threads that spin while they wait would slow the other one down tenfold.
+# A server and a trainer share the cores: compute threads that spin while they wait would slow the other tenfold.
 DEFAULT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from torch.profiler import record_function
 
-from rollout.entrypoints.bench.operators import OperatorTimer, OperatorUse
+from benchmarks.profile.operators import OperatorTimer, OperatorUse
 from rollout.scheduler.policy import RequestQueues
 from rollout.scheduler.stats import PHASES, StepStats
 

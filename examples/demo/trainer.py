@@ -17,10 +17,8 @@ from functools import partial
 import torch
 from transformers.utils import logging as transformers_logging
 
-from rollout.client import RolloutClient, Timeouts
-from rollout.core.errors import LockstepError
-from rollout.entrypoints.demo import policy
-from rollout.entrypoints.demo.messages import (
+from examples.demo import policy
+from examples.demo.messages import (
     Failure,
     Message,
     Progress,
@@ -29,8 +27,10 @@ from rollout.entrypoints.demo.messages import (
     TrainerReport,
     encode,
 )
-from rollout.entrypoints.demo.objective import group_advantages, load_questions
-from rollout.entrypoints.demo.rollouts import RolloutPlan, SampleGroup, roll_out, version_problem
+from examples.demo.objective import group_advantages, load_questions
+from examples.demo.rollouts import RolloutPlan, SampleGroup, roll_out, version_problem
+from rollout.client import RolloutClient, Timeouts
+from rollout.core.errors import LockstepError
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import NamedTensors, WeightSender, named_tensors_of, split_fused_experts
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rollout.entrypoints.demo.trainer", description="The demo's trainer.")
+    parser = argparse.ArgumentParser(prog="examples.demo.trainer", description="The demo's trainer.")
     parser.add_argument("--url", required=True, help="the server's address")
     parser.add_argument("--model-path", required=True, help="the checkpoint that the server has loaded")
     parser.add_argument("--prompts", type=int, required=True, help="number of questions")

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.entrypoints.bench.costs import operator_cost
-from rollout.entrypoints.bench.machine import Machine
+from benchmarks.profile.costs import operator_cost
+from benchmarks.profile.machine import Machine
 
 
 @dataclass(slots=True)
