@@ -34,7 +34,7 @@ NEW_TOKENS = 64
 POOL_TOKENS = REQUESTS * (PROMPT_TOKENS + NEW_TOKENS)
 START_S = 300.0
 REQUEST_S = 600.0
-WORKER = "rollout.scheduler.worker"
+WORKER = "rollout.engine.worker"
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.distributed.parallel import Parallel, join
+from rollout.engine.build import build_scheduler
 from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.route_gather import narrowest
-from rollout.scheduler.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 
 START_S = 300.0

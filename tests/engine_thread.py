@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from rollout.core.server_args import ServerArgs
-from rollout.scheduler.build import build_scheduler
+from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import ZmqChannel
 from rollout.scheduler.scheduler import Scheduler
 

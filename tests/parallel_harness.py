@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rollout.control.weight_control import WeightControl
 from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import join
-from rollout.scheduler.build import build_scheduler
+from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import WeightControl
 from rollout.tokenizer_manager.answers import merge_answers
 from tests.scheduler_harness import Harness, Result
 

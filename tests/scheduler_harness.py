@@ -16,7 +16,7 @@ from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, FinishedR
 from rollout.core.message import ControlReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
-from rollout.scheduler.build import build_scheduler
+from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 
 

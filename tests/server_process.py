@@ -80,7 +80,7 @@ class ServerProcess:
 
     def rank_pids(self) -> list[int]:
         """The children that run the ranks of this machine, in the order of their ranks."""
-        return [pid for pid in self.children() if "rollout.scheduler.worker" in _command_line(pid)]
+        return [pid for pid in self.children() if "rollout.engine.worker" in _command_line(pid)]
 
     def children(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

@@ -16,7 +16,7 @@ from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOu
 from rollout.core.message import ControlReqInput
 from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
-from rollout.scheduler.build import build_scheduler
+from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput

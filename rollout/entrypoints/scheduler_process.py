@@ -20,7 +20,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import ParallelLayout
 from rollout.tokenizer_manager.channel import SchedulerChannel
 
-WORKER_COMMAND = (sys.executable, "-m", "rollout.scheduler.worker")
+WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
 # How long an idle compute thread spins before it sleeps, about 0.4 ms: enough to bridge the gap between two steps, for
 # waking a thread of a virtual machine costs more than a small operator, and little enough that a trainer on the same

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollout.scheduler import weight_disk
+from rollout.control import weight_disk
 from tests.faults.engines import Engine
 from tests.faults.transports import remove_files
 from weight_sync.errors import StagingError

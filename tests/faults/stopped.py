@@ -27,6 +27,8 @@ import torch
 import zmq
 from safetensors.torch import save
 
+from rollout.control.rank_consensus import RankConsensus
+from rollout.control.weight_queue import WeightQueue
 from rollout.core.io_struct import (
     BatchTokenOutput,
     ContinueGenerationReqInput,
@@ -49,11 +51,9 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.distributed.layout import layout_of
+from rollout.engine import worker
 from rollout.model_executor.model_state import ModelState
-from rollout.scheduler import worker
-from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_queue import WeightQueue
 from rollout.tokenizer_manager.answers import merge_answers
 from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo, harness_settings
 from tests.faults.engines import Outcome, Wrong

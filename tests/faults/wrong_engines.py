@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from rollout.scheduler.control import Control
-from rollout.scheduler.weight_commit import WeightCommit
+from rollout.control.control import Control
+from rollout.control.weight_commit import WeightCommit
 from tests.faults import engines
 from weight_sync import transaction
 from weight_sync.content_check import check_content

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollout.control import rank_consensus
+from rollout.control.rank_consensus import PeerRankError, RankConsensus
 from rollout.distributed.communicator import Communicator, RankLostError
 from rollout.distributed.parallel import Parallel
-from rollout.scheduler import rank_consensus
-from rollout.scheduler.rank_consensus import PeerRankError, RankConsensus
 
 
 def a_vote_that_raises_is_a_no() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.scheduler import build, weight_queue
+from rollout.engine import build, weight_queue
 from tests.history.actions import History, Submit
 from tests.history.checker import Checker, Tally, Trace
 from tests.history.expected import Expected, Sent, SentContinue, Tensors, Violation

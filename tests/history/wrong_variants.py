@@ -13,16 +13,16 @@ from unittest import mock
 
 import torch
 
+from rollout.control.weight_commit import WeightCommit
+from rollout.control.weight_control import WeightControl
+from rollout.engine import build
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState, ServingEpoch
-from rollout.scheduler import build
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_commit import WeightCommit
-from rollout.scheduler.weight_control import WeightControl
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update_book import UpdateBook
 

@@ -35,16 +35,25 @@ LAYERS = {
     "rollout.models": 5,
     "rollout.model_executor": 6,
     "rollout.scheduler": 7,
+    "rollout.control": 8,
+    "rollout.engine": 9,
     "rollout.tokenizer_manager": 7,
     "rollout.client": 7,
-    "rollout.entrypoints": 8,
-    "rollout.integrations": 9,
+    "rollout.entrypoints": 10,
+    "rollout.integrations": 11,
 }
 OPTIONAL_EXTRAS = {"flashinfer", "deep_ep"}
 LAZY_IMPORT_ALLOWED = {"rollout/entrypoints/cli.py"}  # so that `lockstep --help` does not load torch
 # What the HTTP process and the trainer-side libraries must never load.
 HTTP_PROCESS = ("rollout.entrypoints.launch",)
-ENGINE_ONLY = ("rollout.layers", "rollout.models", "rollout.model_executor", "rollout.scheduler")
+ENGINE_ONLY = (
+    "rollout.layers",
+    "rollout.models",
+    "rollout.model_executor",
+    "rollout.scheduler",
+    "rollout.control",
+    "rollout.engine",
+)
 
 
 def package_of(module: str) -> str | None:

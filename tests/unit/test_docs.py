@@ -155,6 +155,6 @@ def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
 
 
 def test_the_layer_table_is_the_checked_one() -> None:
-    rows = re.findall(r"^\| (\d) \| (.*?) \|", ARCHITECTURE, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", ARCHITECTURE, re.MULTILINE)
     documented = {name: int(layer) for layer, names in rows for name in re.findall(r"`([\w.]+)`", names)}
     assert documented == LAYERS

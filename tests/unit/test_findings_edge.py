@@ -16,6 +16,7 @@ import httpx
 import pytest
 import zmq
 
+from rollout.control import weight_reading
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
@@ -32,7 +33,6 @@ from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
 from rollout.entrypoints.turns import Turns
-from rollout.scheduler import weight_reading
 from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager import response
 from rollout.tokenizer_manager.channel import SchedulerChannel

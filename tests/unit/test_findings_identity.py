@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core import weight_io_struct
 from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
 from rollout.core.weight_io_struct import (
@@ -25,7 +26,6 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
 )
-from rollout.scheduler.weight_sources import SOURCES
 from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
@@ -30,7 +31,6 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
 )
 from rollout.distributed.communicator import RankLostError
-from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.tokenizer_manager.communicator import Communicator, SchedulerTimeout
 from tests import parallel_harness
 from tests.model_zoo import logical_tensors, tiny_checkpoint

@@ -10,10 +10,10 @@ import torch
 
 from rollout.core.io_struct import GetStateReqInput
 from rollout.core.server_args import ServerArgs
+from rollout.engine import build
+from rollout.engine.batch_invariance import batch_invariance
 from rollout.kernels.build import KernelStatus
 from rollout.layers.ops.torch_ops import TorchOps
-from rollout.scheduler import build
-from rollout.scheduler.batch_invariance import batch_invariance
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
 

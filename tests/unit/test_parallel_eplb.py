@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from eplb.transfer import ExpertTransfer
+from rollout.control.eplb_control import EplbControl
 from rollout.core.errors import StartupError
 from rollout.core.expert_io_struct import EplbRebalanceReqInput, GetExpertLocationReqInput
 from rollout.core.io_struct import ControlReqOutput, FlushCacheReqInput, GetStateReqInput
@@ -29,7 +30,6 @@ from rollout.core.weight_io_struct import (
 from rollout.layers.layer import Layer
 from rollout.layers.ops.base import ExpertPart
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
-from rollout.scheduler.eplb_control import EplbControl
 from rollout.scheduler.scheduler import Scheduler
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness

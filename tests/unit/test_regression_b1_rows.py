@@ -36,8 +36,8 @@ from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
+from rollout.engine import build
 from rollout.layers.moe.router import TopKRouter
-from rollout.scheduler import build
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.parallel_harness import ParallelHarness

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -27,7 +28,6 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.weight_sources import SOURCES
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness, Result

@@ -29,12 +29,12 @@ from eplb.algorithms.auto import make_plan
 from eplb.algorithms.types import ExpertLayout, count_duplicates
 from eplb.errors import MapError
 from eplb.placement import ExpertPlacement
+from rollout.control import eplb_control
+from rollout.control.eplb_control import EplbControl
+from rollout.control.eplb_loads import EplbLoads
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.distributed.communicator import RankLostError
-from rollout.scheduler import eplb_control
-from rollout.scheduler.eplb_control import EplbControl
-from rollout.scheduler.eplb_loads import EplbLoads
 from tests import parallel_harness
 from tests.parallel_harness import ParallelHarness
 from tests.routes_judge import EXPERTS, LAYERS, LAYOUTS, OneRank, decisive_checkpoint, moved_experts, prompt

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from rollout.control.kv_age import KVAgeLimit
 from rollout.core.io_struct import (
     AbortReqInput,
     ContinueGenerationReqInput,
@@ -25,10 +26,9 @@ from rollout.core.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
+from rollout.engine import build
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
-from rollout.scheduler import build
 from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 from tests.local_refresh import control_of, refresh
@@ -271,7 +271,7 @@ class _InTurn:
 )
 def test_histories_catch_wrong_parts(monkeypatch, machine: type, part: str, wrong: type, noticed: str) -> None:
     monkeypatch.setattr(build, part, wrong)
-    monkeypatch.setattr("rollout.scheduler.weight_queue.ThreadPoolExecutor", _InTurn)
+    monkeypatch.setattr("rollout.control.weight_queue.ThreadPoolExecutor", _InTurn)
     unshrunk = settings(
         max_examples=1500, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
         derandomize=True, suppress_health_check=list(HealthCheck),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
@@ -16,7 +17,6 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
 )
 from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput
-from rollout.scheduler.weight_sources import SOURCES
 from tests.local_refresh import updater_of
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control import profiler
+from rollout.control.profiler import StepProfiler
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import ControlReqOutput, StartProfileReqInput, StopProfileReqInput
-from rollout.scheduler import profiler
-from rollout.scheduler.profiler import StepProfiler
 from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness

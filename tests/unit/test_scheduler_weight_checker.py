@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
@@ -14,7 +15,6 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.scheduler.weight_sources import SOURCES
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

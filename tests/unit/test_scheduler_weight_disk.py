@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
@@ -27,7 +28,6 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.scheduler.weight_sources import SOURCES
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control.weight_sources import SOURCES
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
@@ -29,7 +30,6 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.scheduler.weight_sources import SOURCES
 from tests.loopback_updater import LoopbackSource
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.scheduler import weight_queue
+from rollout.control import weight_queue
 from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError

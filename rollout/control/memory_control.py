@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollout.control.weight_control import Answer, Job
 from rollout.core.errors import Conflict, UnsupportedFeature
 from rollout.core.io_struct import MemoryTag, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from rollout.model_executor.memory_saver import TAGS, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import Answer, Job
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 

@@ -32,11 +32,11 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.manager import RebalanceManager, Stage
 from eplb.plan_in_force import plan_in_force
 from eplb.transfer import ExpertTransfer
+from rollout.control.eplb_loads import EplbLoads
+from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import ControlReqOutput
-from rollout.scheduler.eplb_loads import EplbLoads
-from rollout.scheduler.rank_consensus import PeerRankError
 from rollout.scheduler.scheduler import Scheduler, failure
 
 _OVERDUE = 10  # looks that may be missed, as while a weight update is open, before the engine is not well

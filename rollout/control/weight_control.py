@@ -22,6 +22,15 @@ from typing import Any
 
 import msgspec
 
+from rollout.control.kv_age import abort_below, require_known_version
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.rank_consensus import RankConsensus
+from rollout.control.weight_commit import WeightCommit, committed
+from rollout.control.weight_labels import successor
+from rollout.control.weight_queue import Answer, Job, WeightQueue
+from rollout.control.weight_reading import shown_weights
+from rollout.control.weight_sources import SOURCES
+from rollout.control.weight_watch import WeightWatch
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
 from rollout.core.message import ControlReqInput
@@ -36,16 +45,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
 )
-from rollout.scheduler.kv_age import abort_below, require_known_version
-from rollout.scheduler.placement_adoption import PlacementAdoption
-from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_commit import WeightCommit, committed
-from rollout.scheduler.weight_labels import successor
-from rollout.scheduler.weight_queue import Answer, Job, WeightQueue
-from rollout.scheduler.weight_reading import shown_weights
-from rollout.scheduler.weight_sources import SOURCES
-from rollout.scheduler.weight_watch import WeightWatch
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import BaseMismatchError, TransactionStateError
 from weight_sync.lease import DEFAULT_LEASE_S

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.scheduler.rank_consensus import RankConsensus, VerbMark
 from rollout.scheduler.scheduler import Scheduler, failure
 from weight_sync.patience import Patience
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout.control.weight_control import WeightControl
+from rollout.control.weight_folders import WeightFolders
+from rollout.control.weight_queue import Answer, Job
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import WeightControl
-from rollout.scheduler.weight_folders import WeightFolders
-from rollout.scheduler.weight_queue import Answer, Job
 from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
 from weight_sync.delta.local_state import LocalVersion

@@ -1,4 +1,4 @@
-"""Entry of the process of one rank: `python -m rollout.scheduler.worker --config JSON`.
+"""Entry of the process of one rank: `python -m rollout.engine.worker --config JSON`.
 
 Reads its settings from the command line, meets the other ranks, says when it is ready or why it cannot be, and ends
 when it is told to, when its parent or another rank is gone, or with an error that the parent gets to see.
@@ -26,9 +26,9 @@ from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import RankLostError
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
-from rollout.scheduler.build import build_scheduler
+from rollout.engine.build import build_scheduler
+from rollout.engine.rendezvous import check_in, open_store
 from rollout.scheduler.channel import ZmqChannel
-from rollout.scheduler.rendezvous import check_in, open_store
 
 PROGRESS_EVERY_S = 2.0
 CONSEQUENCE_WAIT_S = 2.0  # before a rank speaks of another's end: whoever knows the reason speaks first

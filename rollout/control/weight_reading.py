@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rollout.control.weight_queue import Answer, Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_queue import Answer, Job
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_parts import first_rows
 from weight_sync.tensor_meta import parts_of

@@ -29,9 +29,9 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
+from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import BadRequest, Conflict, status_of
 from rollout.core.io_struct import MAX_PROFILED_STEPS, ControlReqOutput, StartProfileReqInput, StopProfileReqInput
-from rollout.scheduler.rank_consensus import PeerRankError
 from rollout.scheduler.scheduler import Scheduler, failure
 
 T = TypeVar("T")

@@ -21,6 +21,9 @@ from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
 from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
+from rollout.control.eplb_control import EplbControl, NoExpertsToMove
+from rollout.control.eplb_loads import EplbLoads
+from rollout.control.expert_distribution import recorded_model
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
@@ -28,9 +31,6 @@ from rollout.distributed.parallel import Parallel
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.models.decoder import DecoderForCausalLM
-from rollout.scheduler.eplb_control import EplbControl, NoExpertsToMove
-from rollout.scheduler.eplb_loads import EplbLoads
-from rollout.scheduler.expert_distribution import recorded_model
 from rollout.scheduler.scheduler import Scheduler
 
 

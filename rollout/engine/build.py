@@ -18,12 +18,34 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from rollout.attention.registry import choose_attention_backend, create_attention_backend
+from rollout.control.control import Control
+from rollout.control.eplb_parts import (
+    build_eplb,
+    expert_layout,
+    fresh_plan,
+    initial_placement,
+    rebalance_policy,
+    start_counting,
+)
+from rollout.control.expert_distribution import ExpertDistribution
+from rollout.control.kv_age import KVAgeLimit
+from rollout.control.memory_control import MemoryControl
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.profiler import StepProfiler
+from rollout.control.rank_consensus import RankConsensus
+from rollout.control.session_control import SessionControl
+from rollout.control.weight_checker import WeightChecker
+from rollout.control.weight_control import WeightControl
+from rollout.control.weight_disk import DiskRefresh
+from rollout.control.weight_folders import WeightFolders
+from rollout.control.weight_queue import pause_between_parts
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig, load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
+from rollout.engine.batch_invariance import batch_invariance
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.layers.ops.select import select_ops
@@ -36,38 +58,16 @@ from rollout.models.decoder import DecoderForCausalLM
 from rollout.models.load import load_model
 from rollout.sampling.base import Sampler
 from rollout.sampling.select import select_sampler
-from rollout.scheduler.batch_invariance import batch_invariance
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel, RawChannel
-from rollout.scheduler.control import Control
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.eplb_parts import (
-    build_eplb,
-    expert_layout,
-    fresh_plan,
-    initial_placement,
-    rebalance_policy,
-    start_counting,
-)
-from rollout.scheduler.expert_distribution import ExpertDistribution
-from rollout.scheduler.kv_age import KVAgeLimit
 from rollout.scheduler.kv_events import KVEvents
-from rollout.scheduler.memory_control import MemoryControl
-from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
-from rollout.scheduler.profiler import StepProfiler
-from rollout.scheduler.rank_consensus import RankConsensus
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.session_control import SessionControl
 from rollout.scheduler.shared_channel import SharedChannel
 from rollout.scheduler.stop import StopChecker
-from rollout.scheduler.weight_checker import WeightChecker
-from rollout.scheduler.weight_control import WeightControl
-from rollout.scheduler.weight_disk import DiskRefresh
-from rollout.scheduler.weight_folders import WeightFolders
-from rollout.scheduler.weight_queue import pause_between_parts
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 

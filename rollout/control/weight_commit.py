@@ -5,11 +5,11 @@ Knows the order of a commit.  Does not know verbs, or who opened the transaction
 
 from __future__ import annotations
 
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.weight_labels import PartialLabel, successor
+from rollout.control.weight_queue import Answer
 from rollout.core.errors import FatalError
-from rollout.scheduler.placement_adoption import PlacementAdoption
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_labels import PartialLabel, successor
-from rollout.scheduler.weight_queue import Answer
 from weight_sync.errors import WeightSyncError
 from weight_sync.status import CommitResult
 from weight_sync.update_book import Outcome

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout.control.weight_control import Answer, Job
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.weight_io_struct import WeightsCheckerReqInput
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.weight_control import Answer, Job
 from weight_sync.checker import (
     WeightSnapshot,
     compare,

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollout.control.eplb_control import EplbControl, NoExpertsToMove
+from rollout.control.expert_distribution import ExpertDistribution
+from rollout.control.memory_control import MemoryControl
+from rollout.control.weight_control import WeightControl
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import (
     ControlReqOutput,
@@ -18,11 +22,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
-from rollout.scheduler.eplb_control import EplbControl, NoExpertsToMove
-from rollout.scheduler.expert_distribution import ExpertDistribution
-from rollout.scheduler.memory_control import MemoryControl
 from rollout.scheduler.scheduler import Scheduler, failure
-from rollout.scheduler.weight_control import WeightControl
 
 
 class Control:

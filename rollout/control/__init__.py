@@ -1,0 +1,1 @@
+"""The control verbs: weights, memory, experts, sessions, profiles."""

@@ -1,0 +1,1 @@
+"""One engine: its parts put together, and the loop of a rank's process."""
