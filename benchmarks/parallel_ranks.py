@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from capture.capturer import RoutedExpertsCapturer
+from capture.storage import narrowest
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
@@ -38,7 +39,6 @@ from rollout.engine.build import build_scheduler
 from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.route_gather import narrowest
 from rollout.scheduler.channel import LocalChannel
 
 START_S = 300.0
@@ -97,9 +97,9 @@ class GatherPerLayer:
         counts = share_sizes(batch.num_tokens, self._ranks.size)
         self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._narrow), counts))
 
-    def finish_step(self) -> list[torch.Tensor]:
+    def finish_step(self) -> torch.Tensor:
         self._capturer.finish_step()
-        return self._whole
+        return torch.stack(self._whole, dim=1)
 
 
 class RankDriver:

@@ -11,40 +11,48 @@ import torch
 
 
 class RoutedExpertsCapturer:
-    """Takes one record of every MoE layer in every step.
+    """Takes one record of every MoE layer in every step, by copy, into a buffer that belongs to that step alone.
 
-    begin_step(T) -> record(0, ids) .. record(L - 1, ids), in any order -> finish_step() -> L times [T, K]
+    begin_step(T) -> record(0, ids) .. record(L - 1, ids), in any order -> finish_step() -> [T, L, K]
 
-    The tensors are kept as they are: whoever records one does not change it afterwards.
     A layer that records twice or not at all is a bug of the model's code, hence assertions.
     """
 
-    def __init__(self, num_moe_layers: int, top_k: int) -> None:
+    def __init__(
+        self,
+        num_moe_layers: int,
+        top_k: int,
+        dtype: torch.dtype = torch.int64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`dtype`: of the rows; it holds every id."""
         self.num_moe_layers = num_moe_layers
         self.top_k = top_k
-        self._shape: tuple[int, int] | None = None
-        self._ids: list[torch.Tensor | None] = []
+        self._dtype, self._device = dtype, device
+        self._rows_TLK: torch.Tensor | None = None
+        self._layers: tuple[torch.Tensor, ...] = ()  # views of the rows, by layer
+        self._absent: set[int] = set()
 
     def begin_step(self, num_tokens: int) -> None:
         """Expect one record of `num_tokens` rows from every MoE layer.  Drops what an unfinished step left."""
-        self._shape = (num_tokens, self.top_k)
-        self._ids = [None] * self.num_moe_layers
+        shape = (num_tokens, self.num_moe_layers, self.top_k)
+        self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._layers = self._rows_TLK.unbind(1)
+        self._absent = set(range(self.num_moe_layers))
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
-        """Hook for routers: the choices [T, K] int64 of the `moe_layer`-th MoE layer, in the router's order."""
-        assert self._shape is not None, "record outside a step"
-        known = 0 <= moe_layer < self.num_moe_layers
-        assert known and self._ids[moe_layer] is None, f"MoE layer {moe_layer} recorded twice, or does not exist"
-        assert logical_ids_TK.shape == self._shape, f"{tuple(logical_ids_TK.shape)} != {self._shape}"
-        self._ids[moe_layer] = logical_ids_TK
+        """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""
+        assert self._rows_TLK is not None, "record outside a step"
+        assert moe_layer in self._absent, f"MoE layer {moe_layer} recorded twice, or does not exist"
+        rows_TK = self._layers[moe_layer]
+        assert logical_ids_TK.shape == rows_TK.shape, f"{tuple(logical_ids_TK.shape)} != {tuple(rows_TK.shape)}"
+        rows_TK.copy_(logical_ids_TK)
+        self._absent.remove(moe_layer)
 
-    def finish_step(self) -> list[torch.Tensor]:
-        """The step's choices, by MoE layer."""
-        assert self._shape is not None, "finish outside a step"
-        ids = [ids_TK for ids_TK in self._ids if ids_TK is not None]
-        assert len(ids) == self.num_moe_layers, f"MoE layers {self._absent()} did not record"
-        self._shape = None
-        return ids
-
-    def _absent(self) -> list[int]:
-        return [layer for layer, ids_TK in enumerate(self._ids) if ids_TK is None]
+    def finish_step(self) -> torch.Tensor:
+        """The step's choices [T, L, K], the caller's to keep."""
+        rows_TLK = self._rows_TLK
+        assert rows_TLK is not None, "finish outside a step"
+        assert not self._absent, f"MoE layers {sorted(self._absent)} did not record"
+        self._rows_TLK, self._layers = None, ()
+        return rows_TLK

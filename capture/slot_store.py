@@ -3,15 +3,13 @@
 A row is written by the very forward that wrote the slot's KV, so a prefix hit reads the routes that made the KV it
 reuses.  Knows slots and rows.  Does not know requests, trees or versions.
 
-Writes are noted and entered some steps later, in their order, at the latest when somebody reads: a handful of torch
+Writes are copied, and entered some steps later, in their order, at the latest when somebody reads: a handful of torch
 calls in a row cost a fraction of the same calls after a forward that emptied the caches.
 
 Shapes: T tokens, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +26,7 @@ class RouteSlotStore:
         self._missing = storage_missing(num_experts)
         self._rows = torch.empty((num_slots, num_moe_layers, top_k), dtype=storage_dtype(num_experts))
         self._written = torch.zeros(num_slots, dtype=torch.bool)
-        self._noted: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies on the host
         self._tokens_noted = 0
 
     @property
@@ -40,15 +38,11 @@ class RouteSlotStore:
         """Bytes once every slot has been written."""
         return self._rows.nbytes + self._written.nbytes
 
-    def write(self, slots: torch.Tensor, ids_by_layer: Sequence[torch.Tensor]) -> None:
-        """Set the rows of distinct `slots` [T] int64 to the choices of L layers, [T, K] each, on any device.
-
-        All tensors are kept for a while, and must not be changed.
-        """
-        count = slots.shape[0]
-        assert len(ids_by_layer) == self._rows.shape[1], len(ids_by_layer)
-        self._noted.append((slots, ids_by_layer))
-        self._tokens_noted += count
+    def write(self, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
+        """Set the rows of distinct `slots` [T] int64 to `rows_TLK`, ids of any integer type, on any device."""
+        assert rows_TLK.shape == (slots.shape[0], *self._rows.shape[1:]), tuple(rows_TLK.shape)
+        self._noted.append((slots.to("cpu", copy=True), rows_TLK.to("cpu", self._rows.dtype, copy=True)))
+        self._tokens_noted += slots.shape[0]
         if len(self._noted) >= _MOST_STEPS or self._tokens_noted >= _MOST_TOKENS:
             self._enter_noted()
 
@@ -62,9 +56,7 @@ class RouteSlotStore:
         return rows_TLK
 
     def _enter_noted(self) -> None:
-        for slots, ids_by_layer in self._noted:
-            rows_TLK = torch.stack(list(ids_by_layer), dim=1).to("cpu", self._rows.dtype)
-            on_host = slots.cpu()
-            self._rows.index_copy_(0, on_host, rows_TLK)
-            self._written.index_fill_(0, on_host, True)
+        for slots, rows_TLK in self._noted:
+            self._rows.index_copy_(0, slots, rows_TLK)
+            self._written.index_fill_(0, slots, True)
         self._noted, self._tokens_noted = [], 0

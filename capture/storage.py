@@ -17,6 +17,13 @@ def storage_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if id_dtype(num_experts).itemsize == 1 else torch.int16
 
 
+def narrowest(num_experts: int) -> torch.dtype:
+    """The narrowest type that holds the ids as numbers: what a step records them in, and ranks exchange."""
+    if num_experts <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if num_experts <= 1 << 15 else torch.int32
+
+
 def storage_missing(num_experts: int) -> int:
     """MISSING as a value of `storage_dtype(num_experts)`: all bits set."""
     return 255 if id_dtype(num_experts).itemsize == 1 else -1

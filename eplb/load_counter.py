@@ -8,7 +8,6 @@ Shapes: S passes, T tokens, L MoE layers, E logical experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,20 +30,20 @@ class LoadCounter:
 
     def __init__(self, num_moe_layers: int, num_logical_experts: int) -> None:
         self._shape = (num_moe_layers, num_logical_experts)
-        self._layer_offsets = (torch.arange(num_moe_layers) * num_logical_experts)[:, None, None]
-        self._noted: list[Sequence[torch.Tensor]] = []
+        self._layer_offsets = (torch.arange(num_moe_layers) * num_logical_experts)[:, None]
+        self._noted: list[torch.Tensor] = []  # copies, on the device of the pass
         self._tokens_noted = 0
         self._by_epoch: dict[int, tuple[torch.Tensor, int]] = {}
         self._epoch: int | None = None
         self.num_passes = 0  # since the counts were last taken
 
-    def note(self, ids_by_layer: Sequence[torch.Tensor], weight_epoch: int) -> None:
-        """A pass of T tokens: the logical ids [T, K] that each of L layers chose, which must not be changed later."""
+    def note(self, ids_TLK: torch.Tensor, weight_epoch: int) -> None:
+        """A pass of T tokens: the logical ids that each layer chose, of any integer type, on any device."""
         if weight_epoch != self._epoch:
             self._count_noted()
             self._epoch = weight_epoch
-        self._noted.append(ids_by_layer)
-        self._tokens_noted += ids_by_layer[0].shape[0]
+        self._noted.append(ids_TLK.clone())
+        self._tokens_noted += ids_TLK.shape[0]
         self.num_passes += 1
         if len(self._noted) >= _MOST_PASSES_NOTED or self._tokens_noted >= _MOST_TOKENS_NOTED:
             self._count_noted()
@@ -62,7 +61,6 @@ class LoadCounter:
             return
         assert self._epoch is not None
         before, passes = self._by_epoch.get(self._epoch, (torch.zeros(self._shape, dtype=torch.int64), 0))
-        ids_LTK = torch.cat([torch.stack(list(ids_by_layer)) for ids_by_layer in noted], dim=1).cpu()
-        flat = (ids_LTK + self._layer_offsets).flatten()
+        flat = (torch.cat(noted).to("cpu", torch.int64) + self._layer_offsets).flatten()
         counts_LE = torch.bincount(flat, minlength=before.numel()).view(self._shape)
         self._by_epoch[self._epoch] = (before + counts_LE, passes + len(noted))

@@ -1,6 +1,6 @@
 """`LoadRecorder`: how many tokens each logical expert got, by pass, weight version and placement.
 
-A pass is noted as the routers' own tensors, under the weight version and the placement epoch that it ran with, and
+A pass is noted as a copy of its routes, under the weight version and the placement epoch that it ran with, and
 counted some passes later, many in one go, or when somebody asks.  Counts are logical; what a slot or a rank got follows
 from the placement that was in force in that very pass, whatever is in force when it is asked.
 
@@ -49,7 +49,7 @@ class ServingFacts(Protocol):
 class _Noted:
     """A pass that is not counted yet.  `tokens`: ids and positions [T] in mode per_token."""
 
-    ids_by_layer: Sequence[torch.Tensor]
+    ids_TLK: torch.Tensor
     facts: ServingFacts
     placement_epoch: int
     tokens: tuple[torch.Tensor, torch.Tensor] | None
@@ -111,7 +111,7 @@ class LoadRecorder:
         self._layers, self._experts, self._num_ranks = num_moe_layers, num_logical_experts, num_ranks
         self._placement = placement
         # Choices of different layers count in different places.
-        self._layer_offsets = (torch.arange(num_moe_layers) * num_logical_experts)[:, None, None]
+        self._layer_offsets = (torch.arange(num_moe_layers) * num_logical_experts)[:, None]
         self.reset()
 
     def reset(self) -> None:
@@ -132,23 +132,21 @@ class LoadRecorder:
 
     def note(
         self,
-        ids_by_layer: Sequence[torch.Tensor],
+        ids_TLK: torch.Tensor,
         facts: ServingFacts,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """A pass of T tokens: the logical ids that each of L layers chose, [T, K] each, on any device.
-
-        These are kept for a while and must not be changed; `input_ids` and `positions` [T] may be.
-        """
-        assert len(ids_by_layer) == self._layers, len(ids_by_layer)
+        """A pass of T tokens, with `input_ids` and `positions` [T]: the logical ids that each layer chose, of any
+        integer type, on any device."""
+        assert ids_TLK.shape[1] == self._layers, tuple(ids_TLK.shape)
         placement_epoch = self._placement.epoch
         if placement_epoch not in self._placed:
             located = self._placement.metadata.physical_to_logical_map.clone()
             self._placed[placement_epoch] = _Placed(located, self._placement.split())
         tokens = (input_ids.to("cpu", copy=True), positions.to("cpu", copy=True)) if self.mode == "per_token" else None
-        self._noted.append(_Noted(ids_by_layer, facts, placement_epoch, tokens))
-        self._tokens_noted += ids_by_layer[0].shape[0]
+        self._noted.append(_Noted(ids_TLK.clone(), facts, placement_epoch, tokens))
+        self._tokens_noted += ids_TLK.shape[0]
         if len(self._noted) >= _MOST_PASSES_NOTED or self._tokens_noted >= _MOST_TOKENS_NOTED:
             self._count_noted()
 
@@ -156,12 +154,12 @@ class LoadRecorder:
         noted, self._noted, self._tokens_noted = self._noted, [], 0
         if not noted:
             return
-        ids_LTK = [torch.stack(list(item.ids_by_layer)).cpu() for item in noted]
+        ids_TLK = [item.ids_TLK.to("cpu", torch.int64) for item in noted]
         size = self._layers * self._experts
-        flat = [(ids + self._layer_offsets + index * size).flatten() for index, ids in enumerate(ids_LTK)]
+        flat = [(ids + self._layer_offsets + index * size).flatten() for index, ids in enumerate(ids_TLK)]
         counts_SLE = torch.bincount(torch.cat(flat), minlength=len(noted) * size)
         counts_SLE = counts_SLE.view(len(noted), self._layers, self._experts).to(torch.int32)
-        for item, ids, counts_LE in zip(noted, ids_LTK, counts_SLE, strict=True):
+        for item, ids, counts_LE in zip(noted, ids_TLK, counts_SLE, strict=True):
             self._enter(item, ids, counts_LE)
         self._total_LE += counts_SLE.sum(dim=0)
         for start, end in _runs([item.placement_epoch for item in noted]):
@@ -170,8 +168,8 @@ class LoadRecorder:
         named = {segment.placement_epoch for segment in self._segments}
         self._placed = {epoch: placed for epoch, placed in self._placed.items() if epoch in named}
 
-    def _enter(self, item: _Noted, ids_LTK: torch.Tensor, counts_LE: torch.Tensor) -> None:
-        num_tokens = ids_LTK.shape[1]
+    def _enter(self, item: _Noted, ids_TLK: torch.Tensor, counts_LE: torch.Tensor) -> None:
+        num_tokens = ids_TLK.shape[0]
         segment = self._segment_of(item)
         segment.counts_LE += counts_LE
         segment.num_passes += 1
@@ -182,7 +180,7 @@ class LoadRecorder:
         self._recent.append(_Pass(*facts))
         if item.tokens is not None:
             narrow = torch.uint8 if self._experts <= 256 else torch.int16
-            self._with_tokens.append(_Pass(*facts, ids_LTK.transpose(0, 1).to(narrow), item.tokens))
+            self._with_tokens.append(_Pass(*facts, ids_TLK.to(narrow), item.tokens))
             self._tokens_kept += num_tokens
             while self._tokens_kept > TOKENS_KEPT:
                 self._tokens_kept -= self._with_tokens.popleft().num_tokens

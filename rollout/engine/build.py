@@ -17,6 +17,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
+from capture.storage import narrowest
 from rollout.attention.registry import choose_attention_backend, create_attention_backend
 from rollout.control.control import Control
 from rollout.control.eplb_parts import (
@@ -327,7 +328,7 @@ def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:
 def _recorder(config: ModelConfig, num_slots: int) -> RouteRecorder:
     layers, top_k, experts = len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts
     return RouteRecorder(
-        RoutedExpertsCapturer(layers, top_k),
+        RoutedExpertsCapturer(layers, top_k, narrowest(experts)),
         RouteSlotStore(num_slots, layers, top_k, experts),
     )
 

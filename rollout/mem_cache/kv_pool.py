@@ -3,7 +3,7 @@
 Also keeps, per slot, the weight epoch that wrote it, so that KV can never lie about its age.
 Does not know which slots are free.
 
-Epochs are noted and entered some steps later, in their order, at the latest when somebody reads: torch calls in a row
+Stamps are copied, and entered some steps later, in their order, at the latest when somebody reads: torch calls in a row
 cost a fraction of the same calls after a forward that emptied the caches.
 
 Shapes: S slots, T tokens of a step, H_kv key-value heads.
@@ -41,11 +41,8 @@ class KVPool:
         self.v[layer].index_copy_(0, out_cache_loc, v)
 
     def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
-        """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`.
-
-        The tensor is kept for a while, and must not be changed.
-        """
-        self._noted.append((out_cache_loc, weight_epoch))
+        """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
+        self._noted.append((out_cache_loc.clone(), weight_epoch))
         if len(self._noted) >= _MOST_STEPS_NOTED:
             self._enter_noted()
 

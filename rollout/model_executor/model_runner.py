@@ -14,6 +14,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
+from capture.storage import narrowest
 from eplb.load_counter import LoadCounter
 from eplb.load_recorder import LoadRecorder
 from rollout.attention.base import AttentionBackend
@@ -51,8 +52,8 @@ class ModelRunner:
         self.load_counter: LoadCounter | None = None  # of the balancer: this rank's own tokens
         self._attention = attention
         config = state.model.config
-        layers, top_k = len(config.moe_layer_ids), config.num_experts_per_tok
-        self._capturer = recorder.capturer if recorder else RoutedExpertsCapturer(layers, top_k)
+        layers, top_k, dtype = len(config.moe_layer_ids), config.num_experts_per_tok, narrowest(config.num_experts)
+        self._capturer = recorder.capturer if recorder else RoutedExpertsCapturer(layers, top_k, dtype)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] of the step.
@@ -79,15 +80,15 @@ class ModelRunner:
 
     def _new_rider(self) -> RouteRider | None:
         """For one step; None: the capturer has routes of all tokens in the end."""
-        return RouteRider(self._capturer, self.state.model.config.num_experts)
+        return RouteRider(self._capturer)
 
-    def _keep_routes(self, batch: ForwardBatch, ids_by_layer: list[torch.Tensor]) -> None:
+    def _keep_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> None:
         if self.recorder is not None:
-            self.recorder.store.write(batch.out_cache_loc, ids_by_layer)
+            self.recorder.store.write(batch.out_cache_loc, ids_TLK)
         if self.load_counter is not None:
-            self.load_counter.note(ids_by_layer, self.state.epoch.weight_epoch)
+            self.load_counter.note(ids_TLK, self.state.epoch.weight_epoch)
         if self.load_recorder is not None:
-            step = gather_step(batch, ids_by_layer, self.state.model.parallel.attn_dp)
+            step = gather_step(batch, ids_TLK, self.state.model.parallel.attn_dp)
             self.load_recorder.note(step[0], self.state.epoch, *step[1:])
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:

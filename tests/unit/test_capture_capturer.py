@@ -18,7 +18,7 @@ def test_choices_come_back_by_layer_recorded_in_any_order():
         capturer.begin_step(num_tokens)
         for layer in (2, 0, 1):
             capturer.record(layer, ids[layer])
-        assert all(torch.equal(*pair) for pair in zip(capturer.finish_step(), ids, strict=True))
+        assert torch.equal(capturer.finish_step(), torch.stack(ids, dim=1))
 
 
 def test_the_result_does_not_change_with_the_next_step():
@@ -28,7 +28,21 @@ def test_the_result_does_not_change_with_the_next_step():
     first = capturer.finish_step()
     capturer.begin_step(4)
     capturer.record(0, choices(4, 16, 1))
-    assert torch.equal(first[0], choices(4, 16, 0))
+    assert torch.equal(first[:, 0], choices(4, 16, 0))
+
+
+def test_ids_are_copied_when_they_are_recorded():
+    """A router may use one buffer for all layers and steps, as a CUDA graph does."""
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, torch.uint8)
+    buffer = torch.empty(4, TOP_K, dtype=torch.int64)
+    capturer.begin_step(4)
+    for layer in range(LAYERS):
+        buffer.copy_(choices(4, 16, layer))
+        capturer.record(layer, buffer)
+    buffer.zero_()
+    rows = capturer.finish_step()
+    assert rows.dtype == torch.uint8
+    assert torch.equal(rows, torch.stack([choices(4, 16, layer) for layer in range(LAYERS)], dim=1))
 
 
 def test_a_layer_that_does_not_record_is_caught():
@@ -73,4 +87,4 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind():
     ids = choices(1, 16, 1)
     for layer in range(LAYERS):
         capturer.record(layer, ids)
-    assert torch.equal(capturer.finish_step()[2], ids)
+    assert torch.equal(capturer.finish_step()[:, 2], ids)

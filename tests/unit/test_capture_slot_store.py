@@ -13,11 +13,11 @@ SLOTS, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 8
 
 def rows_of(seed, count, num_experts=EXPERTS):
     generator = torch.Generator().manual_seed(seed)
-    return list(torch.rand(LAYERS, count, num_experts, generator=generator).topk(TOP_K).indices)
+    return torch.rand(count, LAYERS, num_experts, generator=generator).topk(TOP_K).indices
 
 
-def stored(ids_by_layer, num_experts=EXPERTS):
-    return torch.stack(ids_by_layer, dim=1).to(storage_dtype(num_experts))
+def stored(ids_TLK, num_experts=EXPERTS):
+    return ids_TLK.to(storage_dtype(num_experts))
 
 
 class SlotStoreMachine(RuleBasedStateMachine):
@@ -50,9 +50,9 @@ def test_store_behaves_like_a_dictionary():
 class KeepsTheOldRow(RouteSlotStore):
     """Deliberately wrong: a slot that is used again keeps the row of whoever had it before."""
 
-    def write(self, slots, ids_by_layer):
+    def write(self, slots, rows_TLK):
         fresh = ~self._written[slots]
-        super().write(slots[fresh], [ids[fresh] for ids in ids_by_layer])
+        super().write(slots[fresh], rows_TLK[fresh])
         self._enter_noted()
 
 
@@ -87,7 +87,7 @@ def test_ids_of_any_width_come_back(num_experts):
     store.write(torch.arange(5), ids)
     array = rows_to_numpy(store.read(torch.arange(5)), num_experts)
     assert array.dtype == id_dtype(num_experts)
-    assert torch.equal(torch.from_numpy(array.astype("int64")), torch.stack(ids, dim=1))
+    assert torch.equal(torch.from_numpy(array.astype("int64")), ids)
 
 
 def test_many_writes_are_entered_without_a_read():
@@ -96,6 +96,15 @@ def test_many_writes_are_entered_without_a_read():
         store.write(torch.arange(SLOTS), rows_of(seed, SLOTS))
     assert len(store._noted) < 100
     assert torch.equal(store.read(torch.arange(SLOTS)), stored(rows_of(99, SLOTS)))
+
+
+def test_what_is_written_is_copied():
+    store = RouteSlotStore(SLOTS, LAYERS, TOP_K, EXPERTS)
+    slots, rows = torch.arange(3), stored(rows_of(3, 3))
+    store.write(slots, rows)
+    expected = rows.clone()
+    slots.fill_(7), rows.zero_()  # the buffers of the next step
+    assert torch.equal(store.read(torch.arange(3)), expected)
 
 
 @pytest.mark.parametrize("num_experts", [EXPERTS, 300])

@@ -50,12 +50,12 @@ def test_counts_give_slots_to_the_busiest(tmp_path: Path) -> None:
 
 def test_a_dump_is_taken(tmp_path: Path) -> None:
     recorder = LoadRecorder(2, 4, ExpertPlacement(trivial_location(2, 4)))
-    ids = [torch.tensor([[2, 0], [2, 1]]), torch.tensor([[3, 0], [3, 0]])]
+    ids = torch.tensor([[[2, 0], [3, 0]], [[2, 1], [3, 0]]])
 
     class Facts:
         weight_version, weight_epoch = "v", 0
 
-    recorder.note(ids, Facts(), ids[0][:, 0], ids[0][:, 0])
+    recorder.note(ids, Facts(), ids[:, 0, 0], ids[:, 0, 0])
     dump = recorder.dump(MODEL.to_header())
     (tmp_path / "dump.safetensors").write_bytes(dump.to_safetensors())
     (tmp_path / "dump.json").write_text(json.dumps(dump.to_json()))

@@ -31,9 +31,9 @@ class Facts:
     weight_epoch: int
 
 
-def routes(seed: int, num_tokens: int) -> list[torch.Tensor]:
+def routes(seed: int, num_tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return list(torch.rand(LAYERS, num_tokens, EXPERTS, generator=generator).topk(TOP_K).indices)
+    return torch.rand(num_tokens, LAYERS, EXPERTS, generator=generator).topk(TOP_K).indices
 
 
 def random_placement(seed: int) -> ExpertPlacement:
@@ -48,10 +48,10 @@ def move(placement: ExpertPlacement, seed: int) -> None:
     placement.adopt(random_placement(seed).metadata)
 
 
-def slow_counts(passes: list[list[torch.Tensor]]) -> np.ndarray:
+def slow_counts(passes: list[torch.Tensor]) -> np.ndarray:
     counts = np.zeros((LAYERS, EXPERTS), dtype=np.int64)
-    for ids_by_layer in passes:
-        for layer, ids_TK in enumerate(ids_by_layer):
+    for ids_TLK in passes:
+        for layer, ids_TK in enumerate(ids_TLK.unbind(1)):
             for expert in ids_TK.flatten().tolist():
                 counts[layer, expert] += 1
     return counts
@@ -75,10 +75,11 @@ class RecorderMachine(RuleBasedStateMachine):
         ids, inputs = routes(seed, num_tokens), torch.arange(num_tokens) + seed
         positions = torch.arange(num_tokens)
         self.recorder.note(ids, self.facts, inputs, positions)
-        self.noted.append((ids, self.facts, self.placement.epoch, inputs.clone()))
+        self.noted.append((ids.clone(), self.facts, self.placement.epoch, inputs.clone()))
         for layer in range(LAYERS):
-            for expert in ids[layer].flatten().tolist():
+            for expert in ids[:, layer].flatten().tolist():
                 self.slots[layer, self.placement.table(layer)[expert]] += 1
+        ids.zero_()  # the buffer of the next step
         inputs += 1  # the engine's own arrays advance in place
         positions += 1
 
@@ -126,7 +127,7 @@ class RecorderMachine(RuleBasedStateMachine):
             assert np.array_equal(tensors["pass_logical_count"][index], slow_counts([ids]))
             assert tensors["pass_weight_epoch"][index] == facts.weight_epoch
             assert tensors["pass_placement_epoch"][index] == epoch
-        rows = torch.cat([torch.stack(item[0], dim=1) for item in self.noted])
+        rows = torch.cat([item[0] for item in self.noted])
         assert np.array_equal(tensors["token_experts"], rows.numpy())
         assert np.array_equal(tensors["token_id"], torch.cat([item[3] for item in self.noted]).numpy())
 
@@ -152,21 +153,29 @@ class UsesTheMapOfTheDump(LoadRecorder):
 class StampsLate(LoadRecorder):
     """Wrong: counts some passes later under the version of that time."""
 
-    def note(self, ids_by_layer, facts, input_ids, positions):
-        super().note(ids_by_layer, facts, input_ids, positions)
-        self._noted = [load_recorder._Noted(n.ids_by_layer, facts, n.placement_epoch, n.tokens) for n in self._noted]
+    def note(self, ids_TLK, facts, input_ids, positions):
+        super().note(ids_TLK, facts, input_ids, positions)
+        self._noted = [load_recorder._Noted(n.ids_TLK, facts, n.placement_epoch, n.tokens) for n in self._noted]
 
 
 class KeepsTheEnginesArrays(LoadRecorder):
     """Wrong: keeps ids of tokens that the engine changes in place."""
 
-    def note(self, ids_by_layer, facts, input_ids, positions):
-        super().note(ids_by_layer, facts, input_ids, positions)
+    def note(self, ids_TLK, facts, input_ids, positions):
+        super().note(ids_TLK, facts, input_ids, positions)
         if self._noted:
             last = self._noted[-1]
-            self._noted[-1] = load_recorder._Noted(
-                last.ids_by_layer, facts, last.placement_epoch, (input_ids, positions)
-            )
+            self._noted[-1] = load_recorder._Noted(last.ids_TLK, facts, last.placement_epoch, (input_ids, positions))
+
+
+class KeepsTheStepsBuffer(LoadRecorder):
+    """Wrong: keeps the routes themselves, in a buffer that the next step writes to."""
+
+    def note(self, ids_TLK, facts, input_ids, positions):
+        super().note(ids_TLK, facts, input_ids, positions)
+        if self._noted:
+            last = self._noted[-1]
+            self._noted[-1] = load_recorder._Noted(ids_TLK, facts, last.placement_epoch, last.tokens)
 
 
 class MixesLayers(LoadRecorder):
@@ -177,7 +186,9 @@ class MixesLayers(LoadRecorder):
         self._layer_offsets = self._layer_offsets * 0
 
 
-@pytest.mark.parametrize("wrong", [UsesTheMapOfTheDump, StampsLate, KeepsTheEnginesArrays, MixesLayers])
+@pytest.mark.parametrize(
+    "wrong", [UsesTheMapOfTheDump, StampsLate, KeepsTheEnginesArrays, KeepsTheStepsBuffer, MixesLayers]
+)
 def test_wrong_recorders_are_caught(wrong: type[LoadRecorder]) -> None:
     class Wrong(RecorderMachine):
         recorder_type = wrong
@@ -267,7 +278,7 @@ def test_drift_follows_the_refresh() -> None:
     record(recorder, 200, 20, Facts("v0", 0), seed=0)
     record(recorder, 100, 20, Facts("v1", 1), seed=1000)
     record(recorder, 100, 20, Facts("v1-renamed", 1), seed=2000)
-    same = [torch.zeros(20, TOP_K, dtype=torch.int64) for _ in range(LAYERS)]
+    same = torch.zeros(20, LAYERS, TOP_K, dtype=torch.int64)
     inputs = torch.zeros(20, dtype=torch.int64)
     for _ in range(200):
         recorder.note(same, Facts("v2", 2), inputs, inputs)

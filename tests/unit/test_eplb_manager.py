@@ -55,9 +55,9 @@ def situation(counts_LE: np.ndarray = LATER, **changes: object) -> Situation:
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def routes(generator: torch.Generator, tokens: int) -> list[torch.Tensor]:
-    """[T, K] of every layer."""
-    return [torch.randint(0, EXPERTS, (tokens, 3), generator=generator) for _ in range(LAYERS)]
+def routes(generator: torch.Generator, tokens: int) -> torch.Tensor:
+    """[T, L, K]."""
+    return torch.randint(0, EXPERTS, (tokens, LAYERS, 3), generator=generator)
 
 
 def test_counts_are_those_of_the_passes_by_weight_epoch() -> None:
@@ -68,7 +68,8 @@ def test_counts_are_those_of_the_passes_by_weight_epoch() -> None:
         epoch = step // 60
         ids = routes(generator, 0 if step % 7 == 0 else step % 5 * 100)
         counter.note(ids, epoch)
-        counts = np.stack([np.bincount(layer.numpy().ravel(), minlength=EXPERTS) for layer in ids])
+        counts = np.stack([np.bincount(layer.numpy().ravel(), minlength=EXPERTS) for layer in ids.unbind(1)])
+        ids.zero_()  # the buffer of the next step
         expected[epoch] = expected.get(epoch, 0) + counts
         passes[epoch] = passes.get(epoch, 0) + 1
     assert counter.num_passes == 150

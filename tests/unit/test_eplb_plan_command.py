@@ -43,7 +43,7 @@ def dump() -> LoadDump:
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         scores = torch.rand(LAYERS, 300, EXPERTS, generator=generator) + torch.linspace(0, 1, EXPERTS) ** 3
-        recorder.note(list(scores.topk(2).indices), Facts(), tokens, tokens)
+        recorder.note(scores.topk(2).indices.transpose(0, 1), Facts(), tokens, tokens)
     return recorder.dump(MODEL.to_header())
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
+from capture.storage import narrowest
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor import model_runner
@@ -81,9 +82,9 @@ def test_collectives_of_a_forward(folder: Path, backend: str, sizes: Sizes) -> N
 def test_routes_travel_narrow_and_only_with_the_last_layer(num_experts: int, bytes_each: int) -> None:
     ids_LtK = torch.randint(num_experts, (3, 5, 2), generator=torch.Generator().manual_seed(0))
     ids_LtK[0, 0, 0] = num_experts - 1
-    capturer = RoutedExpertsCapturer(3, 2)
+    capturer = RoutedExpertsCapturer(3, 2, narrowest(num_experts))
     capturer.begin_step(5)
-    rider = RouteRider(capturer, num_experts)
+    rider = RouteRider(capturer)
     for layer in range(2):
         capturer.record(layer, ids_LtK[layer])
         assert rider.board(layer) is None
@@ -92,8 +93,7 @@ def test_routes_travel_narrow_and_only_with_the_last_layer(num_experts: int, byt
     assert rows_tn is not None and rows_tn.shape == (5, 3 * 2) and rows_tn.dtype.itemsize == bytes_each
     rider.arrive(torch.cat([rows_tn, rows_tn.flip(0)]))  # of two ranks
     found = rider.routes()
-    assert found[0].dtype == torch.int64
-    assert torch.equal(torch.stack(found), torch.cat([ids_LtK, ids_LtK.flip(1)], dim=1))
+    assert torch.equal(found.transpose(0, 1), torch.cat([ids_LtK, ids_LtK.flip(1)], dim=1))
 
 
 def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     class TurnedRound(RouteRider):
         """Wrong: the last token first."""
 
-        def routes(self) -> list[torch.Tensor]:
-            return [ids_TK.flip(0) for ids_TK in super().routes()]
+        def routes(self) -> torch.Tensor:
+            return super().routes().flip(0)
 
     monkeypatch.setattr(model_runner, "RouteRider", TurnedRound)
     assert not is_right()

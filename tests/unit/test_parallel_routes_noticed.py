@@ -5,7 +5,7 @@ The comparison is that of `test_parallel_routes.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,9 +126,9 @@ def test_routes_of_another_data_parallel_rank_are_noticed(
     assert all_kinds(worlds[seed], layout) == []
     keep = ModelRunner._keep_routes
 
-    def first_rows(self: ModelRunner, batch: Any, ids_by_layer: list[torch.Tensor]) -> None:
-        everybody, _, _ = gather_step(batch, ids_by_layer, self.state.model.parallel.attn_dp)
-        keep(self, batch, [rows[: batch.num_tokens] for rows in everybody])
+    def first_rows(self: ModelRunner, batch: Any, ids_TLK: torch.Tensor) -> None:
+        everybody, _, _ = gather_step(batch, ids_TLK, self.state.model.parallel.attn_dp)
+        keep(self, batch, everybody[: batch.num_tokens])
 
     monkeypatch.setattr(ModelRunner, "_keep_routes", first_rows)
     assert only_routes(all_kinds(worlds[seed], layout))
@@ -142,8 +142,8 @@ def test_rows_kept_by_position_are_noticed(
     world, write = worlds[SEEDS[0]], RouteSlotStore.write
     prompts = [world.prompt(320 + number, length) for number, length in enumerate((30, 25, 8, 40))]
 
-    def by_position(self: RouteSlotStore, slots: torch.Tensor, ids_by_layer: Sequence[torch.Tensor]) -> None:
-        write(self, torch.arange(len(slots)), ids_by_layer)
+    def by_position(self: RouteSlotStore, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
+        write(self, torch.arange(len(slots)), rows_TLK)
 
     for patched in (False, True):
         if patched:

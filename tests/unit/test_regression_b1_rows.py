@@ -115,9 +115,10 @@ def test_1_3_and_4_a_layer_that_shows_nothing_is_an_error(engines: Engines, sile
 def test_1_3_and_4_a_capture_that_says_nothing_of_it_is_caught(
     engines: Engines, silent_layer: None, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def filled(self: RoutedExpertsCapturer) -> list[torch.Tensor]:
-        assert self._shape is not None
-        return [torch.full(self._shape, value) if ids is None else ids for ids in self._ids]
+    def filled(self: RoutedExpertsCapturer) -> torch.Tensor:
+        assert self._rows_TLK is not None
+        self._rows_TLK[:, sorted(self._absent)] = value
+        return self._rows_TLK
 
     monkeypatch.setattr(RoutedExpertsCapturer, "finish_step", filled)
     assert routes_only(engines.objections())
@@ -193,9 +194,9 @@ def test_8_vllm_35744_every_kv_slot_has_a_row(engines: Engines, monkeypatch: pyt
     slots: set[int] = set()
     write = RouteSlotStore.write
 
-    def watch(self: RouteSlotStore, slots_T: torch.Tensor, ids_by_layer: Sequence[torch.Tensor]) -> None:
+    def watch(self: RouteSlotStore, slots_T: torch.Tensor, rows_TLK: torch.Tensor) -> None:
         slots.update(slots_T.tolist())
-        write(self, slots_T, ids_by_layer)
+        write(self, slots_T, rows_TLK)
 
     with monkeypatch.context() as patch:
         patch.setattr(RouteSlotStore, "write", watch)

@@ -135,10 +135,10 @@ class Facts:
 def test_counts_before_a_move_are_not_read_with_the_map_after_it() -> None:
     placement = ExpertPlacement(ExpertLocationMetadata(torch.tensor([[0, 1, 2, 3]]), 4))
     recorder = LoadRecorder(1, 4, placement, num_ranks=2)
-    hot = [torch.tensor([[0], [0], [1]])]  # both experts on rank 0
-    recorder.note(hot, Facts(), hot[0][:, 0], hot[0][:, 0])
+    hot = torch.tensor([[[0]], [[0]], [[1]]])  # both experts on rank 0
+    recorder.note(hot, Facts(), hot[:, 0, 0], hot[:, 0, 0])
     placement.adopt(ExpertLocationMetadata(torch.tensor([[0, 2, 1, 3]]), 4))
-    recorder.note(hot, Facts(), hot[0][:, 0], hot[0][:, 0])
+    recorder.note(hot, Facts(), hot[:, 0, 0], hot[:, 0, 0])
     dump = recorder.dump({})
     assert dump.tensors["segment_physical_count"].tolist() == [[[2, 1, 0, 0]], [[2, 0, 1, 0]]]
     assert dump.header["windows"][0]["rank_loads"] == [[5, 1]]
