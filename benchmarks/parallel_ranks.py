@@ -38,7 +38,7 @@ from rollout.distributed.parallel import Parallel, join
 from rollout.engine.build import build_scheduler
 from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
 from rollout.layers.moe.dispatchers.base import DispatchOutput
-from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.scheduler.channel import LocalChannel
 
 START_S = 300.0
@@ -195,7 +195,7 @@ class RankDriver:
             for collective, count in group.counts.items()
         }
 
-    def _noted_forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def _noted_forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
         self._batch = batch
         return self._forward(batch)
 

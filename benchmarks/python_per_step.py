@@ -134,4 +134,4 @@ def owners(engine: Engine) -> list[Any]:
     model = runner.state.model
     assert isinstance(model, Layer)
     layer_ops = {id(layer.ops): layer.ops for _, layer in model.named_layers() if hasattr(layer, "ops")}
-    return [*layer_ops.values(), runner._attention, scheduler._results._sampler]
+    return [*layer_ops.values(), runner._attention, scheduler._steps._sampler]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rollout.scheduler.decode_batch import DecodeBatch
@@ -11,11 +13,11 @@ class ForgetsWhoLeft(DecodeBatch):
     """Lets requests go and keeps the first columns instead of theirs."""
 
     def _columns_of(self, rows: list[int]) -> torch.Tensor:
-        return self._columns()[:, : len(rows)].contiguous()
+        return self._columns_4B[:, : len(rows)].contiguous()
 
 
 class ForgetsToAdvance(DecodeBatch):
-    """Takes the tokens and leaves the counters as they were."""
+    """Leaves the counters as they were."""
 
-    def advance(self, token_ids_B: torch.Tensor) -> None:
-        self.inputs.input_ids = token_ids_B
+    def advance(self) -> Sequence[int]:
+        return ()

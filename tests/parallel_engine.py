@@ -107,8 +107,10 @@ class RankEngine:
         batch = self.harness.batch(mine.extends, mine.decodes)
         if layout.attn_dp_size > 1:
             batch.global_num_tokens = [sum(part.counts) for part in parts]
-        hidden_TD = self.runner.forward(batch)
+        hidden_TD, routes = self.runner.forward(batch)
         logits_TV = self.runner.logits(hidden_TD[batch.logits_rows])
+        if routes is not None:
+            self.runner.keep_routes(routes)
         if self.runner.recorder is None:
             routes_TLK = torch.empty(batch.num_tokens, 0, 0)
         else:

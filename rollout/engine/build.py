@@ -65,9 +65,9 @@ from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
-from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.shared_channel import SharedChannel
+from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
@@ -283,7 +283,7 @@ def _wire(
             chunked_prefill_size=args.chunked_prefill_size,
             max_running_requests=args.max_running_requests,
         ),
-        results=ResultProcessor(runner, sampler, stop, config.vocab_size, device),
+        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size),
         records=RecordReader(cache, runner.kv_pool, runner.state, runner.recorder),
         stop=stop,
         max_queued_requests=args.max_queued_requests,

@@ -33,7 +33,7 @@ class KVPool:
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._epoch = torch.empty(num_slots, dtype=torch.int32)
-        self._noted: list[tuple[torch.Tensor, int]] = []
+        self._noted: list[tuple[torch.Tensor | np.ndarray, int]] = []
 
     def write(self, layer: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, H_kv, head_dim] in slots `out_cache_loc` [T]."""
@@ -42,7 +42,9 @@ class KVPool:
 
     def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
         """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
-        self._noted.append((out_cache_loc.clone(), weight_epoch))
+        # numpy copies a few numbers in a third of the time
+        copied = out_cache_loc.numpy().copy() if out_cache_loc.is_cpu else out_cache_loc.clone()
+        self._noted.append((copied, weight_epoch))
         if len(self._noted) >= _MOST_STEPS_NOTED:
             self._enter_noted()
 
@@ -52,8 +54,8 @@ class KVPool:
         return self._epoch.numpy()[slots]
 
     def _enter_noted(self) -> None:
-        for out_cache_loc, weight_epoch in self._noted:
-            self._epoch.index_fill_(0, out_cache_loc.cpu(), weight_epoch)
+        for slots, weight_epoch in self._noted:
+            self._epoch.index_fill_(0, torch.as_tensor(slots, device="cpu"), weight_epoch)
         self._noted.clear()
 
 

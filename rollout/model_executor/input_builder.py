@@ -1,4 +1,4 @@
-"""From plain lists and arrays to one step's `ForwardBatch`.  Pure; knows no requests, no policy.
+"""From plain lists and arrays to one step's `ForwardBatch`.  Knows no requests, no policy.
 
 Shapes: B decoding requests.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
+from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,11 @@ class ExtendInput:
 
 @dataclass(slots=True)
 class DecodeInput:
-    """One token a request, int64 on the host [B].  A batch that only decodes on the CPU holds these very tensors."""
+    """The newest token of each request, int64 on the host [B].
 
-    input_ids: torch.Tensor
+    A batch that only decodes on the CPU holds these very tensors.
+    """
+
     pool_indices: torch.Tensor
     positions: torch.Tensor
     seq_lens: torch.Tensor  # positions + 1
@@ -34,26 +37,27 @@ class DecodeInput:
 
 
 def build_forward_batch(
-    extends: list[ExtendInput], decode: DecodeInput, decode_slots: torch.Tensor, req_to_token: torch.Tensor
+    extends: list[ExtendInput], decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool
 ) -> ForwardBatch:
     """The step's batch.
 
-    `decode_slots` [B] are those of the decoding requests' tokens.  Slots of all tokens are entered in `req_to_token`.
+    `decode_slots` [B] are those of the decoding requests' tokens.  Slots of all tokens are entered in `pool`, which
+    also has the tokens that decode.
     """
-    decode_batch = _decode_only(decode, decode_slots, req_to_token)
+    decode_batch = _decode_only(decode, decode_slots, pool)
     return _with_extends(extends, decode_batch) if extends else decode_batch
 
 
-def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, req_to_token: torch.Tensor) -> ForwardBatch:
-    tensors = [decode.input_ids, decode.positions, decode.pool_indices, decode.seq_lens, decode.rows]
-    if not req_to_token.is_cpu:
-        tensors = [tensor.to(req_to_token.device) for tensor in tensors]
-    input_ids, positions, pool_indices, seq_lens, rows = tensors
+def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool) -> ForwardBatch:
+    pool_indices, positions, seq_lens, rows = decode.pool_indices, decode.positions, decode.seq_lens, decode.rows
+    if not pool.table.is_cpu:  # copies, in one transfer
+        tensors = torch.stack([pool_indices, positions, seq_lens, rows]).to(pool.table.device)
+        pool_indices, positions, seq_lens, rows = tensors.unbind()
     return ForwardBatch(
-        input_ids=input_ids,
+        input_ids=pool.newest_tokens.get(pool_indices),
         positions=positions,
         out_cache_loc=decode_slots,
-        req_to_token=req_to_token,
+        req_to_token=pool.table,
         extend_req_pool_indices=[],
         extend_prefix_lens=[],
         extend_lens=[],

@@ -1,7 +1,7 @@
 """`ModelRunner`: one forward pass, and the rows that it leaves behind.
 
 Owns the KV pool, the attention backend, the route recorder and, while it records, the load recorder.  Knows no
-requests: it gets a `ForwardBatch` and gives back hidden states.
+requests: it gets a `ForwardBatch` and gives back hidden states, and routes that are still on the device.
 
 Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabulary.
 """
@@ -9,6 +9,7 @@ Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabul
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,13 @@ from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.route_gather import RouteRider, gather_step, slice_size
 
 _SCORED_ROWS_AT_ONCE = 256
+
+
+class StepRoutes(NamedTuple):
+    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the device."""
+
+    slots: torch.Tensor
+    rows_TLK: torch.Tensor
 
 
 class RouteRecorder:
@@ -55,11 +63,12 @@ class ModelRunner:
         layers, top_k, dtype = len(config.moe_layer_ids), config.num_experts_per_tok, narrowest(config.num_experts)
         self._capturer = recorder.capturer if recorder else RoutedExpertsCapturer(layers, top_k, dtype)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] of the step.
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
+        """Hidden states [T, D] of the step, and its routes where they are recorded: for `keep_routes`, in order.
 
-        Route rows and weight epochs of its tokens are stored by KV slot; the load recorder sees those of all
-        attention-DP ranks.  Ranks that share tokens all have all rows, also where each of them routed a slice.
+        Reads nothing back from the device.  The weight epochs of the step's tokens are noted by KV slot; the load
+        recorder sees the routes of all attention-DP ranks.  Ranks that share tokens all have all rows, also where each
+        of them routed a slice.
         """
         model = self.state.model
         wants_routes = (self.recorder or self.load_recorder or self.load_counter) is not None
@@ -73,23 +82,28 @@ class ModelRunner:
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
         hidden_TD = model(batch, ForwardContext(batch, self._attention, hooks, rider))
+        routes = None
         if wants_routes:
-            self._keep_routes(batch, self._capturer.finish_step() if rider is None else rider.routes())
+            routes = self._note_routes(batch, self._capturer.finish_step() if rider is None else rider.routes())
         self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
-        return hidden_TD
+        return hidden_TD, routes
+
+    def keep_routes(self, routes: StepRoutes) -> None:
+        """Bring the routes of a step to the host: its rows can be read by KV slot from now on."""
+        if self.recorder is not None:
+            self.recorder.store.write(routes.slots, routes.rows_TLK)
 
     def _new_rider(self) -> RouteRider | None:
         """For one step; None: the capturer has routes of all tokens in the end."""
         return RouteRider(self._capturer)
 
-    def _keep_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> None:
-        if self.recorder is not None:
-            self.recorder.store.write(batch.out_cache_loc, ids_TLK)
+    def _note_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> StepRoutes:
         if self.load_counter is not None:
             self.load_counter.note(ids_TLK, self.state.epoch.weight_epoch)
         if self.load_recorder is not None:
             step = gather_step(batch, ids_TLK, self.state.model.parallel.attn_dp)
             self.load_recorder.note(step[0], self.state.epoch, *step[1:])
+        return StepRoutes(batch.out_cache_loc, ids_TLK)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of chosen rows."""

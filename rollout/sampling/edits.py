@@ -10,18 +10,18 @@ import torch
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 
-def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
     """In place, in this order: bias, repetition, frequency and presence, minimum length.
 
     Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty looks at prompt
     and output (Keskar et al., "CTRL", 2019).
     """
     for i, row in info.rows_with_lists:
-        _edit_row(logits_NV[i], row)
+        _edit_row(logits_NV[i], row, int(positions_N[i]))
     return logits_NV
 
 
-def _edit_row(logits_V: torch.Tensor, row: SamplingRow) -> None:
+def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
     params = row.params
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
@@ -34,5 +34,5 @@ def _edit_row(logits_V: torch.Tensor, row: SamplingRow) -> None:
     if row.output_ids and (params.frequency_penalty or params.presence_penalty):
         seen, counts = torch.tensor(row.output_ids, device=logits_V.device).unique(return_counts=True)
         logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
-    if len(row.output_ids) < params.min_new_tokens:
+    if position < params.min_new_tokens:
         logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf

@@ -24,7 +24,7 @@ class TorchSampler(Sampler):
     """The reference for the compiled one."""
 
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
-        logits_NV = apply_edits(_widened(logits_NV), info)
+        logits_NV = apply_edits(_widened(logits_NV), info, positions_N)
         if info.scales:
             logits_NV.div_(info.temperatures[:, None].to(logits_NV.dtype))
         logprobs = RowLogprobs(logits_NV)

@@ -116,14 +116,17 @@ class CacheManager:
         if req.pool_index == -1:
             return
         assert req.namespace is not None and req.prefix_node is not None
-        superfluous = req.device_len
+        count, superfluous = req.recorded_len, req.recorded_len
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
-            everything = self.slots(req, 0, req.device_len)
-            node, superfluous = self.prefix_cache.insert(req.namespace, req.token_array(req.device_len), everything)
+            node, superfluous = self.prefix_cache.insert(
+                req.namespace, req.token_array(count), self.slots(req, 0, count)
+            )
             if req.finished and req.finished.type != "abort" and req.may_pin and req.source.session_id is not None:
                 self.pins.keep(req.source.session_id, node)
         if superfluous > req.cached_len:
             self.allocator.free(self.slots(req, req.cached_len, superfluous))
+        if req.device_len > count:  # of a step that was launched before the request was known to have ended
+            self.allocator.free(self.slots(req, count, req.device_len))
         self.num_private -= req.device_len - req.cached_len
         self.prefix_cache.unlock(req.prefix_node)
         self.pool.free(req.pool_index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.scheduler.cache_manager import CacheManager
@@ -57,11 +57,15 @@ class _Misfit:
 
 @dataclass(slots=True)
 class RequestQueues:
-    """Every unfinished request is in exactly one of the three."""
+    """Every unfinished request is in exactly one of the four.
+
+    `ending`: a step in flight samples the last token of these, and they end when it is finished.
+    """
 
     running: DecodeBatch
     waiting: deque[Req] = field(default_factory=deque)
     partial: Req | None = None
+    ending: list[Req] = field(default_factory=list)
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait behind those that came before it, and before those of a lower rank (a higher `priority`).
@@ -77,10 +81,22 @@ class RequestQueues:
         self.waiting.insert(index, req)
 
     def all(self) -> list[Req]:
-        return [*self.running, *([self.partial] if self.partial else []), *self.waiting]
+        return [*self.holding_kv(), *self.waiting]
 
     def holding_kv(self) -> list[Req]:
-        return [*self.running, *([self.partial] if self.partial else [])]
+        return [*self.running, *([self.partial] if self.partial else []), *self.ending]
+
+    def enter_launch(self, completed: Iterable[Req], ending: Sequence[Req]) -> None:
+        """A step was launched: the requests `completed` have their known tokens computed, and `ending` get no other."""
+        if ending:
+            self.running.remove(*ending)
+            self.ending += ending
+        self.running.join(req for req in completed if req not in ending)
+
+    def drop_finished(self) -> None:
+        """After a step."""
+        self.running.drop_finished()
+        self.ending = [req for req in self.ending if not req.finished]
 
 
 class Policy:
@@ -96,14 +112,23 @@ class Policy:
         self._max_running = max_running_requests
         self._misfit: _Misfit | None = None
 
-    def plan(self, weight_epoch: int, retract: Callable[[Req], None], *, begins: bool = True) -> StepPlan:
+    def plan(
+        self,
+        weight_epoch: int,
+        retract: Callable[[Req], None],
+        finish_step: Callable[[], bool] = lambda: False,
+        *,
+        begins: bool = True,
+    ) -> StepPlan:
         """The next step.  `retract(req)` gives back what a request holds and keeps its record.
 
-        `begins`: requests that never ran may.
+        `finish_step()` finishes the step in flight, True if there was one: before anybody is retracted, as it may end
+        requests.  `begins`: requests that never ran may.
         """
-        plan = self._plan(weight_epoch, retract, begins)
+        plan = self._plan(weight_epoch, retract, finish_step, begins)
         while plan.is_empty and self._lacks_slots and self._cache.pins.drop_oldest():
-            plan = self._plan(weight_epoch, retract, begins)  # what nobody uses never keeps everybody from running
+            # what nobody uses never keeps everybody from running
+            plan = self._plan(weight_epoch, retract, finish_step, begins)
         return plan
 
     @property
@@ -111,19 +136,23 @@ class Policy:
         queues, misfit = self._queues, self._misfit
         return bool(queues.partial or (queues.waiting and misfit is not None and misfit.req is queues.waiting[0]))
 
-    def _plan(self, weight_epoch: int, retract: Callable[[Req], None], begins: bool) -> StepPlan:
+    def _plan(
+        self, weight_epoch: int, retract: Callable[[Req], None], finish_step: Callable[[], bool], begins: bool
+    ) -> StepPlan:
         queues = self._queues
         plan = StepPlan(queues.running)
-        self._make_room_for_decode(plan, retract)
+        self._make_room_for_decode(plan, retract, finish_step)
         budget = self._continue_partial(plan, self._budget, len(queues.running))
         if queues.waiting and queues.partial is None:
             self._admit(plan, budget, len(queues.running), weight_epoch, begins)
         return plan
 
-    def _make_room_for_decode(self, plan: StepPlan, retract: Callable[[Req], None]) -> None:
+    def _make_room_for_decode(
+        self, plan: StepPlan, retract: Callable[[Req], None], finish_step: Callable[[], bool]
+    ) -> None:
         queues = self._queues
         while queues.running and self._cache.num_available < len(queues.running):
-            if self._cache.pins.drop_oldest():
+            if self._cache.pins.drop_oldest() or finish_step():
                 continue
             victim = max(queues.holding_kv(), key=lambda req: req.arrival)
             if victim is queues.partial:

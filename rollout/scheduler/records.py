@@ -51,8 +51,8 @@ class RecordReader:
         if self._recorder is None or not req.source.return_routed_experts:
             return
         kept = len(req.saved_rows.epochs) if req.saved_rows else 0
-        if req.device_len > kept:
-            req.saved_rows = SavedRows(*self._rows(req, slots, epochs, req.device_len))
+        if len(slots) > kept:
+            req.saved_rows = SavedRows(*self._rows(req, slots, epochs, len(slots)))
 
     def oldest_epoch_held(self, req: Req) -> int | None:
         """Oldest weight epoch of the KV that `req` holds now; None if it holds none."""
@@ -108,7 +108,7 @@ class RecordReader:
         if self._recorder is None or not req.source.return_routed_experts:
             return None
         saved = len(req.saved_rows.epochs) if req.saved_rows else 0
-        end = min(max(saved, req.device_len), req.num_tokens - 1)
+        end = min(max(saved, len(slots)), req.num_tokens - 1)
         start = min(req.source.routed_experts_start_len, end)
         routes, epochs = self._rows(req, slots, slot_epochs, end)
         rows = rows_to_numpy(routes[start:], self._state.model.config.num_experts)
@@ -134,10 +134,10 @@ class RecordReader:
         return torch.cat([saved.routes[:kept], routes]), np.concatenate([saved.epochs[:kept], slot_epochs[kept:end]])
 
     def _slots(self, req: Req) -> np.ndarray:
-        """Slots of the tokens whose KV is there [device_len]."""
-        if req.device_len == 0:
+        """Slots of the tokens whose KV is there, and part of the record [recorded_len]."""
+        if req.recorded_len == 0:
             return np.empty(0, dtype=np.int64)
-        return self._cache.slots(req, 0, req.device_len).cpu().numpy()
+        return self._cache.slots(req, 0, req.recorded_len).cpu().numpy()
 
     def _epoch_spans(self, epochs: np.ndarray) -> list[VersionSpan]:
         """Runs of equal epochs as half-open spans over the rows given."""

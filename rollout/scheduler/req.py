@@ -7,11 +7,13 @@ Three lengths say where a request stands, over its tokens `prompt + output`:
     0 <= cached_len <= device_len <= num_tokens <= max_len
 
     |-- cached_len --|                        tokens whose slots the prefix cache owns (locked for this request)
-    |------ device_len ------|                tokens whose KV is computed
-    |------------ num_tokens ------------|    prompt and output known so far
+    |------ device_len ------|                tokens whose KV was computed, or is by a step in flight
+    |------------ num_tokens ------------|    prompt and output that have reached the host
 
-A request that decodes has `device_len == num_tokens - 1`.  A retraction sets the first two to 0 and leaves the record:
-ids, log-probabilities, versions and route rows that exist are never recomputed or replaced.
+A request that decodes has `device_len == num_tokens - 1` between steps, and up to one more for each of its steps in
+flight: `device_len` is counted as steps are launched, not derived from tokens that the host may not have.  A retraction
+sets the first two to 0 and leaves the record: ids, log-probabilities, versions and route rows that exist are never
+recomputed or replaced.
 """
 
 from __future__ import annotations
@@ -53,7 +55,17 @@ class VersionMarks:
     def spans(self, length: int) -> list[VersionSpan]:
         """Of a list that has `length` entries by now."""
         ends = [start for _, _, start in self._marks[1:]] + [length]
-        return [VersionSpan(version, start, end, epoch) for (version, epoch, start), end in zip(self._marks, ends)]
+        marked = zip(self._marks, ends)
+        return [VersionSpan(version, start, end, epoch) for (version, epoch, start), end in marked if start < end]
+
+
+class StepCount:
+    """How many steps a decode batch has launched: so many tokens has the KV of each of its requests grown."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -105,13 +117,13 @@ class Req:
 
     __slots__ = (
         "_device_len",
+        "_num_steps",
         "arrival",
         "cached_len",
         "cached_tokens",
         "end_ids",
         "finished",
         "given_up_epochs",
-        "is_decoding",
         "may_pin",
         "namespace",
         "num_retractions",
@@ -154,7 +166,7 @@ class Req:
         self.pool_index = -1
         self.cached_len = 0
         self._device_len = 0
-        self.is_decoding = False  # set by the decode batch: all known tokens but the last have their KV
+        self._num_steps: StepCount | None = None  # of the decode batch that it is in
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
         self.saved_rows: SavedRows | None = None
         self.oldest_epoch: int | None = None  # of KV given up in retractions
@@ -172,13 +184,27 @@ class Req:
 
     @property
     def device_len(self) -> int:
-        """Tokens whose KV is there."""
-        return self.num_tokens - 1 if self.is_decoding else self._device_len
+        """Tokens whose KV was computed, or is by a step in flight."""
+        return self._device_len if self._num_steps is None else self._device_len + self._num_steps.value
 
     @device_len.setter
     def device_len(self, value: int) -> None:
-        assert not self.is_decoding, "the decode batch counts the tokens of its requests"
+        assert self._num_steps is None, "the decode batch counts the tokens of its requests"
         self._device_len = value
+
+    def begin_decoding(self, num_steps: StepCount) -> None:
+        """From now on every step that `num_steps` counts computes one more token."""
+        self.device_len -= num_steps.value
+        self._num_steps = num_steps
+
+    def end_decoding(self) -> None:
+        self._device_len, self._num_steps = self.device_len, None
+
+    @property
+    def recorded_len(self) -> int:
+        """Of the tokens of `device_len`, those that the record is about: all but the newest output token, whose KV
+        only a step in flight computes, and those after it."""
+        return min(self.device_len, self.num_tokens - bool(self.output.token_ids))
 
     @property
     def rid(self) -> str:

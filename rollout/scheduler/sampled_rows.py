@@ -27,15 +27,14 @@ class SampledRows:
         self, reqs: Sequence[Req], stop: StopChecker, vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
         self.info = SamplingBatchInfo([req.sampling_row for req in reqs], vocab_size, device)
-        self._reqs = reqs
+        self.reqs = reqs
         self._stop = stop
         self._marked_epoch: ServingEpoch | None = None
         self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
-        self._steps_left = min([req.source.sampling_params.max_new_tokens - len(req.output.token_ids) for req in reqs])
         self._append_token = [req.output.token_ids.append for req in reqs]
         self._append_logprob: list[tuple[int, Callable[[float], None]]] = []
         self._top_rows: list[int] = []
-        self._with_chosen: list[Req] = []
+        self._chosen_rows: list[int] = []
         self._stop_string_rows: list[int] = []
         self._streams = False
         for row, req in enumerate(reqs):
@@ -45,55 +44,69 @@ class SampledRows:
             if wants.top_logprobs:
                 self._top_rows.append(row)
             if wants.chosen_ids:
-                self._with_chosen.append(req)
+                self._chosen_rows.append(row)
             if req.stop_text is not None:
                 self._stop_string_rows.append(row)
             if req.source.stream:
                 self._streams = True
 
-    def enter(self, tokens: SampledTokens, epoch: ServingEpoch) -> list[Req]:
-        """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming."""
+    def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
+        """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
+
+        The rows `last` have all their tokens with it.  The requests of the rows `ended` had ended before: what was
+        sampled for them is dropped.
+        """
         if self._append_logprob:
-            self._append_logprobs(tokens)
+            self._append_logprobs(tokens, ended)
         if epoch is not self._marked_epoch:
-            for req in self._reqs:
-                req.output.versions.note(epoch, len(req.output.token_ids))
+            for row, req in enumerate(self.reqs):
+                if row not in ended:
+                    req.output.versions.note(epoch, len(req.output.token_ids))
             self._marked_epoch = epoch
         token_ids_N = tokens.token_ids.tolist()
-        for append, token_id in zip(self._append_token, token_ids_N):
+        appends = self._append_token
+        if ended:
+            appends = [_drop if row in ended else append for row, append in enumerate(appends)]
+        for append, token_id in zip(appends, token_ids_N):
             append(token_id)
-        finished = self._check_finished(token_ids_N)
+        finished = self._check_finished(token_ids_N, last, ended)
         if not self._streams:
             return finished
-        return [req for req in self._reqs if req.finished or req.source.stream]
+        running = [req for row, req in enumerate(self.reqs) if row not in ended]
+        return [req for req in running if req.finished or req.source.stream]
 
-    def _check_finished(self, token_ids_N: list[int]) -> list[Req]:
+    def _check_finished(self, token_ids_N: list[int], last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Looks closely only at rows that can have finished: an end token, a stop string, the length."""
-        self._steps_left -= 1
-        if self._steps_left <= 0:
-            rows: Sequence[int] = range(len(self._reqs))
-        else:
-            rows = self._stop_string_rows
-            if not self._end_ids.isdisjoint(token_ids_N):
-                rows = sorted({*rows, *(row for row, id in enumerate(token_ids_N) if id in self._end_ids)})
+        rows: Sequence[int] = self._stop_string_rows
+        if last or ended or not self._end_ids.isdisjoint(token_ids_N):
+            at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self._end_ids]
+            rows = sorted({*rows, *last, *at_end}.difference(ended))
         finished = []
         for row in rows:
-            req = self._reqs[row]
+            req = self.reqs[row]
             req.finished = self._stop.check(req)
             if req.finished:
                 finished.append(req)
         return finished
 
-    def _append_logprobs(self, tokens: SampledTokens) -> None:
+    def _append_logprobs(self, tokens: SampledTokens, ended: Sequence[int]) -> None:
         values = tokens.logprobs.tolist()
         for row, append in self._append_logprob:
-            append(values[row])
+            if row not in ended:
+                append(values[row])
         if self._top_rows:
             best, ids = tokens.top_logprobs.tolist(), tokens.top_ids.tolist()
             for row in self._top_rows:
-                count = self._reqs[row].source.top_logprobs_num
-                self._reqs[row].output.top.append((best[row][:count], ids[row][:count]))
-        if self._with_chosen:
+                if row not in ended:
+                    count = self.reqs[row].source.top_logprobs_num
+                    self.reqs[row].output.top.append((best[row][:count], ids[row][:count]))
+        if self._chosen_rows:
             chosen = iter(tokens.chosen_logprobs.tolist())
-            for req in self._with_chosen:
-                req.output.chosen.append(list(islice(chosen, len(req.sampling_row.chosen_ids))))
+            for row in self._chosen_rows:
+                values_of_row = list(islice(chosen, len(self.reqs[row].sampling_row.chosen_ids)))
+                if row not in ended:
+                    self.reqs[row].output.chosen.append(values_of_row)
+
+
+def _drop(_: int) -> None:
+    """In place of the append of a row that has ended."""

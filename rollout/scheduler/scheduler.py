@@ -1,8 +1,8 @@
 """`Scheduler`: the loop that turns an inbox into steps and records.
 
-    inbox -> accept / abort / control verbs -> plan -> forward -> results -> outbox
+    inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
 
-Knows the order of things.  What runs next is `policy`, slots are `cache_manager`, tokens are `result_processor`,
+Knows the order of things.  What runs next is `policy`, slots are `cache_manager`, a step's two halves are `step`,
 messages out are `records`, control verbs are `control` and `weight_control`.
 """
 
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
-from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
@@ -31,7 +30,6 @@ from rollout.core.io_struct import (
 )
 from rollout.core.message import ControlReqInput
 from rollout.distributed.parallel import Parallel
-from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
@@ -41,9 +39,9 @@ from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
-from rollout.scheduler.result_processor import ResultProcessor
 from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.stats import StepStats
+from rollout.scheduler.step import InFlight, StepRunner
 from rollout.scheduler.stop import StopChecker
 
 _IDLE_WAIT_MS = 200
@@ -65,7 +63,7 @@ class Scheduler:
         cache: CacheManager,
         queues: RequestQueues,
         policy: Policy,
-        results: ResultProcessor,
+        steps: StepRunner,
         records: RecordReader,
         stop: StopChecker,
         max_queued_requests: int,
@@ -80,15 +78,16 @@ class Scheduler:
         self.records = records
         self.kv_events = kv_events
         self.stats = StepStats()
-        self.serving = ServingState()
+        self.serving = ServingState(self.finish_step)
         self._channel = channel
         self._policy = policy
-        self._results = results
+        self._steps = steps
         self._stop = stop
         self._max_queued = max_queued_requests
         self._dp = DPSync(parallel.attn_dp)
         self._nothing = StepPlan(DecodeBatch())
         self._seeds = _seed_source(random_seed, parallel)
+        self._in_flight: InFlight | None = None
         self._soon = False
         self._arrivals = 0
         self._by_rid: dict[str, Req] = {}
@@ -126,6 +125,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        if self._in_flight is not None:
+            return True
         queues = self.queues
         return self.serving.may_step and bool(queues.running or queues.partial or queues.waiting)
 
@@ -134,6 +135,7 @@ class Scheduler:
 
         Called on all of them in the same turn.
         """
+        self.finish_step()
         mine = len(self.queues.holding_kv()), len(self.queues.waiting) if waiting else 0
         counts = self.parallel.attn_dp.gather_ints(mine)
         return sum(running for running, _ in counts), sum(queued for _, queued in counts)
@@ -143,6 +145,7 @@ class Scheduler:
 
         Called on all of them in the same turn.
         """
+        self.finish_step()
         queues = self.queues
         begun = len(queues.holding_kv()) + sum(req.has_begun for req in queues.waiting)
         return sum(count for (count,) in self.parallel.attn_dp.gather_ints((begun,)))
@@ -160,71 +163,70 @@ class Scheduler:
         self.parallel.require_whole()
         runs = not self.serving.is_stopped and (self.has_work or not self._dp.is_alone)
         if runs:
-            runs = self._step()
+            runs = self._turn()
         else:
             self.stats.idle()
         if self.kv_events is not None:
             self.kv_events.publish()
         return runs
 
-    def _step(self) -> bool:
+    def _turn(self) -> bool:
+        """One step, launched and finished.  True if there was one."""
+        self._in_flight = self._launch()
+        return self.finish_step()
+
+    def finish_step(self) -> bool:
+        """Finish the step in flight, if there is one: from then on the host knows all that was sampled.
+
+        Whatever acts on requests from outside a step comes after this: an abort, a retraction, a count of them, a gate
+        that closes.  A commit need not: every step names the epoch that computes it.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._finish(step)
+        return step is not None
+
+    def _launch(self) -> InFlight | None:
+        """The first half of a step: afterwards the queues stand as they do for the next one."""
         stats = self.stats
         stats.start_step()
+        if self.queues.running.needs_history:
+            self.finish_step()
         plan = self._nothing
         if self.has_work:
-            plan = self._policy.plan(self.runner.state.epoch.weight_epoch, self._retract, begins=self.serving.may_begin)
+            epoch = self.runner.state.epoch.weight_epoch
+            plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
         counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
         stats.phase("plan")
         if plan.is_empty and not any(counts or ()):
-            return False
-        batch = self._build(plan)
-        batch.global_num_tokens = counts
-        stats.phase("build")
-        hidden_TD = self.runner.forward(batch)
-        if plan.is_empty:  # another rank's tokens needed this one's experts
+            return None
+        step = self._steps.launch(plan, counts, stats.phase)
+        for req in step.completed:
+            self.cache.share_prompt(req, step.epoch.weight_epoch)
+        if step.completed or step.ending:
+            self.queues.enter_launch(step.completed, step.ending)
+        return step
+
+    def _finish(self, step: InFlight) -> None:
+        """The second half: records, ends, messages."""
+        stats = self.stats
+        outgoing, num_sampled = self._steps.finish(step)
+        if step.is_idle:
             stats.idle()
-            return True
-        logits_NV = self.runner.logits(hidden_TD[batch.logits_rows] if plan.extends else hidden_TD)
-        stats.phase("forward")
-        outgoing = self._results.process(plan, hidden_TD, logits_NV)
-        if plan.extends or outgoing:
-            self._settle(plan, outgoing)
+            return
+        for req in step.completed:
+            if req.times.first_token is None:
+                req.times.first_token = time.monotonic()
+            if req.num_retractions == 0:
+                stats.num_prompt_tokens += req.prompt_len
+                stats.num_cached_tokens += req.cached_tokens
+        if any(req.finished for req in outgoing):
+            self.queues.drop_finished()
         stats.phase("process")
         if outgoing:
             self._emit(outgoing)
         stats.phase("messages")
-        stats.end_step(logits_NV.shape[0])
-        return True
-
-    def _build(self, plan: StepPlan) -> ForwardBatch:
-        decode = plan.decodes.inputs
-        slots = self.cache.extend_each(plan.decodes.generation, decode.pool_indices, decode.positions)
-        extends = [
-            ExtendInput(
-                item.req.tokens(item.start, item.start + item.count),
-                item.req.pool_index,
-                item.start,
-                item.completes and item.req.samples,
-            )
-            for item in plan.extends
-        ]
-        return build_forward_batch(extends, decode, slots, self.cache.pool.table)
-
-    def _settle(self, plan: StepPlan, outgoing: list[Req]) -> None:
-        """Move requests between the queues after a step."""
-        weight_epoch = self.runner.state.epoch.weight_epoch
-        completed = [item.req for item in plan.extends if item.completes]
-        for req in completed:
-            self.cache.share_prompt(req, weight_epoch)
-            if req.times.first_token is None:
-                req.times.first_token = time.monotonic()
-            if req.num_retractions == 0:
-                self.stats.num_prompt_tokens += req.prompt_len
-                self.stats.num_cached_tokens += req.cached_tokens
-        if any(req.finished for req in outgoing):
-            self.queues.running.drop_finished()
-        if completed:
-            self.queues.running.join(req for req in completed if not req.finished)
+        stats.end_step(num_sampled)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
         """Send what is new of `reqs`; those that finished give back their slots and are forgotten."""
@@ -306,6 +308,7 @@ class Scheduler:
 
         They end with the message and status of `error`, or, without one, with `reason` as their message.
         """
+        self.finish_step()
         names = list(self._by_rid) if rids is None else dict.fromkeys(rids)
         targets = [self._by_rid[rid] for rid in names if rid in self._by_rid]
         if not targets:
@@ -336,8 +339,9 @@ class Scheduler:
 
     def retract(self, reqs: Iterable[Req]) -> None:
         """Send requests that hold KV back to the waiting queue, oldest first."""
+        self.finish_step()
         queues = self.queues
-        leaving = sorted(reqs, key=lambda req: -req.arrival)
+        leaving = sorted((req for req in reqs if not req.finished), key=lambda req: -req.arrival)
         queues.running.remove(*leaving)
         for req in leaving:
             if req is queues.partial:

@@ -6,17 +6,25 @@ writing     the model is being written to: no step, requests wait
 poisoned    the weights are neither the old nor the new ones: no step, requests are refused
 draining    the server shuts down: requests are refused
 stopped     nothing runs any more
+
+A step in flight is finished before the gate for steps closes, so that behind a closed gate there is none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from rollout.core.errors import Unavailable
 
 
 class ServingState:
-    """Read by whoever asks, changed by the verbs' handlers between steps, on the scheduler's thread."""
+    """Read by whoever asks, changed by the verbs' handlers between steps, on the scheduler's thread.
 
-    def __init__(self) -> None:
+    `finish_step()` finishes the step in flight, if there is one.
+    """
+
+    def __init__(self, finish_step: Callable[[], object] = lambda: None) -> None:
+        self._finish_step = finish_step
         self._paused = False
         self._pausing = False
         self._was_paused = False
@@ -104,6 +112,7 @@ class ServingState:
     # --- changes --------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
+        self._finish_step()
         self._paused, self._pausing = True, False
 
     def pause_once_ended(self) -> None:
@@ -121,12 +130,17 @@ class ServingState:
 
     def withhold(self, reason: str | None) -> None:
         """None: served again."""
+        if reason is not None:
+            self._finish_step()
         self._withheld = reason
 
     def write(self, is_writing: bool) -> None:
+        if is_writing:
+            self._finish_step()
         self._writing = is_writing
 
     def poison(self, reason: str) -> None:
+        self._finish_step()
         self._poisoned = reason
 
     def lose_content(self) -> None:
@@ -144,4 +158,5 @@ class ServingState:
         self._draining = True
 
     def stop(self) -> None:
+        self._finish_step()
         self._stopped = True

@@ -214,14 +214,14 @@ def test_engine_09_in_a_small_pool(folder: Path) -> None:
     """A pool for an eighth of the group: it is busy from the second step on, and little is computed twice."""
     harness = Harness(folder, **GROUP | {"max_total_tokens": 64 + 8 * 64})
     computed = 0
-    process = harness.scheduler._results.process
+    forward = harness.scheduler.runner.forward
 
-    def counted(plan, *rest):
+    def counted(batch):
         nonlocal computed
-        computed += plan.num_tokens
-        return process(plan, *rest)
+        computed += batch.num_tokens
+        return forward(batch)
 
-    harness.scheduler._results.process = counted
+    harness.scheduler.runner.forward = counted
     assert steps_of_group(harness, [7] * 64, 64, 64) <= 190  # 273 when they entered one a step
     assert computed <= 1.1 * (64 + 64 * 64)
     harness.check_idle()

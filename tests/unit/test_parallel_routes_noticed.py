@@ -14,7 +14,7 @@ import torch
 from capture.slot_store import RouteSlotStore
 from rollout.distributed.communicator import Communicator, share_sizes
 from rollout.layers.moe.router import TopKRouter
-from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.model_executor.route_gather import RouteRider, gather_step
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
@@ -33,36 +33,36 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
 # --- wrong gathers ----------------------------------------------------------------------------------------------------
 
 
-def by_slice(rows_TK: torch.Tensor, ranks: Communicator) -> list[torch.Tensor]:
-    return list(rows_TK.split(share_sizes(len(rows_TK), ranks.size)))
+def by_slice(rows_TLK: torch.Tensor, ranks: Communicator) -> list[torch.Tensor]:
+    return list(rows_TLK.split(share_sizes(len(rows_TLK), ranks.size)))
 
 
-def in_another_order(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+def in_another_order(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: the last rank's slice comes first."""
-    return torch.cat(by_slice(rows_TK, ranks)[::-1])
+    return torch.cat(by_slice(rows_TLK, ranks)[::-1])
 
 
-def with_padding(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+def with_padding(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: slices are padded to equal length for the gather, and the padding stays among the rows."""
-    longest = max(share_sizes(len(rows_TK), ranks.size))
-    return torch.cat([resized(part, longest) for part in by_slice(rows_TK, ranks)])[: len(rows_TK)]
+    longest = max(share_sizes(len(rows_TLK), ranks.size))
+    return torch.cat([resized(part, longest) for part in by_slice(rows_TLK, ranks)])[: len(rows_TLK)]
 
 
-def with_other_sizes(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+def with_other_sizes(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: every slice is taken to have `count // ranks` rows, and the last one the rest."""
-    sizes = [len(rows_TK) // ranks.size] * ranks.size
-    sizes[-1] += len(rows_TK) - sum(sizes)
-    return torch.cat([resized(part, size) for part, size in zip(by_slice(rows_TK, ranks), sizes)])
+    sizes = [len(rows_TLK) // ranks.size] * ranks.size
+    sizes[-1] += len(rows_TLK) - sum(sizes)
+    return torch.cat([resized(part, size) for part, size in zip(by_slice(rows_TLK, ranks), sizes)])
 
 
-def own_slice_only(rows_TK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+def own_slice_only(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Wrong: every rank fills in its own rows, and nobody gathers."""
-    return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(by_slice(rows_TK, ranks))])
+    return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(by_slice(rows_TLK, ranks))])
 
 
 def resized(part: torch.Tensor, size: int) -> torch.Tensor:
     """Cut, or filled up with rows of zeros."""
-    return torch.cat([part, part.new_zeros(size, part.shape[1])])[:size]
+    return torch.cat([part, part.new_zeros(size, *part.shape[1:])])[:size]
 
 
 def all_kinds(world: World, layout: str) -> list[str]:
@@ -87,7 +87,7 @@ def test_a_wrong_gather_is_noticed(
         rider = new_rider(self)
         assert rider is not None
         routes = rider.routes
-        rider.routes = lambda: [wrong(rows_TK, self.state.model.parallel.attn_tp) for rows_TK in routes()]  # type: ignore
+        rider.routes = lambda: wrong(routes(), self.state.model.parallel.attn_tp)  # type: ignore[method-assign]
         return rider
 
     monkeypatch.setattr(ModelRunner, "_new_rider", with_wrong_rows)
@@ -124,13 +124,13 @@ def test_routes_of_another_data_parallel_rank_are_noticed(
 ) -> None:
     """Wrong: rows of all data-parallel ranks one after the other, of which each rank takes the first."""
     assert all_kinds(worlds[seed], layout) == []
-    keep = ModelRunner._keep_routes
+    note = ModelRunner._note_routes
 
-    def first_rows(self: ModelRunner, batch: Any, ids_TLK: torch.Tensor) -> None:
+    def first_rows(self: ModelRunner, batch: Any, ids_TLK: torch.Tensor) -> StepRoutes:
         everybody, _, _ = gather_step(batch, ids_TLK, self.state.model.parallel.attn_dp)
-        keep(self, batch, everybody[: batch.num_tokens])
+        return note(self, batch, everybody[: batch.num_tokens])
 
-    monkeypatch.setattr(ModelRunner, "_keep_routes", first_rows)
+    monkeypatch.setattr(ModelRunner, "_note_routes", first_rows)
     assert only_routes(all_kinds(worlds[seed], layout))
 
 

@@ -210,15 +210,22 @@ def test_8_vllm_35744_every_kv_slot_has_a_row(engines: Engines, monkeypatch: pyt
 
 
 class OneBuffer(RoutedExpertsCapturer):
-    """Wrong: the rows of every step are views of the same memory, and the next step does not wait."""
+    """Wrong: the rows of every step are views of the same memory."""
 
-    def __init__(self, num_moe_layers: int, top_k: int) -> None:
-        super().__init__(num_moe_layers, top_k)
-        self._memory = torch.zeros(num_moe_layers, 512, top_k, dtype=torch.int64)
+    _memory: torch.Tensor | None = None
 
-    def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
-        view_TK = self._memory[moe_layer, : len(logical_ids_TK)]
-        super().record(moe_layer, view_TK.copy_(logical_ids_TK))
+    def finish_step(self) -> torch.Tensor:
+        rows_TLK = super().finish_step()
+        if self._memory is None:
+            self._memory = torch.empty(512, *rows_TLK.shape[1:], dtype=rows_TLK.dtype)
+        return self._memory[: len(rows_TLK)].copy_(rows_TLK)
+
+
+class NotesWithoutACopy(RouteSlotStore):
+    """Wrong: keeps what it is given, and the next step does not wait."""
+
+    def write(self, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
+        self._noted.append((slots, rows_TLK))
 
 
 def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
@@ -226,6 +233,8 @@ def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
 ) -> None:
     assert engines.objections(layout=WHOLE) == []
     monkeypatch.setattr(build, "RoutedExpertsCapturer", OneBuffer)
+    assert engines.objections(layout=WHOLE) == []  # a finished step's rows were copied
+    monkeypatch.setattr(build, "RouteSlotStore", NotesWithoutACopy)
     assert routes_only(engines.objections(layout=WHOLE))
 
 

@@ -133,13 +133,13 @@ def test_bias_penalties_and_minimum_length() -> None:
     ]
     logits[2, 5], logits[2, 6] = 4.0, -4.0
     info = SamplingBatchInfo(rows, VOCAB)
-    changed = apply_edits(logits.clone(), info)
+    positions = torch.tensor([len(row.output_ids) for row in rows])
+    changed = apply_edits(logits.clone(), info, positions)
     assert changed[0, 9] == 5.0 and changed[0].sum() == 5.0
     assert changed[1, 3] == -1.25 and changed[1, 4] == -0.75 and changed[1].count_nonzero() == 2
     assert changed[2, 5] == 2.0 and changed[2, 6] == -8.0
     assert changed[3, 7] == -torch.inf
-    rows[3].output_ids.append(2)
-    assert apply_edits(logits.clone(), info)[3, 7] == 0.0
+    assert apply_edits(logits.clone(), info, positions + 1)[3, 7] == 0.0
 
 
 def test_top_and_chosen_logprobs_where_asked_for(sampler: Sampler) -> None:

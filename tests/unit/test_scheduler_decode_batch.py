@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,19 +44,21 @@ class Stepper:
             self.batch.remove(*self.batch.reqs)
 
     def join(self, count: int) -> None:
-        self.batch.join([self.request() for _ in range(count)])
+        joining = [self.request() for _ in range(count)]
+        self.batch.join(joining)
+        for req in joining:
+            req.output.token_ids.append(7)  # what the step sampled that completed the prompt
 
     def request(self) -> Req:
         self.made += 1
         params = SamplingParams(max_new_tokens=100)
         source = TokenizedGenerateReqInput(rid=str(self.made), input_ids=[5] * self.made, sampling_params=params)
         req = Req(source, arrival=self.made, seed=0, end_ids=frozenset())
-        req.output.token_ids.append(7)
         req.device_len, req.pool_index = self.made, self.made + 10
         return req
 
     def step(self, token_ids: list[int]) -> None:
-        self.batch.advance(torch.tensor(token_ids))
+        assert not self.batch.advance()
         for req, token_id in zip(self.batch, token_ids):
             req.output.token_ids.append(token_id)
 
@@ -71,9 +72,7 @@ def test_arrays_follow_the_requests(actions: list[tuple[str, int]]) -> None:
         stepper.act(action, value)
         stepper.batch.check()
         inputs = stepper.batch.inputs
-        assert all(
-            x.is_contiguous() for x in (inputs.input_ids, inputs.pool_indices, inputs.positions, inputs.seq_lens)
-        )
+        assert all(x.is_contiguous() for x in (inputs.pool_indices, inputs.positions, inputs.seq_lens))
         assert list(stepper.batch) == before or stepper.batch.generation > generation
 
 
@@ -83,12 +82,34 @@ def test_inputs_of_the_next_step() -> None:
     stepper.step([20, 21, 22])
     stepper.batch.remove(stepper.batch.reqs[1])
     inputs = stepper.batch.inputs
-    assert inputs.input_ids.tolist() == [20, 22]
     assert inputs.pool_indices.tolist() == [11, 13]
     assert inputs.positions.tolist() == [2, 4]  # prompts of 1 and 3 tokens, and one output token whose KV is there
     assert inputs.seq_lens.tolist() == [3, 5]
     assert inputs.rows.tolist() == [0, 1]
     assert stepper.batch.output_counts.tolist() == [2, 2]
+
+
+def test_lengths_are_counted_without_the_tokens() -> None:
+    """Two steps are launched before the first of them has reached the host."""
+    stepper = Stepper()
+    stepper.join(2)
+    first = stepper.batch.reqs[0]
+    stepper.batch.advance()
+    stepper.batch.check(in_flight=stepper.batch.reqs)
+    assert (first.device_len, first.num_tokens, first.recorded_len) == (2, 2, 1)
+    stepper.batch.remove(first)
+    assert (first.device_len, first.num_tokens, first.recorded_len) == (2, 2, 1)
+    assert stepper.batch.inputs.positions.tolist() == [3]
+    with pytest.raises(AssertionError, match="arrays and the requests differ"):
+        stepper.batch.check()
+
+
+def test_the_last_token_of_a_request_is_known_when_it_is_launched() -> None:
+    stepper = Stepper()
+    stepper.join(2)
+    for _ in range(98):
+        assert not stepper.batch.advance()
+    assert stepper.batch.advance() == [0, 1]
 
 
 @pytest.mark.parametrize("wrong", [ForgetsWhoLeft, ForgetsToAdvance])

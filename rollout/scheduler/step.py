@@ -1,0 +1,210 @@
+"""A step in two halves: `launch` gives it to the device, `finish` brings what it computed to the host.
+
+    plan -- launch --> InFlight -- finish --> records
+                          |
+              the next launch may come first: its input tokens are on the device, its lengths are counted
+
+`launch` reads no sampled token.  What it returns names the epoch that computes the step, so that whatever is in force
+when it is finished, its tokens, scores and rows are labelled with the weights that made them.
+
+Does not know queues or sockets.
+
+Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rollout.core.io_struct import FinishReason
+from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
+from rollout.model_executor.model_runner import ModelRunner, StepRoutes
+from rollout.model_executor.model_state import ServingEpoch
+from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.policy import Extend, StepPlan
+from rollout.scheduler.req import Req
+from rollout.scheduler.sampled_rows import SampledRows
+from rollout.scheduler.stop import StopChecker
+
+
+class Sampled(NamedTuple):
+    """A token for each of `rows`.  `last`: the rows that get no further one, by their number."""
+
+    rows: SampledRows
+    tokens: SampledTokens
+    last: Sequence[int]
+
+
+class InFlight(NamedTuple):
+    """A launched step.  Its tensors are its own, on the device; nothing changes them.
+
+    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows,
+    whatever it samples; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
+    """
+
+    epoch: ServingEpoch
+    num_ended: int
+    routes: StepRoutes | None
+    completed: Sequence[Req] = ()
+    ending: Sequence[Req] = ()
+    sampled: Sequence[Sampled] = ()
+    scored: Sequence[tuple[Req, ScoredTokens]] = ()
+    is_idle: bool = False
+
+    @property
+    def sampling(self) -> list[Req]:
+        return [req for part in self.sampled for req in part.rows.reqs]
+
+
+class StepRunner:
+    """Both halves, over the parts that each needs.  Steps are finished in the order in which they were launched.
+
+    A request may turn out to have ended after the next step was launched with it.  What that step computed for it is
+    dropped: `num_ended` counts ends, so that a step knows whether there were any since its launch.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, cache: CacheManager, stop: StopChecker, vocab_size: int
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._cache = cache
+        self._stop = stop
+        self._vocab_size = vocab_size
+        self._num_ended = 0
+        self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
+        self._generation = -1
+
+    # --- first half -----------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
+        """Give the step to the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
+        decodes, pool = plan.decodes, self._cache.pool
+        inputs = decodes.inputs
+        slots = self._cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
+        extends = plan.extends
+        batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
+        batch.global_num_tokens = global_num_tokens
+        phase("build")
+        epoch = self._runner.state.epoch
+        hidden_TD, routes = self._runner.forward(batch)
+        if plan.is_empty:  # another rank's tokens needed this one's experts
+            return InFlight(epoch, self._num_ended, routes, is_idle=True)
+        logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
+        phase("forward")
+        completed: list[Req] = []
+        scored: list[tuple[Req, ScoredTokens]] = []
+        sampled: list[Sampled] = []
+        if extends:
+            completed = [item.req for item in extends if item.completes]
+            scored = self._score_prompts(extends, hidden_TD)
+            for item in extends:
+                item.req.device_len += item.count
+            logits_NV = self._sample_first(completed, logits_NV, sampled)
+        if decodes:
+            rows = self._rows_of(decodes)
+            tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
+            pool.newest_tokens.put(batch.decode_req_pool_indices, tokens.token_ids)
+            sampled.append(Sampled(rows, tokens, decodes.advance()))
+        ending = [part.rows.reqs[row] for part in sampled for row in part.last]
+        ending += [req for req in completed if not req.samples]
+        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
+
+    def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
+        """A token for each request that is through with its prompt, from the first rows.  Returns the others."""
+        reqs = [req for req in completed if req.samples]
+        if reqs:
+            newest = self._cache.pool.newest_tokens
+            rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device)
+            counts = [len(req.output.token_ids) for req in reqs]  # nothing of theirs is in flight
+            tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
+            newest.put(torch.tensor([req.pool_index for req in reqs], device=newest.device), tokens.token_ids)
+            last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
+            sampled.append(Sampled(rows, tokens, last))
+        return logits_NV[len(reqs) :]
+
+    def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
+        """What was looked up for the last step if the same requests decode now."""
+        if self._decoding is None or self._generation != decodes.generation:
+            device = self._cache.pool.newest_tokens.device
+            self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device)
+            self._generation = decodes.generation
+        return self._decoding
+
+    def _score_prompts(self, extends: Sequence[Extend], hidden_TD: torch.Tensor) -> list[tuple[Req, ScoredTokens]]:
+        """Log-probabilities of prompt tokens from the rows that predict them, of the raw distribution at temperature.
+
+        Row r of an extend is position `start + r` and predicts token `start + r + 1`.
+        """
+        scored, offset = [], 0
+        for item in extends:
+            record = item.req.prompt_record
+            if record is not None:
+                first = max(item.start, record.next_position)
+                last = min(item.start + item.count, item.req.prompt_len - 1)  # exclusive
+                if first < last:
+                    rows = hidden_TD[offset + first - item.start : offset + last - item.start]
+                    scored += self._score_rows(item.req, rows, first + 1)
+            offset += item.count
+        return scored
+
+    def _score_rows(self, req: Req, hidden_ND: torch.Tensor, position: int) -> list[tuple[Req, ScoredTokens]]:
+        """Those of the prompt tokens `position ..`, one a row."""
+        scored, source = [], req.source
+        temperature = req.sampling_params.effective_temperature
+        for logits_NV in self._runner.logits_in_chunks(hidden_ND):
+            targets = torch.tensor(req.prompt_ids[position : position + len(logits_NV)], device=logits_NV.device)
+            chosen_ids, top_n = source.token_ids_logprob or [], source.top_logprobs_num
+            scored.append((req, self._sampler.score(logits_NV, targets, temperature, chosen_ids, top_n)))
+            position += len(logits_NV)
+        return scored
+
+    # --- second half ----------------------------------------------------------------------------------------------
+
+    def finish(self, step: InFlight) -> tuple[list[Req], int]:
+        """Enter a step into the records, and set `req.finished` of requests that end with it.
+
+        Returns the requests with something to send, those that ended or stream, and how many tokens were entered.
+        """
+        if step.routes is not None:
+            self._runner.keep_routes(step.routes)
+        for req, scored in step.scored:
+            _enter_scores(req, scored, step.epoch)
+        outgoing: list[Req] = []
+        for req in step.completed:
+            if not req.samples:
+                req.output.versions.note(step.epoch, 0)
+                req.finished = FinishReason(type="length", length=0)
+                outgoing.append(req)
+        num_entered = 0
+        ended: Sequence[int] = ()
+        for rows, tokens, last in step.sampled:
+            if step.num_ended != self._num_ended:
+                ended = [row for row, req in enumerate(rows.reqs) if req.finished]
+            outgoing += rows.enter(tokens, step.epoch, last, ended)
+            num_entered += len(rows.reqs) - len(ended)
+        if outgoing:
+            self._num_ended += sum(req.finished is not None for req in outgoing)
+        return outgoing, num_entered
+
+
+def _input(item: Extend) -> ExtendInput:
+    req = item.req
+    token_ids = req.tokens(item.start, item.start + item.count)
+    return ExtendInput(token_ids, req.pool_index, item.start, item.completes and req.samples)
+
+
+def _enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
+    record = req.prompt_record
+    assert record is not None
+    record.versions.note(epoch, len(record.values))
+    record.values += scored.logprobs.tolist()
+    if req.source.top_logprobs_num:
+        record.top += list(zip(scored.top_logprobs.tolist(), scored.top_ids.tolist()))
+    if req.source.token_ids_logprob:
+        record.chosen += scored.chosen_logprobs.tolist()
