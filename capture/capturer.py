@@ -33,12 +33,20 @@ class RoutedExpertsCapturer:
         self._layers: tuple[torch.Tensor, ...] = ()  # views of the rows, by layer
         self._absent: set[int] = set()
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Expect one record of `num_tokens` rows from every MoE layer.  Drops what an unfinished step left."""
+    def begin_step(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Expect one record of `num_tokens` rows from every MoE layer; where each goes [T, K], by layer.
+
+        Drops what an unfinished step left.
+        """
         shape = (num_tokens, self.num_moe_layers, self.top_k)
         self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
         self._layers = self._rows_TLK.unbind(1)
         self._absent = set(range(self.num_moe_layers))
+        return self._layers
+
+    def played(self) -> None:
+        """Every record of the step was copied by a tape of calls of `record`."""
+        self._absent.clear()
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
         """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""

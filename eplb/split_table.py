@@ -93,7 +93,7 @@ class SplitTable:
         """Slots [T, K] of tokens in the rows `first_row ..` of the batch; `width` is that of the layer."""
         slots_RE = self.slots_LRE[layer]
         if width == 1:
-            return slots_RE[0][logical_ids_TK]
+            return slots_RE[0].take(logical_ids_TK)
         picks_T = picks(first_row, logical_ids_TK.shape[0], logical_ids_TK.device)
         passed_RTK = picks_T[:, None] >= self.ends_LRE[layer, : width - 1][:, logical_ids_TK]
         return slots_RE[passed_RTK.sum(dim=0), logical_ids_TK]

@@ -17,7 +17,7 @@ from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.model_executor.decoder import DecoderForCausalLM
 
 
 @dataclass
@@ -35,9 +35,8 @@ class ForwardHarness:
         self, model: DecoderForCausalLM, max_requests: int = 8, max_context: int = 128, backend: str = "torch_native"
     ) -> None:
         self.model = model
-        config = model.config
         num_slots = max_requests * max_context
-        self.pool = KVPool(num_slots, config.num_hidden_layers, model.local_kv_heads, config.head_dim, model.dtype)
+        self.pool = KVPool(num_slots, model.kv_layers, model.dtype)
         for tensor in (*self.pool.k, *self.pool.v):
             tensor.fill_(float("nan"))
         self.attention = create_attention_backend(backend, self.pool)

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.tokenizer import Tokenizer

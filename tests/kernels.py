@@ -6,52 +6,65 @@ from collections.abc import Callable
 
 import torch
 
+from rollout.core.layer_specs import RotarySpec
+from rollout.distributed.parallel import Parallel
 from rollout.kernels.build import load_kernels
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.native_ops import NativeOps
+from rollout.kernels.ops import Ops, compiled_ops, plain_ops
+from rollout.layers.build import Build
+from rollout.layers.norm_rotary import RotaryTable
 
 Rows = Callable[[torch.Tensor], torch.Tensor]  # from the indices of input rows [N] to their results [N, ...]
 
 
-def native_ops() -> NativeOps:
+def plain_build(dtype: torch.dtype) -> Build:
+    """Layers of one rank in plain torch."""
+    return Build(plain_ops(), dtype, "cpu", Parallel())
+
+
+def angles(dim: int, num_positions: int, dtype: torch.dtype, positions_T: torch.Tensor) -> torch.Tensor:
+    """Rotary angles [T, 2, dim] of theta 10000."""
+    return RotaryTable(RotarySpec(dim=dim, theta=10000.0), num_positions, plain_build(dtype)).angles(positions_T)
+
+
+def native_ops() -> Ops:
     """Compiles them if this machine has not done so yet."""
     status = load_kernels()
     assert status.available, status.reason
-    return NativeOps()
+    return compiled_ops()
 
 
-def matrix(ops: LayerOps, weight_OD: torch.Tensor) -> torch.Tensor:
+def matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
     """The storage of `ops` with this content."""
     rows, depth = weight_OD.shape
-    storage = ops.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
-    ops.matrix_place(storage, range(rows), depth).write(weight_OD)
+    storage = ops.storage.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
+    ops.storage.matrix_place(storage, range(rows), depth).write(weight_OD)
     return storage
 
 
-def expert_weights(ops: LayerOps, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+def expert_weights(ops: Ops, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The storage of `ops` for gate rows before up rows [P, 2I, D] and `w2` [P, D, I]; and I."""
     experts, hidden, inner = w2.shape
-    stored = ops.empty_experts(experts, inner, hidden, w2.dtype, "cpu")
+    stored = ops.storage.empty_experts(experts, inner, hidden, w2.dtype, "cpu")
     for expert in range(experts):
         gate, up = w13[expert].split(inner)
         for part, content in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[expert])):
-            ops.expert_place(*stored, part, expert, inner, hidden).write(content)  # type: ignore[arg-type]
+            ops.storage.expert_place(*stored, part, expert, inner, hidden).write(content)  # type: ignore[arg-type]
     return *stored, inner
 
 
-def linear(ops: LayerOps, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+def linear(ops: Ops, hidden_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
     return ops.linear(hidden_TD, matrix(ops, weight_OD), weight_OD.shape[0])
 
 
 def experts(
-    ops: LayerOps,
+    ops: Ops,
     hidden_TD: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
 ) -> torch.Tensor:
-    return ops.experts(hidden_TD, ids_TK, weights_TK, *expert_weights(ops, w13, w2))
+    return ops.fused_experts(hidden_TD, ids_TK, weights_TK, *expert_weights(ops, w13, w2))
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Weights as a `LayerOps` stores them, from plain tensors.
+"""Weights as a `Ops` stores them, from plain tensors.
 
 Shapes: O output features, D input features, P physical experts, I expert intermediate.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import torch
 
-from rollout.layers.ops.base import ExpertPart, LayerOps
+from rollout.kernels.ops import ExpertPart, Ops
 
 PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
-def stored_matrix(ops: LayerOps, weight_OD: torch.Tensor) -> torch.Tensor:
+def stored_matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
     """`weight` for `linear` and its like."""
     rows, depth = weight_OD.shape
-    storage = ops.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
-    ops.matrix_place(storage, range(rows), depth).write(weight_OD)
+    storage = ops.storage.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
+    ops.storage.matrix_place(storage, range(rows), depth).write(weight_OD)
     return storage
 
 
 def stored_experts(
-    ops: LayerOps, gate_PID: torch.Tensor, up_PID: torch.Tensor, down_PDI: torch.Tensor
+    ops: Ops, gate_PID: torch.Tensor, up_PID: torch.Tensor, down_PDI: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`w13` and `w2` for `experts`."""
     experts, inner, hidden = gate_PID.shape
-    w13, w2 = ops.empty_experts(experts, inner, hidden, gate_PID.dtype, "cpu")
+    w13, w2 = ops.storage.empty_experts(experts, inner, hidden, gate_PID.dtype, "cpu")
     for expert in range(experts):
         for part, weights in zip(PARTS, (gate_PID, up_PID, down_PDI), strict=True):
-            ops.expert_place(w13, w2, part, expert, inner, hidden).write(weights[expert])
+            ops.storage.expert_place(w13, w2, part, expert, inner, hidden).write(weights[expert])
     return w13, w2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rollout.layers.ops.place import ViewPlace
+from rollout.kernels.places import ViewPlace
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
 from weight_sync.tensor_meta import Piece, TensorMeta
 

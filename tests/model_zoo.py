@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.kernels.ops import Ops, plain_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.torch_ops import TorchOps
-from rollout.models.decoder import DecoderForCausalLM
-from rollout.models.load import load_model
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.load import load_model
+from rollout.models.registry import load_model_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "moe_dense_first": {"layers": 3, "dense_first": 1},
@@ -75,7 +75,7 @@ def load_tiny(
     folder: Path,
     dtype: torch.dtype = torch.float64,
     placement: ExpertPlacement | None = None,
-    ops: LayerOps | None = None,
+    ops: Ops | None = None,
     parallel: Parallel | None = None,
     moe_a2a_backend: str = "none",
 ) -> DecoderForCausalLM:
@@ -88,7 +88,7 @@ def load_tiny(
         dtype,
         "cpu",
         placement,
-        ops or TorchOps(),
+        ops or plain_ops(),
         parallel=parallel,
         moe_backend=MoeBackend(moe_a2a_backend),
     )

@@ -16,12 +16,13 @@ from itertools import product
 
 import torch
 
+from rollout.core.layer_specs import RotarySpec
 from rollout.core.sampling_params import SamplingParams
+from rollout.kernels.ops import Ops, compiled_ops
 from rollout.layers.norm_rotary import RotaryTable
-from rollout.layers.ops.native_ops import NativeOps
-from rollout.layers.ops.torch_ops import TorchOps
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
+from tests.kernels import plain_build
 from tests.layer_storage import PARTS, stored_experts, stored_matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -45,12 +46,12 @@ def _refuses(call: Callable[[], object]) -> None:
     raise AssertionError("wrong arguments were taken")
 
 
-def matrices(ops: NativeOps) -> Iterator[torch.Tensor]:
+def matrices(ops: Ops) -> Iterator[torch.Tensor]:
     for dtype, depth, outputs in product(DTYPES, DEPTHS, OUTPUTS):
         weight, scale = _randn(dtype, outputs, depth), _randn(dtype, depth)
         storage = stored_matrix(ops, weight)
         for rows in (range(outputs), range(outputs // 2, outputs), range(outputs - 1, outputs), range(0)):
-            place = ops.matrix_place(storage, rows, depth)
+            place = ops.storage.matrix_place(storage, rows, depth)
             assert torch.equal(place.read(), weight[rows.start : rows.stop])
         ids = torch.tensor([outputs - 1, 0, outputs - 1])
         assert torch.equal(ops.matrix_rows(storage, ids, depth), weight[ids])
@@ -70,7 +71,7 @@ def matrices(ops: NativeOps) -> Iterator[torch.Tensor]:
         _refuses(lambda: ops.matrix_rows(storage, torch.tensor([999]), depth))  # noqa: B023
 
 
-def routers(ops: NativeOps) -> Iterator[torch.Tensor]:
+def routers(ops: Ops) -> Iterator[torch.Tensor]:
     for dtype, depth, experts in product(DTYPES, (1, 17, 64), (1, 7, 16, 33, 130)):
         storage, scale = stored_matrix(ops, _randn(dtype, experts, depth)), _randn(dtype, depth)
         for tokens, top_k, normalise in product((0, 1, 9, 40), {1, (experts + 1) // 2, experts}, (False, True)):
@@ -82,7 +83,7 @@ def routers(ops: NativeOps) -> Iterator[torch.Tensor]:
             yield from (normed[2:], weights[2:], ids)
 
 
-def activations(ops: NativeOps) -> Iterator[torch.Tensor]:
+def activations(ops: Ops) -> Iterator[torch.Tensor]:
     for dtype, inner, tokens in product(DTYPES, DEPTHS, TOKENS):
         yield ops.silu_and_mul(_randn(dtype, tokens, 2 * inner))
     _refuses(lambda: ops.silu_and_mul(torch.ones(2, 3)))
@@ -98,42 +99,42 @@ ROUTINGS: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
-def experts(ops: NativeOps) -> Iterator[torch.Tensor]:
+def experts(ops: Ops) -> Iterator[torch.Tensor]:
     for dtype, hidden, inner, count in product(DTYPES, (1, 17, 64, 131), (1, 16, 33), (1, 6)):
         projections = [_randn(dtype, count, inner, hidden) for _ in range(2)] + [_randn(dtype, count, hidden, inner)]
         w13, w2 = stored_experts(ops, *projections)
         for part, weights in zip(PARTS, projections, strict=True):
             for expert in (0, count - 1):
-                place = ops.expert_place(w13, w2, part, expert, inner, hidden)
+                place = ops.storage.expert_place(w13, w2, part, expert, inner, hidden)
                 assert torch.equal(place.read(), weights[expert])
         for routing in ROUTINGS.values():
             ids = routing(count)
             rows, factors = _randn(dtype, len(ids), hidden), torch.rand(ids.shape).to(dtype)
-            yield ops.experts(rows, ids, factors, w13, w2, inner)
-            yield ops.experts(rows, ids, None, w13, w2, inner)
+            yield ops.fused_experts(rows, ids, factors, w13, w2, inner)
+            yield ops.fused_experts(rows, ids, None, w13, w2, inner)
         for wrong in (count, -1, 2**40):
             row, ids = _randn(dtype, 1, hidden), torch.tensor([[wrong]])
-            _refuses(lambda: ops.experts(row, ids, None, w13, w2, inner))  # noqa: B023
+            _refuses(lambda: ops.fused_experts(row, ids, None, w13, w2, inner))  # noqa: B023
 
 
-def heads(ops: NativeOps) -> Iterator[torch.Tensor]:
+def heads(ops: Ops) -> Iterator[torch.Tensor]:
     slots = 23
     for dtype, size, (num_heads, num_kv_heads) in product(DTYPES, (2, 6, 16, 24, 40, 128), ((1, 1), (6, 2), (5, 5))):
         weight = _randn(dtype, num_heads + num_kv_heads, size)
-        table = RotaryTable(size, 10000.0, 50, dtype, "cpu", TorchOps())
+        table = RotaryTable(RotarySpec(dim=size, theta=10000.0), 50, plain_build(dtype))
         for tokens in (0, 1, 9, slots):
             qkv = _randn(dtype, tokens, (num_heads + 2 * num_kv_heads) * size)
             pools = [torch.zeros(slots, num_kv_heads, size, dtype=dtype) for _ in range(2)]
             angles, places = table.angles(49 - torch.arange(tokens)), slots - 1 - torch.arange(tokens)
-            yield ops.heads_to_pool(qkv, weight, angles, EPS, *pools, places)
+            yield ops.qk_norm_rope_store(qkv, weight, angles, EPS, *pools, places)
             yield from pools
         for wrong in (slots, -1):
             place = torch.tensor([wrong])
             row, angle = qkv[:1], table.angles(torch.tensor([0]))
-            _refuses(lambda: ops.heads_to_pool(row, weight, angle, EPS, *pools, place))  # noqa: B023
+            _refuses(lambda: ops.qk_norm_rope_store(row, weight, angle, EPS, *pools, place))  # noqa: B023
 
 
-def attention(ops: NativeOps) -> Iterator[torch.Tensor]:
+def attention(ops: Ops) -> Iterator[torch.Tensor]:
     """Lengths at the edges of blocks of 64 and segments of 512; the last sequence uses the first and the last slot."""
     attend = torch.ops.lockstep.paged_attention
     lengths = (1, 63, 64, 65, 128, 511, 512, 513, 600)
@@ -191,7 +192,7 @@ def _sampling_rows(count: int, vocab: int) -> list[SamplingRow]:
     ]
 
 
-def samplers(ops: NativeOps) -> Iterator[torch.Tensor]:
+def samplers(ops: Ops) -> Iterator[torch.Tensor]:
     sampler = NativeSampler()
     for dtype, vocab, count in product(DTYPES, (1, 2, 15, 16, 17, 255, 257, 4097), (0, 1, 7)):
         rows = _sampling_rows(count, vocab)
@@ -211,7 +212,7 @@ OPERATORS = (matrices, routers, activations, experts, heads, attention, samplers
 
 def digest() -> str:
     """Of every result with one thread; with two they must be the same."""
-    ops, found = NativeOps(), []
+    ops, found = compiled_ops(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         torch.manual_seed(0)

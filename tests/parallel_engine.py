@@ -17,12 +17,12 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
-from rollout.core.model_config import load_model_config
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
-from rollout.layers.ops.base import LayerOps
+from rollout.kernels.ops import Ops
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
 from rollout.model_executor.model_state import ModelState
+from rollout.models.registry import load_model_config
 from tests.forward_harness import ForwardHarness
 from tests.model_zoo import load_tiny, placed
 from tests.ranks import run_ranks
@@ -83,7 +83,7 @@ class RankEngine:
         moe_a2a_backend: str = "none",
         metadata: ExpertLocationMetadata | None = None,
         dtype: torch.dtype = torch.float64,
-        ops: LayerOps | None = None,
+        ops: Ops | None = None,
         attention: str = "torch_native",
     ) -> None:
         self.parallel = parallel or Parallel()

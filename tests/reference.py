@@ -63,18 +63,19 @@ def _rotate(x_Thd: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def _attention(config: ModelConfig, weights: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
-    size, tokens = config.head_dim, x.shape[0]
-    heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+    spec = config.layers[0].attention
+    size, tokens, theta = spec.head_dim, x.shape[0], spec.rotary.theta
+    heads_per_kv = spec.num_heads // spec.num_kv_heads
     query, key, value = (x @ weights[f"{prefix}.{part}_proj.weight"].T for part in "qkv")
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     outputs = []
-    for head in range(config.num_attention_heads):
+    for head in range(spec.num_heads):
         kv_head = head // heads_per_kv
         q = query[:, head * size : (head + 1) * size]
         k = key[:, kv_head * size : (kv_head + 1) * size]
         v = value[:, kv_head * size : (kv_head + 1) * size]
-        q = _rotate(_rms_norm(q, weights[f"{prefix}.q_norm.weight"], config.rms_norm_eps), config.rope_theta)
-        k = _rotate(_rms_norm(k, weights[f"{prefix}.k_norm.weight"], config.rms_norm_eps), config.rope_theta)
+        q = _rotate(_rms_norm(q, weights[f"{prefix}.q_norm.weight"], config.rms_norm_eps), theta)
+        k = _rotate(_rms_norm(k, weights[f"{prefix}.k_norm.weight"], config.rms_norm_eps), theta)
         scores = (q @ k.T / size**0.5).masked_fill(future, float("-inf"))
         outputs.append(scores.softmax(-1) @ v)
     return torch.cat(outputs, dim=1) @ weights[f"{prefix}.o_proj.weight"].T
@@ -91,7 +92,7 @@ def _moe(
     probabilities = (x @ weights[f"{prefix}.gate.weight"].T).softmax(-1)
     scores, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
     scores, chosen = scores[:, : config.num_experts_per_tok], chosen[:, : config.num_experts_per_tok]
-    if config.norm_topk_prob:
+    if config.moe is not None and config.moe.router.normalise:
         scores = scores / scores.sum(-1, keepdim=True)
     output = torch.zeros_like(x)
     for token in range(x.shape[0]):

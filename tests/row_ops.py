@@ -1,40 +1,45 @@
 """Plain torch in which a row's result has the same bits whatever other rows there are, at the price of speed.
 
-A matrix product of BLAS takes other kernels for the last rows than for the first ones; here every row is a product of
-its own.  So two ways to deal out the same tokens can be compared bit for bit.
-
-Shapes: T tokens, D input features, O output features, K slots of a row, P experts, I expert intermediate.
+A matrix product of BLAS takes other kernels for the last rows than for the first ones; here every row is a call of its
+own.  So two ways to deal out the same tokens can be compared bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from rollout.layers.activation import silu_and_mul
-from rollout.layers.ops.torch_ops import TorchOps, weighted_sum
+from rollout.kernels.ops import Ops, plain_ops
 
 
-class RowOps(TorchOps):
-    """`TorchOps`, row by row."""
+def row_ops() -> Ops:
+    """Plain torch, row by row."""
+    ops = plain_ops()
+    return replace(
+        ops,
+        linear=_by_rows(ops.linear, 1),
+        norm_linear=_by_rows(ops.norm_linear, 2),
+        norm_route=_by_rows(ops.norm_route, 2),
+        fused_experts=_by_rows(ops.fused_experts, 3),
+    )
 
-    def linear(self, hidden_TD: torch.Tensor, weight: torch.Tensor, out_features: int) -> torch.Tensor:
-        out_TO = hidden_TD.new_empty(hidden_TD.shape[0], out_features)
-        for row, out in zip(hidden_TD, out_TO, strict=True):
-            torch.mv(weight, row.contiguous(), out=out)
-        return out_TO
 
-    def experts(
-        self,
-        hidden_TD: torch.Tensor,
-        physical_ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor | None,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        inner: int,
-    ) -> torch.Tensor:
-        out_TKD = hidden_TD.new_empty(*physical_ids_TK.shape, hidden_TD.shape[1])
-        for row, ids_K, out_KD in zip(hidden_TD, physical_ids_TK.tolist(), out_TKD, strict=True):
-            for expert, out in zip(ids_K, out_KD, strict=True):
-                assert 0 <= expert < w13.shape[0]
-                torch.mv(w2[expert], silu_and_mul(torch.mv(w13[expert], row.contiguous())), out=out)
-        return out_TKD if weights_TK is None else weighted_sum(out_TKD, weights_TK)
+def _by_rows(operator: Callable[..., Any], num_rowwise: int) -> Callable[..., Any]:
+    """`operator`, whose first arguments have a row a token, called for one token at a time."""
+
+    def call(*args: Any) -> Any:
+        rowwise, rest = args[:num_rowwise], args[num_rowwise:]
+        if rowwise[0].shape[0] == 0:
+            return operator(*args)
+        slices = [
+            operator(*(None if tensor is None else tensor[row : row + 1] for tensor in rowwise), *rest)
+            for row in range(rowwise[0].shape[0])
+        ]
+        if isinstance(slices[0], tuple):
+            return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
+        return torch.cat(slices)
+
+    return call

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.memory import read_memory
 from rollout.kernels.build import load_kernels
-from rollout.layers.ops.native_ops import NativeOps
+from rollout.kernels.ops import compiled_ops
 from weight_sync.staging_modes import new_staging
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 from weight_sync.transaction import WeightTransaction
@@ -29,9 +29,9 @@ class Matrices:
     """`LogicalWeights` of packed matrices."""
 
     def __init__(self) -> None:
-        ops = NativeOps()
-        storages = {f"w{i}": ops.empty_matrix(ROWS, COLUMNS, torch.bfloat16, "cpu") for i in range(COUNT)}
-        self._places = {name: ops.matrix_place(t, range(ROWS), COLUMNS) for name, t in storages.items()}
+        ops = compiled_ops()
+        storages = {f"w{i}": ops.storage.empty_matrix(ROWS, COLUMNS, torch.bfloat16, "cpu") for i in range(COUNT)}
+        self._places = {name: ops.storage.matrix_place(t, range(ROWS), COLUMNS) for name, t in storages.items()}
         self._metas = {name: TensorMeta(name, torch.bfloat16, (ROWS, COLUMNS)) for name in storages}
         for name in storages:
             self.write(name, torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16))

@@ -134,7 +134,7 @@ Count = Callable[[Arguments, object], int]  # from the arguments and the result 
 
 BYTES: Mapping[str, Count] = {
     "lockstep::fused_experts": _experts_bytes,
-    "lockstep::packed_embedding": _gather_bytes,
+    "lockstep::matrix_rows": _gather_bytes,
     "lockstep::gather_rows": _gather_bytes,
     "lockstep::paged_attention": _attention_bytes,
     "lockstep::qk_norm_rope_store": _store_bytes,

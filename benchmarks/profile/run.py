@@ -20,12 +20,14 @@ from benchmarks.profile.profile import MIN_OUTPUT_LEN, Profile, Profiler, Worklo
 from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
 from benchmarks.profile.trace import write_trace
 from rollout.core.errors import BadRequest, LockstepError, StartupError
-from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.layer_specs import FullKV
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import DTYPES
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.mem_cache.kv_pool import kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes
+from rollout.models.registry import load_model_config
 
 DEMO_CONTEXT = 8192
 SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits beside running requests
@@ -117,7 +119,9 @@ def _check(args: argparse.Namespace, config: ModelConfig) -> None:
         if path is not None and not path.resolve().parent.is_dir():
             raise BadRequest(f"{path.parent} is not a folder")
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
-    slot = kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    slot = kv_bytes_per_token(
+        [FullKV(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in config.layers], dtype
+    )
     needed, available = _pool_tokens(args) * slot, available_memory_bytes()
     if needed > available:
         raise StartupError(

@@ -8,25 +8,12 @@ Shapes: T tokens of the step, H query heads, Hkv key/value heads, hd head size, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
-
-
-class KVStore(Protocol):
-    """What a backend uses of the KV pool.  `k[layer]` and `v[layer]` are [S, Hkv, hd] and keep their addresses."""
-
-    @property
-    def k(self) -> Sequence[torch.Tensor]: ...
-
-    @property
-    def v(self) -> Sequence[torch.Tensor]: ...
-
-    def write(self, layer: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v [T, Hkv, hd] in the slots `out_cache_loc` [T]."""
+from rollout.mem_cache.kv_pool import KVPool
 
 
 class PagedOperands(NamedTuple):
@@ -51,11 +38,16 @@ class AttentionBackend(ABC):
     # Whether a token's result has the same bits in every batch, chunking and number of threads.
     batch_invariant = False
 
-    # Of the step planned last, where the backend is the compiled operator: layers may then call that by themselves.
+    # Of the step planned last: what a recorded forward is given anew; None: `attend` cannot be recorded.
     operands: PagedOperands | None = None
 
-    def __init__(self, kv: KVStore) -> None:
+    def __init__(self, kv: KVPool) -> None:
         self.kv = kv
+
+    @staticmethod
+    @abstractmethod
+    def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
+        """Why this backend cannot attend to such KV; None where it can."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

@@ -13,36 +13,38 @@ from __future__ import annotations
 
 import torch
 
-from rollout.attention.base import AttentionBackend, KVStore, PagedOperands
-from rollout.core.errors import StartupError
+from rollout.attention.base import AttentionBackend, PagedOperands
 from rollout.core.forward_batch import ForwardBatch
+from rollout.mem_cache.kv_pool import KVPool
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZE_MULTIPLE = 8
 MAX_HEAD_SIZE = 256
 
 
-def supports(dtype: torch.dtype, device: torch.device | str, head_dim: int) -> bool:
-    """Whether the operator, where it could be compiled, takes KV of this kind."""
-    fits = head_dim % HEAD_SIZE_MULTIPLE == 0 and head_dim <= MAX_HEAD_SIZE
-    return dtype in DTYPES and torch.device(device).type == "cpu" and fits
-
-
 class NativeCpuBackend(AttentionBackend):
-    """`torch.ops.lockstep` must be loaded.  Raises `StartupError` for KV that the operator does not take."""
+    """`torch.ops.lockstep` must be loaded."""
 
     batch_invariant = True
 
-    def __init__(self, kv: KVStore) -> None:
+    def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
-        pool = kv.k[0]
-        if not supports(pool.dtype, pool.device, pool.shape[2]):
-            raise StartupError(f"attention backend 'native_cpu' takes no {pool.dtype} of head size {pool.shape[2]}")
         self._paged_attention = torch.ops.lockstep.paged_attention.default
         empty = torch.empty(0, dtype=torch.int64)
         self._ones_N = empty
         self._planned: tuple[torch.Tensor, torch.Tensor] | None = None  # rows and lengths of a step that only decodes
         self.operands: PagedOperands = PagedOperands(empty, empty, empty, empty)
+
+    @staticmethod
+    def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
+        if not kernels_available:
+            return "the operator is not compiled"
+        for pool in kv.k:
+            head_dim = pool.shape[2]
+            fits = head_dim % HEAD_SIZE_MULTIPLE == 0 and head_dim <= MAX_HEAD_SIZE
+            if pool.dtype not in DTYPES or pool.device.type != "cpu" or not fits:
+                return f"the operator takes no {pool.dtype} of head size {head_dim} on {pool.device.type}"
+        return None
 
     def plan(self, batch: ForwardBatch) -> None:
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
@@ -61,4 +63,4 @@ class NativeCpuBackend(AttentionBackend):
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, q.shape[2] ** -0.5)
-        return out.view(q.shape[0], -1)
+        return out.view(-1, q.shape[1] * q.shape[2])

@@ -1,30 +1,32 @@
-"""Attention backends by name.  A backend is a file and a line here; its module is imported when it is asked for."""
+"""Attention backends by name, the fastest first.  A backend is a file and a line here."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-import torch
-
-from rollout.attention.base import AttentionBackend, KVStore
-from rollout.attention.native_cpu import supports
+from rollout.attention.base import AttentionBackend
 from rollout.core.errors import StartupError
+from rollout.mem_cache.kv_pool import KVPool
 
-# name -> (module, class); the class takes the KV store.
+# --attention-backend -> (module, class); a module is imported when its backend is asked for.
 ATTENTION_BACKENDS = {
-    "torch_native": ("rollout.attention.torch_native", "TorchNativeBackend"),
     "native_cpu": ("rollout.attention.native_cpu", "NativeCpuBackend"),
+    "torch_native": ("rollout.attention.torch_native", "TorchNativeBackend"),
 }
 
 
-def choose_attention_backend(dtype: torch.dtype, device: torch.device, head_dim: int, kernels_available: bool) -> str:
-    """The fastest backend for KV of this kind."""
-    return "native_cpu" if kernels_available and supports(dtype, device, head_dim) else "torch_native"
+def create_attention_backend(name: str, kv: KVPool, kernels_available: bool = True) -> AttentionBackend:
+    """The backend of this name, or, for "auto", the first that can attend to `kv`.
 
-
-def create_attention_backend(name: str, kv: KVStore) -> AttentionBackend:
-    """Raises `StartupError` for a name that is not registered."""
-    if name not in ATTENTION_BACKENDS:
-        raise StartupError(f"attention backend {name!r} is not known; choose from {', '.join(ATTENTION_BACKENDS)}")
-    module, class_name = ATTENTION_BACKENDS[name]
-    return getattr(import_module(module), class_name)(kv)
+    Raises `StartupError` for a name that is not registered, or a backend that does not fit.
+    """
+    names = list(ATTENTION_BACKENDS) if name == "auto" else [name]
+    obstacle: str | None = f"it is not known; choose from {', '.join(ATTENTION_BACKENDS)}"
+    for candidate in names:
+        if candidate in ATTENTION_BACKENDS:
+            module, class_name = ATTENTION_BACKENDS[candidate]
+            backend = getattr(import_module(module), class_name)
+            obstacle = backend.obstacle(kv, kernels_available)
+            if obstacle is None:
+                return backend(kv)
+    raise StartupError(f"--attention-backend {name}: {obstacle}")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rollout.attention.base import AttentionBackend, KVStore
+from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
+from rollout.mem_cache.kv_pool import KVPool
 
 # Below this many gathered KV rows one padded call is cheaper than several exact ones.
 SMALL_GATHER_ROWS = 4096
@@ -49,10 +50,14 @@ class _DecodeBucket:
 class TorchNativeBackend(AttentionBackend):
     """`kv` holds keys and values in the dtype of the model."""
 
-    def __init__(self, kv: KVStore) -> None:
+    def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
         self._extend: list[_ExtendGroup] = []
         self._decode: list[_DecodeBucket] = []
+
+    @staticmethod
+    def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
+        return None
 
     def plan(self, batch: ForwardBatch) -> None:
         self._extend = _plan_extend(batch)

@@ -28,9 +28,9 @@ from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
+from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.model_executor.model_runner import ModelRunner
-from rollout.models.decoder import DecoderForCausalLM
 from rollout.scheduler.scheduler import Scheduler
 
 

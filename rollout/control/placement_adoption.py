@@ -24,7 +24,7 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import BadRequest, Conflict
 from rollout.distributed.layout import ParallelLayout, RankPosition
-from rollout.models.weight_loading import WeightIndex
+from rollout.model_executor.weight_loading import WeightIndex
 from weight_sync.ledger import Coverage
 from weight_sync.tensor_meta import LogicalWeights
 

@@ -19,8 +19,9 @@ from rollout.control.weight_control import WeightControl
 from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import Answer, Job
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.model_config import ModelConfig
 from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.models.registry import load_model_config
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
@@ -231,7 +232,18 @@ def require_same_model(path: Path, running: ModelConfig) -> None:
         stated = load_model_config(path)
     except StartupError as error:
         raise WeightRequestError(str(error)) from None
-    for item in dataclasses.fields(ModelConfig):
-        here, there = getattr(running, item.name), getattr(stated, item.name)
-        if item.name not in _FREE_CONFIG_FIELDS and here != there:
-            raise WeightRequestError(f"{path / 'config.json'} has {item.name} {there}, the running model {here}")
+    facts, others = _facts(dataclasses.asdict(running)), _facts(dataclasses.asdict(stated))
+    for name in facts | others:
+        here, there = facts.get(name), others.get(name)
+        if name.split(".")[0] not in _FREE_CONFIG_FIELDS and here != there:
+            raise WeightRequestError(f"{path / 'config.json'} has {name} {there}, the running model {here}")
+
+
+def _facts(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Plain values by dotted name: `layers.3.attention.num_heads`."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, tuple):
+            value = dict(enumerate(value))
+        found |= _facts(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

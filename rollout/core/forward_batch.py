@@ -9,7 +9,7 @@ Knows the layout of a step's tokens.  Does not know requests, queues or sampling
 A sequence's KV lives in the slots `req_to_token[req_pool_index, 0:seq_len]`; the slots of this step's own tokens
 are `out_cache_loc`, already entered in `req_to_token`.
 
-Shapes: T tokens, B decoding requests, X extending requests, N rows whose logits are wanted.
+Shapes: L MoE layers, K top-k, T tokens, B decoding requests, X extending requests, N rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class ForwardBatch:
     decode_seq_lens: torch.Tensor  # [B] length including this step's token
 
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
+
+    forced_routes: torch.Tensor | None = None
+    """[L, T, K] logical expert ids that take the place of the routers' choices, in rows that begin with a natural
+    number; None: all are free."""
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
 

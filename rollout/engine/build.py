@@ -18,7 +18,7 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from capture.storage import narrowest
-from rollout.attention.registry import choose_attention_backend, create_attention_backend
+from rollout.attention.registry import create_attention_backend
 from rollout.control.control import Control
 from rollout.control.eplb_parts import (
     build_eplb,
@@ -42,21 +42,23 @@ from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import pause_between_parts
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
-from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.batch_invariance import batch_invariance
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.layers.ops.select import select_ops
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.load import load_model
 from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
 from rollout.model_executor.model_state import ModelState
-from rollout.models.decoder import DecoderForCausalLM
-from rollout.models.load import load_model
+from rollout.model_executor.recorded_forward import RecordedForward
+from rollout.models.registry import load_model_config
 from rollout.sampling.base import Sampler
 from rollout.sampling.select import select_sampler
 from rollout.scheduler.cache_manager import CacheManager
@@ -107,14 +109,14 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
     )
     model_bytes = _bytes_of(model)
-    token_bytes = kv_bytes_per_token(config.num_hidden_layers, model.local_kv_heads, config.head_dim, dtype)
+    token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
     limits = _limits(args, config, token_bytes, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
-    kv_pool = KVPool(limits.num_slots, config.num_hidden_layers, model.local_kv_heads, config.head_dim, dtype, device)
+    kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device)
     recorder = _recorder(config, limits.num_slots) if args.captures_routes else None
-    backend = choose_attention_backend(dtype, device, config.head_dim, kernels.available)
-    attention = create_attention_backend(backend, kv_pool)
-    runner = ModelRunner(state, kv_pool, attention, recorder)
+    attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
+    is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
+    runner = ModelRunner(state, kv_pool, attention, recorder, RecordedForward(model) if is_recorded else None)
     sampler = select_sampler(dtype, device, kernels.available)
     inbox: Channel = (
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
@@ -170,7 +172,7 @@ def build_scheduler(
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {config.head_dim}",
+        kernels.reason or f"no compiled operator for {dtype} with heads of {model.kv_layers[0].head_dim}",
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None

@@ -14,9 +14,9 @@ import torch
 
 from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOutput
 from rollout.core.message import ControlReqInput
-from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
+from rollout.models.registry import load_model_config
 from rollout.scheduler.channel import LocalChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
-from rollout.core.model_config import ModelConfig, load_model_config
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.entrypoints.connections import (
@@ -41,6 +41,7 @@ from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
 from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.tokenizer import Tokenizer

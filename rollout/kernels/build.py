@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from rollout.kernels.fakes import register_fakes
+from rollout.kernels import schemas
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
@@ -56,12 +56,12 @@ class KernelStatus:
 def load_kernels(progress: Progress | None = None) -> KernelStatus:
     """Register the operators as `torch.ops.lockstep`, compiling them first if need be.  Once per process; never raises
     for a machine that cannot: the caller goes on without."""
+    assert schemas.SCHEMAS, "the compiled operators implement these"
     if not hasattr(torch.ops.lockstep, "isa"):
         try:
             torch.ops.load_library(build_kernels(progress))
         except (KernelBuildError, OSError) as error:
             return KernelStatus(available=False, reason=str(error))
-        register_fakes()
     return KernelStatus(available=True, isa=torch.ops.lockstep.isa())
 
 

@@ -1,6 +1,6 @@
 """`ForwardContext`: what a step's layers need besides its tokens.  Passed explicitly, never global.
 
-Shapes: T tokens, t tokens of this rank's slice, K top-k, n anything.
+Shapes: T tokens, t tokens of this rank's slice, L MoE layers, K top-k, n anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
-# mapped to physical ones.  Must not change the ids.
+# mapped to physical ones.  Must not change the ids, and copies what it keeps: by calls of torch operators alone, which
+# is what a tape of the forward plays again.
 RouteHook = Callable[[int, torch.Tensor], None]
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from rollout.distributed.communicator import Communicator, share_sizes
+from rollout.distributed.communicator import share_sizes
+from rollout.kernels.places import Place, ViewPlace
+from rollout.layers.build import Build
 from rollout.layers.linear import Linear, row_entry
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.place import Place, ViewPlace
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -24,11 +24,9 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 class Embedding(WeightLayer):
     """Weight [V, D], for looking up rows only."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
-    ) -> None:
-        self.ops = ops
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+        self.ops = build.ops
+        self.weight = build.empty(vocab_size, hidden_size)
 
     def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, D]."""
@@ -52,25 +50,16 @@ class TiedEmbedding(Linear):
 class OutputHead(WeightLayer):
     """Logits over the vocabulary.  With `tied_to`, the matrix is the embedding's and this layer holds nothing.
 
-    `ranks` join those that share tokens; all of them call it together.
+    Ranks that share tokens call it together.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-        ranks: Communicator,
-        tied_to: TiedEmbedding | None = None,
-    ) -> None:
-        self.ops = ops
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build, tied_to: TiedEmbedding | None = None) -> None:
+        self.ops = build.ops
+        ranks = self._ranks = build.parallel.attn_tp
         self.is_tied = tied_to is not None
         self.hidden_size = hidden_size
-        self._ranks = ranks
         self.rows = Shard.whole(vocab_size) if tied_to else Shard.even(vocab_size, ranks.rank, ranks.size)
-        self.weight = tied_to.weight if tied_to else ops.empty_matrix(self.rows.length, hidden_size, dtype, device)
+        self.weight = tied_to.weight if tied_to else build.empty_matrix(self.rows.length, hidden_size)
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, D] -> logits [N, V] in the model's dtype."""
@@ -87,5 +76,5 @@ class OutputHead(WeightLayer):
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         if not self.is_tied:
-            place = self.ops.matrix_place(self.weight, range(self.rows.length), self.hidden_size)
+            place = self.ops.storage.matrix_place(self.weight, range(self.rows.length), self.hidden_size)
             yield row_entry(f"{prefix}.weight", self.weight, place, self.rows, self.hidden_size)

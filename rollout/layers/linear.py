@@ -1,4 +1,4 @@
-"""Linear layers without bias, plain and merged, whole or one rank's shard.
+"""Linear layers, plain and merged, whole or one rank's shard.
 
 Knows how several projections of the same input share one weight.  Does not know what is projected.
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from rollout.kernels.places import Place, ShardPlace, ViewPlace
+from rollout.layers.build import Build
 from rollout.layers.norm_rotary import RMSNorm
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.place import Place, ShardPlace
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -25,48 +25,50 @@ class MergedLinear(WeightLayer):
     `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, Shard],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-    ) -> None:
-        self.ops = ops
+    def __init__(self, in_features: int, parts: Mapping[str, Shard], build: Build, bias: bool = False) -> None:
+        self.ops = build.ops
         self.parts = dict(parts)
         self.in_features, self.out_features = in_features, sum(part.length for part in parts.values())
-        self.weight = ops.empty_matrix(self.out_features, in_features, dtype, device)
+        self.weight = build.empty_matrix(self.out_features, in_features)
+        self.bias = build.empty(self.out_features) if bias else None
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
         """All parts side by side, of the norm of `residual += hidden`: [T, O]."""
-        return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, self.weight, self.out_features)
+        return self.ops.norm_linear(
+            residual_TD, hidden_TD, norm.weight, norm.eps, self.weight, self.out_features, self.bias
+        )
+
+    def of_normed(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """All parts side by side, of an input that went through its norm already: [T, O]."""
+        return self.ops.linear(normed_TD, self.weight, self.out_features, self.bias)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]
         start = 0
         for part, rows in self.parts.items():
-            place = self.ops.matrix_place(self.weight, range(start, start + rows.length), self.in_features)
+            end = start + rows.length
+            place = self.ops.storage.matrix_place(self.weight, range(start, end), self.in_features)
             yield row_entry(f"{parent}.{part}.weight", self.weight, place, rows, self.in_features)
-            start += rows.length
+            if self.bias is not None:
+                part_of_bias = ViewPlace(self.bias[start:end])
+                yield sharded_entry(f"{parent}.{part}.bias", self.bias, part_of_bias, (rows.total,), 0, rows)
+            start = end
 
 
 class Linear(WeightLayer):
     """`x @ weight.T` with weight [O, D].  With a shard of the inputs, the product is one rank's part of a sum."""
 
-    def __init__(
-        self, inputs: Shard, out_features: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
-    ) -> None:
-        self.ops = ops
+    def __init__(self, inputs: Shard, out_features: int, build: Build) -> None:
+        self.ops = build.ops
         self.inputs = inputs
         self.in_features, self.out_features = inputs.length, out_features
-        self.weight = ops.empty_matrix(out_features, inputs.length, dtype, device)
+        self.weight = build.empty_matrix(out_features, inputs.length)
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(hidden_TD, self.weight, self.out_features)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        place = self.ops.matrix_place(self.weight, range(self.out_features), self.in_features)
+        place = self.ops.storage.matrix_place(self.weight, range(self.out_features), self.in_features)
         shape = (self.out_features, self.inputs.total)
         yield sharded_entry(f"{prefix}.weight", self.weight, place, shape, 1, self.inputs)
 

@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import torch
 
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
+from rollout.core.layer_specs import DenseSpec
+from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import RMSNorm
-from rollout.layers.ops.base import LayerOps
 from rollout.layers.shard import Shard
 
 
 class DenseMLP(Layer):
     """`down(silu(gate(x)) * up(x))`.  Raises `StartupError` for an inner size that does not divide over the ranks."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-        parallel: Parallel,
-    ) -> None:
-        self.ops = ops
-        self._ranks = parallel.attn_tp
-        what = f"--tp-size {parallel.layout.tp_size}: intermediate size of the dense layers"
-        inner = Shard.equal(config.intermediate_size, self._ranks.rank, self._ranks.size, what)
+    def __init__(self, spec: DenseSpec, hidden_size: int, build: Build) -> None:
+        self.ops = build.ops
+        self._ranks = build.parallel.attn_tp
+        what = f"--tp-size {build.parallel.layout.tp_size}: intermediate size of the dense layers"
+        inner = Shard.equal(spec.inner, self._ranks.rank, self._ranks.size, what)
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedLinear(config.hidden_size, parts, dtype, device, ops)
-        self.down_proj = Linear(inner, config.hidden_size, dtype, device, ops)
+        self.gate_up_proj = MergedLinear(hidden_size, parts, build)
+        self.down_proj = Linear(inner, hidden_size, build)
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

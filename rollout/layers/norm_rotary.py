@@ -1,20 +1,20 @@
 """RMSNorm, the weights of the one that queries and keys go through, and rotary position embedding.
 
-Knows the weights and the angles.  Does not know the arithmetic: that is `LayerOps`.
-
-Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
+Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.place import Place, ViewPlace
+from rollout.core.layer_specs import Llama3Scaling, RotarySpec
+from rollout.kernels.places import Place, ViewPlace
+from rollout.layers.build import Build
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 _ROWS_AT_ONCE = 4096
@@ -26,10 +26,10 @@ class RMSNorm(WeightLayer):
     Layers that begin with a norm take the `RMSNorm` and apply it together with their first product.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, ops: LayerOps) -> None:
-        self.ops = ops
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        self.ops = build.ops
         self.eps = eps
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.weight = build.empty(size)
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """`residual += hidden` in place, where there is one; the norm of it is returned."""
@@ -45,34 +45,46 @@ class RMSNorm(WeightLayer):
 class RotaryTable:
     """Rotary embedding (Su et al., 2021) in the rotate-half form: the angles of every position, computed once.
 
-    Takes 2 * hd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
+    Takes 2 * rd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
     Their cosines are numpy's in float64, rounded: those of torch on several threads, the first of a process, are now
     and then of a lower accuracy, off by 1e-4.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-    ) -> None:
-        self.ops = ops
-        work_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        exponents = torch.arange(0, head_dim, 2, dtype=work_dtype) / head_dim
-        frequencies = 1.0 / theta**exponents
-        self._table = torch.empty(num_positions, 2, head_dim, dtype=dtype, device=device)
+    def __init__(self, spec: RotarySpec, num_positions: int, build: Build) -> None:
+        self.ops = build.ops
+        work_dtype = torch.float64 if build.dtype == torch.float64 else torch.float32
+        frequencies = _frequencies(spec, work_dtype)
+        self._table = build.empty(num_positions, 2, spec.dim)
         for rows in torch.arange(num_positions, dtype=work_dtype).split(_ROWS_AT_ONCE):
             angles = (rows[:, None] * frequencies).double().numpy()
-            cos, sin = (torch.from_numpy(function(angles)).to(work_dtype).to(dtype) for function in (np.cos, np.sin))
+            both = (torch.from_numpy(function(angles)) for function in (np.cos, np.sin))
+            cos, sin = (values.to(work_dtype).to(build.dtype) for values in both)
             part = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
             self._table[int(rows[0]) : int(rows[-1]) + 1] = part
 
     def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """cos and sign-folded sin [T, 2, hd]."""
+        """cos and sign-folded sin [T, 2, rd]."""
         return self.ops.gather_rows(self._table, positions_T)
+
+
+def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
+    """Radians a position of each pair of elements [rd / 2]."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=dtype) / spec.dim
+    frequencies = 1.0 / spec.theta**exponents
+    return frequencies if spec.scaling is None else _scaled(frequencies, spec.scaling)
+
+
+def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """As in transformers `modeling_rope_utils`: between two wavelengths, from slowed down to unchanged."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    slowed = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    turns = scaling.original_max_position_embeddings / wavelengths
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    partly = (1 - share) * slowed / scaling.factor + share * slowed
+    is_medium = (wavelengths >= shortest) & (wavelengths <= longest)
+    return torch.where(is_medium, partly, slowed)
 
 
 class QueryKeyNorm(WeightLayer):
@@ -82,12 +94,10 @@ class QueryKeyNorm(WeightLayer):
     one of the first H rows and `k_norm.weight` every one of the rest.
     """
 
-    def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, build: Build) -> None:
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.weight = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.weight = build.empty(num_heads + num_kv_heads, head_dim)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]

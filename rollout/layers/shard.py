@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig
+from rollout.core.layer_specs import AttentionSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 
@@ -47,13 +47,13 @@ class Shard:
         return Shard(self.total * size, self.start * size, self.length * size)
 
 
-def query_heads(config: ModelConfig, parallel: Parallel) -> Shard:
+def query_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     """Raises `StartupError`."""
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
-    return Shard.equal(config.num_attention_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")
+    return Shard.equal(spec.num_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")
 
 
-def kv_heads(config: ModelConfig, parallel: Parallel) -> Shard:
+def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     """Those that this rank's query heads read.
 
     More ranks than KV heads: each rank has one, and `ranks / heads` neighbours have the same.  Raises `StartupError`.
@@ -62,7 +62,7 @@ def kv_heads(config: ModelConfig, parallel: Parallel) -> Shard:
                             query     0 1         2 3         4 5         6 7
                             KV        0           0           1           1
     """
-    total = config.num_key_value_heads
+    total = spec.num_kv_heads
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
     if total % ranks == 0:
         return Shard(total, total // ranks * rank, total // ranks)

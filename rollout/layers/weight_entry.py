@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rollout.kernels.places import Place
 from rollout.layers.layer import Layer
-from rollout.layers.ops.place import Place
 from weight_sync.tensor_meta import Piece
 
 

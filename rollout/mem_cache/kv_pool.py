@@ -11,34 +11,31 @@ Shapes: S slots, T tokens of a step, H_kv key-value heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+from rollout.core.layer_specs import FullKV
 
 _MOST_STEPS_NOTED = 32
 
 
 class KVPool:
-    """`k[layer]`, `v[layer]`: [S, H_kv, head_dim]."""
+    """`k[layer]`, `v[layer]`: [S, H_kv, head_dim].  They keep their addresses."""
 
     def __init__(
         self,
         num_slots: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        layers: Sequence[FullKV],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_slots, num_kv_heads, head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shapes = [(num_slots, layer.num_heads, layer.head_dim) for layer in layers]
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self._epoch = torch.empty(num_slots, dtype=torch.int32)
         self._noted: list[tuple[torch.Tensor | np.ndarray, int]] = []
-
-    def write(self, layer: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, H_kv, head_dim] in slots `out_cache_loc` [T]."""
-        self.k[layer].index_copy_(0, out_cache_loc, k)
-        self.v[layer].index_copy_(0, out_cache_loc, v)
 
     def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
         """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
@@ -59,6 +56,6 @@ class KVPool:
         self._noted.clear()
 
 
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(layers: Sequence[FullKV], dtype: torch.dtype) -> int:
     """Bytes of keys and values of one token over all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    return sum(layer.elements_per_token for layer in layers) * dtype.itemsize

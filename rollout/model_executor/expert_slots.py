@@ -1,6 +1,6 @@
 """`ModelExpertSlots`: the expert slots of a model on this rank, as bytes that can be moved.
 
-However `LayerOps` packs a matrix, the content of one slot is one run of bytes in each of `w13` and `w2`, the same run
+However a matrix is stored, the content of one slot is one run of bytes in each of `w13` and `w2`, the same run
 for the same expert on every rank of the same shard.  Knows the layers' storage.  Does not know who moves what.
 
 Shapes: B bytes.
@@ -65,7 +65,7 @@ class ModelExpertSlots:
     @staticmethod
     def _describe(layer: Experts) -> str:
         shapes = [list(tensor.shape[1:]) for tensor in (layer.w13, layer.w2)]
-        return f"{type(layer.ops).__name__} {layer.w13.dtype} {shapes}"
+        return f"{layer.ops.storage.name} {layer.w13.dtype} {shapes}"
 
 
 def bytes_fingerprint(content: torch.Tensor) -> int:

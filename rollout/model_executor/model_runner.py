@@ -23,6 +23,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState
+from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.model_executor.route_gather import RouteRider, gather_step, slice_size
 
 _SCORED_ROWS_AT_ONCE = 256
@@ -52,8 +53,10 @@ class ModelRunner:
         kv_pool: KVPool,
         attention: AttentionBackend,
         recorder: RouteRecorder | None,
+        recorded: RecordedForward | None = None,
     ) -> None:
         self.state = state
+        self.recorded = recorded  # None: the model runs in Python
         self.kv_pool = kv_pool
         self.recorder = recorder
         self.load_recorder: LoadRecorder | None = None
@@ -72,16 +75,23 @@ class ModelRunner:
         """
         model = self.state.model
         wants_routes = (self.recorder or self.load_recorder or self.load_counter) is not None
+        written: tuple[torch.Tensor, ...] = ()
         hooks, rider = [], None
         if wants_routes:
             num_rows = batch.num_tokens
             if model.scatters_tokens:
                 num_rows = slice_size(num_rows, model.parallel.attn_tp)
                 rider = self._new_rider()
-            self._capturer.begin_step(num_rows)
+            written = self._capturer.begin_step(num_rows)
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
-        hidden_TD = model(batch, ForwardContext(batch, self._attention, hooks, rider))
+        context = ForwardContext(batch, self._attention, hooks, rider)
+        if self.recorded is None:
+            hidden_TD = model(batch, context)
+        else:
+            hidden_TD, played = self.recorded(batch, context, self.state.placement.epoch, written)
+            if played:
+                self._capturer.played()
         routes = None
         if wants_routes:
             routes = self._note_routes(batch, self._capturer.finish_step() if rider is None else rider.routes())

@@ -21,7 +21,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.layers.context import ForwardContext
-from rollout.models.weight_loading import WeightIndex
+from rollout.model_executor.weight_loading import WeightIndex
 
 
 class CausalLM(Protocol):

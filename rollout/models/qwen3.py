@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
-from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
-from rollout.layers.mlp import DenseMLP
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
-from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.layers.ops.base import LayerOps
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.core.layer_specs import AttentionSpec, DenseSpec, LayerSpec
+from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse
 
 
-class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Every layer has a dense feed-forward block; `placement` has no layers, and no token looks for an expert."""
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Attention with QK norm and without biases; the same layer throughout."""
+    layer = LayerSpec(attention=attention_of(raw), mlp=DenseSpec(inner=int(raw["intermediate_size"])))
+    return ModelConfig(**common_fields(raw, generation), layers=(layer,) * int(raw["num_hidden_layers"]))
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        placement: ExpertPlacement,
-        ops: LayerOps,
-        parallel: Parallel | None = None,
-        moe_backend: MoeBackend | None = None,
-    ) -> None:
-        parallel = parallel or Parallel()
 
-        def make_mlp(layer_id: int) -> DenseMLP:
-            return DenseMLP(config, dtype, device, ops, parallel)
-
-        super().__init__(config, make_mlp, dtype, device, ops, parallel, LocalDispatcher())
+def attention_of(raw: Mapping[str, Any]) -> AttentionSpec:
+    refuse({"attention_bias": bool(raw.get("attention_bias"))})
+    return AttentionSpec(**heads_of(raw), qk_norm=True)

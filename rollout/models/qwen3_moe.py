@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
-from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
-from rollout.layers.mlp import DenseMLP
-from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher
-from rollout.layers.moe.layer import MoELayer
-from rollout.layers.ops.base import LayerOps
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.core.layer_specs import DenseSpec, LayerSpec, MoESpec, RouterSpec
+from rollout.core.model_config import ModelConfig, common_fields
+from rollout.models.qwen3 import attention_of
 
 
-class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Layers in `config.moe_layer_ids` are sparse, the others dense.
-
-    `placement` has a row for each MoE layer and is shared by routers and weights.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        placement: ExpertPlacement,
-        ops: LayerOps,
-        parallel: Parallel | None = None,
-        moe_backend: MoeBackend | None = None,
-    ) -> None:
-        parallel = parallel or Parallel()
-        needs = DispatcherNeeds(
-            parallel=parallel,
-            backend=moe_backend or MoeBackend(),
-            num_physical_experts=placement.num_physical_experts,
-            hidden_size=config.hidden_size,
-            top_k=config.num_experts_per_tok,
-            dtype=dtype,
-            device=torch.device(device),
-        )
-        dispatcher = select_dispatcher(needs)
-        moe_layers = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
-
-        def make_mlp(layer_id: int) -> DenseMLP | MoELayer:
-            if layer_id in moe_layers:
-                return MoELayer(config, moe_layers[layer_id], placement, dtype, device, ops, parallel, dispatcher)
-            return DenseMLP(config, dtype, device, ops, parallel)
-
-        super().__init__(config, make_mlp, dtype, device, ops, parallel, dispatcher)
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    # transformers 5 writes `num_local_experts` where published checkpoints have `num_experts`.
+    experts = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])
+    router = RouterSpec(
+        num_experts=experts,
+        top_k=int(raw["num_experts_per_tok"]),
+        normalise=bool(raw.get("norm_topk_prob", False)),
+    )
+    attention = attention_of(raw)
+    sparse = LayerSpec(attention=attention, mlp=MoESpec(router=router, inner=int(raw["moe_intermediate_size"])))
+    dense = LayerSpec(attention=attention, mlp=DenseSpec(inner=int(raw["intermediate_size"])))
+    only_dense, step = set(raw.get("mlp_only_layers") or []), int(raw.get("decoder_sparse_step", 1))
+    layers = tuple(
+        sparse if index not in only_dense and experts > 0 and (index + 1) % step == 0 else dense
+        for index in range(int(raw["num_hidden_layers"]))
+    )
+    return ModelConfig(**common_fields(raw, generation), layers=layers)

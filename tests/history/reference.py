@@ -104,9 +104,9 @@ class MixedReference:
         return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
 
     def _rotate(self, heads_RHd: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        size = self._config.head_dim
+        size = self._config.layers[0].attention.head_dim
         half = size // 2
-        exponents = [self._config.rope_theta ** (-2.0 * i / size) for i in range(half)]
+        exponents = [self._config.layers[0].attention.rotary.theta ** (-2.0 * i / size) for i in range(half)]
         frequencies = torch.tensor(exponents, dtype=torch.float64)
         angles = positions_R.double()[:, None, None] * frequencies
         first, second = heads_RHd[..., :half], heads_RHd[..., half:]
@@ -115,9 +115,9 @@ class MixedReference:
 
     def _attention(self, layer: int, hidden: torch.Tensor, versions: torch.Tensor) -> torch.Tensor:
         config, prefix = self._config, f"model.layers.{layer}"
-        tokens, size = hidden.shape[0], config.head_dim
-        query = torch.empty(tokens, config.num_attention_heads, size, dtype=torch.float64)
-        key = torch.empty(tokens, config.num_key_value_heads, size, dtype=torch.float64)
+        tokens, size = hidden.shape[0], config.layers[0].attention.head_dim
+        query = torch.empty(tokens, config.layers[0].attention.num_heads, size, dtype=torch.float64)
+        key = torch.empty(tokens, config.layers[0].attention.num_kv_heads, size, dtype=torch.float64)
         value = torch.empty_like(key)
         for weights, rows in self._by_version(versions):
             normed = self._norm(hidden[rows], weights[f"{prefix}.input_layernorm.weight"])
@@ -129,7 +129,7 @@ class MixedReference:
             query[rows] = self._rotate(self._norm(q, weights[f"{prefix}.self_attn.q_norm.weight"]), positions)
             key[rows] = self._rotate(self._norm(k, weights[f"{prefix}.self_attn.k_norm.weight"]), positions)
             value[rows] = v
-        group = config.num_attention_heads // config.num_key_value_heads
+        group = config.layers[0].attention.num_heads // config.layers[0].attention.num_kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,shd->hts", query, key) / size**0.5
         scores = scores.masked_fill(~self._branches.sees_TT, float("-inf"))
@@ -173,7 +173,7 @@ class MixedReference:
             chosen_RK = torch.where((is_given_R & near_R)[:, None], given_RK, chosen_RK)
             scores_RK = probabilities_RE.gather(1, chosen_RK)
         self._margin = min(self._margin, float(gaps_R.min()))
-        if config.norm_topk_prob:
+        if config.moe is not None and config.moe.router.normalise:
             scores_RK = scores_RK / scores_RK.sum(-1, keepdim=True)
         scores_RE = torch.zeros_like(probabilities_RE).scatter(1, chosen_RK, scores_RK)
         output = torch.zeros_like(x_RD)

@@ -26,13 +26,13 @@ LAYERS = {
     "eplb": 0,
     "weight_sync": 0,
     "rollout.core": 1,
+    "rollout.models": 2,
     "rollout.distributed": 2,
     "rollout.mem_cache": 2,
     "rollout.kernels": 2,
     "rollout.attention": 3,
     "rollout.sampling": 3,
     "rollout.layers": 4,
-    "rollout.models": 5,
     "rollout.model_executor": 6,
     "rollout.scheduler": 7,
     "rollout.control": 8,
@@ -48,7 +48,6 @@ LAZY_IMPORT_ALLOWED = {"rollout/entrypoints/cli.py"}  # so that `lockstep --help
 HTTP_PROCESS = ("rollout.entrypoints.launch",)
 ENGINE_ONLY = (
     "rollout.layers",
-    "rollout.models",
     "rollout.model_executor",
     "rollout.scheduler",
     "rollout.control",
@@ -105,6 +104,12 @@ def violations(files: dict[str, str]) -> list[str]:
 def test_packages_import_downward_only() -> None:
     files = {str(path.relative_to(ROOT)): path.read_text() for path in sources()}
     assert not violations(files)
+
+
+def test_model_families_are_descriptions() -> None:
+    """The HTTP process reads them: no torch."""
+    for path in (ROOT / "rollout/models").glob("*.py"):
+        assert "torch" not in {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}, path
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from benchmarks.profile.costs import BYTES, FLOPS, Cost, operator_cost
 from benchmarks.profile.machine import Machine
 from benchmarks.profile.operators import OperatorTimer
 from rollout.kernels.build import SOURCES
+from rollout.kernels.schemas import SCHEMAS
 from tests.kernels import native_ops
 
 BF16 = torch.bfloat16
@@ -24,7 +25,7 @@ MOVES_WHAT_IT_IS_GIVEN = {
     for name in (
         *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
         *("isa", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
-        *("attention_block", "sparse_block", "decoder_layers"),
+        "play",
     )
 }
 
@@ -114,7 +115,7 @@ def test_operators_that_touch_a_part_and_those_of_torch() -> None:
     table, ids = zeros(1000, 8), torch.tensor([3, 5])
     rows = 2 * 8 * 2
     cases = [
-        (torch.ops.lockstep.packed_embedding.default, (packed(rows=100, depth=8), ids, 8), 2 * rows + ids.nbytes, 0),
+        (torch.ops.lockstep.matrix_rows.default, (packed(rows=100, depth=8), ids, 8), 2 * rows + ids.nbytes, 0),
         (aten.embedding.default, (table, ids), 2 * rows + ids.nbytes, 0),
         (aten.index.Tensor, (table, [ids]), 2 * rows + ids.nbytes, 0),
         (aten.index_put_.default, (table, [ids], zeros(2, 8)), 2 * rows + ids.nbytes, 0),
@@ -159,6 +160,7 @@ def test_timer_takes_calls_apart_and_starts_anew() -> None:
 def test_every_compiled_operator_has_its_costs_or_is_known_to_need_none() -> None:
     """An operator that is new in the sources must be entered: products of matrices would go uncounted."""
     sources = "".join(path.read_text() for path in SOURCES.glob("*.cpp"))
-    defined = {f"lockstep::{name}" for name in re.findall(r'm\.def\(\s*"(\w+)\(', sources)}
+    names = [*SCHEMAS, *re.findall(r'm\.def\(\s*"(\w+)[("]', sources)]
+    defined = {f"lockstep::{name}" for name in names}
     assert len(defined) > 8
     assert not defined - set(FLOPS) - set(BYTES) - MOVES_WHAT_IT_IS_GIVEN

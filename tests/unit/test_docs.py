@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout.core.model_config import load_model_config
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints import protocol, vllm_control_protocol
@@ -17,6 +16,7 @@ from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
 from rollout.entrypoints.profile_routes import StartProfileRequest
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.model_zoo import tiny_checkpoint

@@ -26,7 +26,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.layers.ops.place import ShardPlace, ViewPlace
+from rollout.kernels.places import ShardPlace, ViewPlace
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness

@@ -20,11 +20,11 @@ from rollout.core.io_struct import (
     GetSessionsReqInput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints import session_metrics
 from rollout.entrypoints.openai_messages import ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.http_harness import Live, live_server

@@ -7,7 +7,8 @@ engine that breaks the promise on purpose.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,8 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.kernels.ops import Ops
+from rollout.mem_cache.kv_pool import KVPool
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
 from tests.kernels import native_ops
 from tests.model_zoo import tiny_spec
@@ -270,38 +273,44 @@ def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) ->
 # --- engines that break the promise ----------------------------------------------------------------------------------
 
 
-class SplitsSumsOfLargeBatches:
+def splits_sums_of_large_batches(ops: Ops) -> Ops:
     """With more than four rows a sum over features is made of two, as a kernel for large batches may do."""
 
-    def linear(self, hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
+    def linear(hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
         if hidden_TD.shape[0] <= 4:
-            return super().linear(hidden_TD, *weight)  # type: ignore[misc]
+            return ops.linear(hidden_TD, *weight)
         first = hidden_TD.clone()
         first[:, hidden_TD.shape[1] // 2 :] = 0
         second = hidden_TD - first
-        return super().linear(first, *weight) + super().linear(second, *weight)  # type: ignore[misc]
+        return ops.linear(first, *weight) + ops.linear(second, *weight)
+
+    return replace(ops, linear=linear)
 
 
-class AddsExpertsOneByOne:
+def adds_experts_one_by_one(ops: Ops) -> Ops:
     """With more than one row, the experts' outputs are added up in memory in the order of their ids, as atomics may."""
 
-    def experts(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *w: Any) -> torch.Tensor:
+    def experts(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *w: Any) -> torch.Tensor:
         if hidden_TD.shape[0] == 1:
-            return super().experts(hidden_TD, ids_TK, weights_TK, *w)  # type: ignore[misc]
+            return ops.fused_experts(hidden_TD, ids_TK, weights_TK, *w)
         ids_TK, order_TK = ids_TK.sort(dim=1)
-        slots_TKD = super().experts(hidden_TD, ids_TK, None, *w)  # type: ignore[misc]
+        slots_TKD = ops.fused_experts(hidden_TD, ids_TK, None, *w)
         total_TD = torch.zeros_like(hidden_TD)
         for k, weights_T in enumerate(weights_TK.gather(1, order_TK).unbind(1)):
             total_TD += slots_TKD[:, k] * weights_T[:, None]
         return total_TD
 
+    return replace(ops, fused_experts=experts)
 
-class RoundsByThreads:
+
+def rounds_by_threads(ops: Ops) -> Ops:
     """A last bit that depends on the number of threads."""
 
-    def linear(self, hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
-        out = super().linear(hidden_TD, *weight)  # type: ignore[misc]
+    def linear(hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
+        out = ops.linear(hidden_TD, *weight)
         return out * (1 + torch.finfo(out.dtype).eps) if torch.get_num_threads() > 1 else out
+
+    return replace(ops, linear=linear)
 
 
 class OtherBlocksInPrefill(AttentionBackend):
@@ -312,6 +321,10 @@ class OtherBlocksInPrefill(AttentionBackend):
         self._decoding, self._extending = decoding, create_attention_backend("torch_native", decoding.kv)
         self._now = decoding
 
+    @staticmethod
+    def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
+        return None
+
     def plan(self, batch: ForwardBatch) -> None:
         self._now = self._extending if batch.extend_lens else self._decoding
         self._now.plan(batch)
@@ -321,8 +334,8 @@ class OtherBlocksInPrefill(AttentionBackend):
 
 
 @DTYPES
-@pytest.mark.parametrize("wrong", [SplitsSumsOfLargeBatches, AddsExpertsOneByOne])
-def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str, wrong: type) -> None:
+@pytest.mark.parametrize("wrong", [splits_sums_of_large_batches, adds_experts_one_by_one])
+def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str, wrong: Callable[[Ops], Ops]) -> None:
     batch = asks(6, seed=4)
     reference = Server(folder, dtype, disable_radix_cache=True)
     reference.replace_ops(wrong)
@@ -353,7 +366,7 @@ def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str
 def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str) -> None:
     batch = asks(2, seed=4)
     server = Server(folder, dtype, disable_radix_cache=True)
-    server.replace_ops(RoundsByThreads)
+    server.replace_ops(rounds_by_threads)
     want = server.alone(batch)
     with compute_threads(2):
         assert any_differs(server.alone(batch), want)

@@ -16,10 +16,10 @@ import torch
 
 from rollout.attention.base import PagedOperands
 from rollout.attention.native_cpu import NativeCpuBackend
-from rollout.layers.activation import silu_and_mul
+from rollout.kernels.expert_compute import silu_and_mul
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.forward_harness import ForwardHarness
 from tests.invariance import compute_threads
 from tests.kernels import Rows, native_ops, rows_are_independent
@@ -58,17 +58,18 @@ def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Ro
 
     def attended_alone(rows: torch.Tensor) -> torch.Tensor:
         """Each row at position 0 of a sequence of its own."""
-        num_rows, config = len(rows), model.config
-        pool = KVPool(num_rows, 1, config.num_key_value_heads, config.head_dim, dtype)
-        attention, angles = NativeCpuBackend(pool), model.model.rotary.angles(positions_N[rows])
+        num_rows = len(rows)
+        pool = KVPool(num_rows, model.kv_layers[:1], dtype)
+        (rotary,) = model.model._rotary.values()
+        attention, angles = NativeCpuBackend(pool), rotary.angles(positions_N[rows])
         numbers, ones = torch.arange(num_rows), torch.ones(num_rows, dtype=torch.int64)
         attention.operands = PagedOperands(numbers[:, None], numbers, ones, ones)
         batch = dataclasses.replace(context.batch, out_cache_loc=numbers)
-        out = dense.self_attn(residual_ND[rows], hidden_ND[rows], angles, ForwardContext(batch, attention, []))
+        out = dense.self_attn(residual_ND[rows], hidden_ND[rows], norm, angles, ForwardContext(batch, attention))
         return torch.cat((out, *(part[0].flatten(1) for part in (pool.k, pool.v))), 1)
 
     def routed(rows: torch.Tensor) -> torch.Tensor:
-        normed, weights, ids = sparse.mlp.gate(residual_ND[rows], hidden_ND[rows], norm, [])
+        normed, weights, ids = sparse.mlp.gate(residual_ND[rows], hidden_ND[rows], norm, context)
         return torch.cat((normed, weights, ids), 1)
 
     return {

@@ -13,7 +13,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.engine import build
 from rollout.engine.batch_invariance import batch_invariance
 from rollout.kernels.build import KernelStatus
-from rollout.layers.ops.torch_ops import TorchOps
+from rollout.kernels.ops import plain_ops
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
 
@@ -65,6 +65,6 @@ def test_another_device() -> None:
 
 
 def test_what_was_chosen_counts_and_not_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "select_ops", lambda *_: TorchOps())
+    monkeypatch.setattr(build, "select_ops", lambda *_: plain_ops())
     holds, note = facts(folder, dtype="bfloat16")
     assert not holds and note.startswith("layers on plain torch")

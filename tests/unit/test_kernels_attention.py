@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.attention.base import AttentionBackend
-from rollout.attention.native_cpu import supports
-from rollout.attention.registry import choose_attention_backend, create_attention_backend
+from rollout.attention.native_cpu import NativeCpuBackend
+from rollout.attention.registry import create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.layer_specs import FullKV
 from rollout.mem_cache.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
 from tests.kernels import error, native_ops, rows_are_independent
@@ -44,7 +45,7 @@ class Sequences:
         num_heads, num_kv_heads, head_dim = heads
         self.lengths, longest = lengths, max(lengths)
         generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
-        self.pool = KVPool(len(lengths) * longest + 9, 1, num_kv_heads, head_dim, dtype)
+        self.pool = KVPool(len(lengths) * longest + 9, [FullKV(num_kv_heads, head_dim)], dtype)
         self.k_pool, self.v_pool = self.pool.k[0].fill_(torch.nan), self.pool.v[0].fill_(torch.nan)
         slots = torch.randperm(self.k_pool.shape[0], generator=generator)
         self.req_to_token = slots[: len(lengths) * longest].view(len(lengths), longest)
@@ -357,17 +358,15 @@ def test_a_whole_model_has_the_same_bits_in_any_chunking_and_batch(dtype: torch.
 
 
 def test_the_operator_is_chosen_where_it_applies() -> None:
-    cpu = torch.device("cpu")
-    assert all(choose_attention_backend(dtype, cpu, 64, True) == "native_cpu" for dtype in DTYPES)
-    for choice in ((torch.float64, cpu, 64, True), (torch.float32, cpu, 12, True), (torch.float32, cpu, 264, True)):
-        assert choose_attention_backend(*choice) == "torch_native"
-    assert choose_attention_backend(torch.float32, cpu, 64, kernels_available=False) == "torch_native"
-    assert not supports(torch.float32, "meta", 64)
+    def chosen(dtype: torch.dtype, head_dim: int, kernels_available: bool = True) -> str:
+        pool = KVPool(4, [FullKV(1, head_dim)], dtype)
+        return type(create_attention_backend("auto", pool, kernels_available)).__name__
+
+    assert all(chosen(dtype, 64) == "NativeCpuBackend" for dtype in DTYPES)
+    for dtype, head_dim in ((torch.float64, 64), (torch.float32, 12), (torch.float32, 264)):
+        assert chosen(dtype, head_dim) == "TorchNativeBackend"
+    assert chosen(torch.float32, 64, kernels_available=False) == "TorchNativeBackend"
+    on_meta = KVPool(4, [FullKV(1, 64)], torch.float32, "meta")
+    assert NativeCpuBackend.obstacle(on_meta, kernels_available=True) is not None
     with pytest.raises(StartupError, match="float64 of head size 64"):
-        create_attention_backend("native_cpu", KVPool(4, 1, 1, 64, torch.float64))
-
-
-def test_the_fake_has_the_result_s_shape() -> None:
-    arguments = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in _arguments().items()}
-    fake = torch.ops.lockstep.paged_attention(**arguments)
-    assert fake.shape == torch.ops.lockstep.paged_attention(**_arguments()).shape and fake.dtype == torch.float32
+        create_attention_backend("native_cpu", KVPool(4, [FullKV(1, 64)], torch.float64))

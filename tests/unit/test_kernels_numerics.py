@@ -17,10 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout.layers.norm_rotary import RotaryTable
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.torch_ops import TorchOps
-from tests.kernels import native_ops
+from rollout.kernels.ops import Ops, plain_ops
+from tests.kernels import angles, native_ops
 from tests.layer_storage import stored_experts, stored_matrix
 
 EPS = 1e-6
@@ -54,8 +52,8 @@ def _randn(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def _compare(compute: Callable[[LayerOps], torch.Tensor], exact: torch.Tensor) -> Errors:
-    return Errors(row_errors(compute(native_ops()), exact), row_errors(compute(TorchOps()), exact))
+def _compare(compute: Callable[[Ops], torch.Tensor], exact: torch.Tensor) -> Errors:
+    return Errors(row_errors(compute(native_ops()), exact), row_errors(compute(plain_ops()), exact))
 
 
 def _norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,7 +84,7 @@ def norm_linear(dtype: torch.dtype, depth: int, outputs: int) -> Errors:
     scale, weight = 1 + _randn(dtype, depth, seed=2, scale=0.1), _randn(dtype, outputs, depth, seed=3, scale=0.1)
     exact = _norm(residual.double() + hidden.double(), scale) @ weight.double().T
 
-    def compute(ops: LayerOps) -> torch.Tensor:
+    def compute(ops: Ops) -> torch.Tensor:
         return ops.norm_linear(residual.clone(), hidden, scale, EPS, stored_matrix(ops, weight), outputs)
 
     return _compare(compute, exact)
@@ -101,7 +99,7 @@ def norm_route(dtype: torch.dtype, depth: int, experts: int, top_k: int) -> Erro
     weights, ids = exact.topk(top_k)
     exact = torch.zeros_like(exact).scatter(1, ids, weights / weights.sum(-1, keepdim=True))
 
-    def compute(ops: LayerOps) -> torch.Tensor:
+    def compute(ops: Ops) -> torch.Tensor:
         storage = stored_matrix(ops, weight)
         _, chosen, ids = ops.norm_route(residual.clone(), hidden, scale, EPS, storage, experts, top_k, True)
         return torch.zeros(TOKENS, experts, dtype=dtype).scatter(1, ids, chosen)
@@ -129,8 +127,8 @@ def experts(dtype: torch.dtype, hidden_size: int, inner: int, num_experts: int, 
         inside = F.silu(x @ gate[expert].double().T) * (x @ up[expert].double().T)
         exact.index_add_(0, tokens, inside @ down[expert].double().T * weights[tokens, slots, None].double())
 
-    def compute(ops: LayerOps) -> torch.Tensor:
-        return ops.experts(hidden, ids, weights, *stored_experts(ops, gate, up, down), inner)
+    def compute(ops: Ops) -> torch.Tensor:
+        return ops.fused_experts(hidden, ids, weights, *stored_experts(ops, gate, up, down), inner)
 
     return _compare(compute, exact)
 
@@ -140,16 +138,16 @@ def heads_to_pool(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_di
     turning = num_heads + num_kv_heads
     qkv = _randn(dtype, TOKENS, (turning + num_kv_heads) * head_dim)
     weight = 1 + _randn(dtype, turning, head_dim, seed=1, scale=0.1)
-    angles = RotaryTable(head_dim, 10000.0, TOKENS, dtype, "cpu", TorchOps()).angles(torch.arange(TOKENS))
+    rotary = angles(head_dim, TOKENS, dtype, torch.arange(TOKENS))
     slots = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     heads = qkv.view(TOKENS, -1, head_dim)
     normed = _norm(heads[:, :turning], weight)
-    cos, signed_sin = angles.double()[:, :1], angles.double()[:, 1:]
+    cos, signed_sin = rotary.double()[:, :1], rotary.double()[:, 1:]
     exact = normed * cos + normed.roll(head_dim // 2, -1) * signed_sin
 
-    def compute(ops: LayerOps) -> torch.Tensor:
+    def compute(ops: Ops) -> torch.Tensor:
         k_pool, v_pool = (torch.zeros(TOKENS, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
-        query = ops.heads_to_pool(qkv, weight, angles, EPS, k_pool, v_pool, slots)
+        query = ops.qk_norm_rope_store(qkv, weight, rotary, k_pool, v_pool, slots, EPS)
         assert torch.equal(v_pool[slots], heads[:, turning:])
         return torch.cat((query, k_pool[slots]), 1).reshape(-1, head_dim)
 

@@ -11,6 +11,7 @@ from rollout.attention.registry import ATTENTION_BACKENDS, create_attention_back
 from rollout.attention.torch_native import ROWS_FORM_MAX_QUERIES, SMALL_GATHER_ROWS, bucket_by_length
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.layer_specs import FullKV
 from rollout.mem_cache.kv_pool import KVPool
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -23,7 +24,7 @@ class _Sequences:
         self.lengths = lengths
         generator = torch.Generator().manual_seed(sum(lengths))
         longest = max(lengths)
-        self.pool = KVPool(len(lengths) * longest + 3, 1, KV_HEADS, HEAD_DIM, dtype)
+        self.pool = KVPool(len(lengths) * longest + 3, [FullKV(KV_HEADS, HEAD_DIM)], dtype)
         self.pool.k[0].fill_(float("nan"))
         self.pool.v[0].fill_(float("nan"))
         slots = torch.randperm(len(lengths) * longest, generator=generator)
@@ -41,7 +42,7 @@ class _Sequences:
         spans = [range(length - new, length) for length, new in zip(self.lengths, computed, strict=True)]
         for request, span in enumerate(spans):
             cached = self.req_to_token[request, : span.start]
-            self.pool.write(0, cached, self.k[request, : span.start], self.v[request, : span.start])
+            self._store(cached, self.k[request, : span.start], self.v[request, : span.start])
         decode_lens = self.lengths[num_extends:]
         batch = ForwardBatch(
             input_ids=torch.zeros(sum(computed), dtype=torch.int64),
@@ -58,8 +59,12 @@ class _Sequences:
         backend = create_attention_backend("torch_native", self.pool)
         backend.plan(batch)
         q, k, v = (torch.cat([x[r, s.start : s.stop] for r, s in enumerate(spans)]) for x in (self.q, self.k, self.v))
-        self.pool.write(0, batch.out_cache_loc, k, v)
+        self._store(batch.out_cache_loc, k, v)
         return backend.attend(0, q), torch.cat([self._plain(r, span) for r, span in enumerate(spans)])
+
+    def _store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.pool.k[0].index_copy_(0, slots, k)
+        self.pool.v[0].index_copy_(0, slots, v)
 
     def _plain(self, request: int, span: range) -> torch.Tensor:
         rows = []
@@ -134,5 +139,5 @@ def test_buckets_partition_and_bound_the_padding(lengths: list[int]) -> None:
 
 def test_unknown_backend_is_a_startup_error() -> None:
     with pytest.raises(StartupError, match="torch_native"):
-        create_attention_backend("nope", KVPool(4, 1, 1, 4, torch.float32))
+        create_attention_backend("nope", KVPool(4, [FullKV(1, 4)], torch.float32))
     assert "torch_native" in ATTENTION_BACKENDS

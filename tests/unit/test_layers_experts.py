@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
-from rollout.layers.moe.expert_compute import (
+from rollout.kernels.expert_compute import (
     Strategy,
     apply_experts,
     choose_strategy,
@@ -19,8 +18,9 @@ from rollout.layers.moe.expert_compute import (
     padded,
     padded_capacity,
 )
-from rollout.layers.moe.topk import softmax_topk
-from rollout.layers.ops.torch_ops import TorchOps, weighted_sum
+from rollout.kernels.ops import plain_ops
+from rollout.kernels.plain import weighted_sum
+from rollout.layers.moe.dispatchers.local import LocalDispatcher
 
 EXPERTS, HIDDEN, INNER = 6, 16, 8
 
@@ -152,7 +152,7 @@ def test_local_dispatch_leaves_the_sum_to_the_experts() -> None:
     weights = torch.rand(12, 2, dtype=torch.float64)
     work = dispatcher.dispatch(hidden, ids, weights)
     assert work.weights_RS is not None
-    out = TorchOps().experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, w13, w2, INNER)
+    out = plain_ops().fused_experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, w13, w2, INNER)
     expected = (_plain(hidden, ids, w13, w2) * weights[..., None]).sum(1)
     torch.testing.assert_close(dispatcher.combine(out, work.handle), expected, atol=1e-13, rtol=1e-13)
 
@@ -160,10 +160,20 @@ def test_local_dispatch_leaves_the_sum_to_the_experts() -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_topk_weights(normalise: bool) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, -1.0, 4.0, 4.5]], dtype=torch.float64)
-    weights, ids = softmax_topk(logits, 2, normalise)
+    weights, ids = _route(logits, normalise)
     assert ids.tolist() == [[1, 3], [0, 3]]
     expected = logits.softmax(-1).gather(1, ids)
     if normalise:
         expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(weights, expected, atol=1e-15, rtol=0)
-    assert softmax_topk(logits.bfloat16(), 2, normalise)[0].dtype == torch.bfloat16
+    assert _route(logits.bfloat16(), normalise)[0].dtype == torch.bfloat16
+
+
+def _route(logits_TE: torch.Tensor, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the best two: the norm is of rows of equal size, the matrix undoes it."""
+    size = logits_TE.shape[1]
+    hidden = torch.diag_embed(torch.ones(size, dtype=logits_TE.dtype))[: logits_TE.shape[0]] * size**0.5
+    norm = torch.full((size,), size**-0.5, dtype=logits_TE.dtype)
+    matrix = torch.zeros(size, size, dtype=logits_TE.dtype)
+    matrix[:, : logits_TE.shape[0]] = logits_TE.T
+    return plain_ops().norm_route(hidden, None, norm, 0.0, matrix, size, 2, normalise)[1:]

@@ -18,12 +18,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.core.errors import BadRequest, StartupError
-from rollout.core.model_config import load_model_config
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, add_cli_args, main, make_checkpoint
-from rollout.layers.ops.torch_ops import TorchOps
-from rollout.models.checkpoint import open_checkpoint, read_tensors
-from rollout.models.load import load_model
+from rollout.kernels.ops import plain_ops
+from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
+from rollout.model_executor.load import load_model
+from rollout.models.registry import load_model_config
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
 from weight_sync.tensor_meta import parts_of
 
@@ -156,7 +156,9 @@ def test_cold_load_reads_all_shards_and_reports_progress(tmp_path: Path, shards:
     read = {name: tensor for shard in opened for name, tensor in read_tensors(shard)}
     config, seen = load_model_config(folder), []
     placement = trivial_placement(config)
-    model = load_model(folder, config, torch.float32, "cpu", placement, TorchOps(), lambda *bytes_: seen.append(bytes_))
+    model = load_model(
+        folder, config, torch.float32, "cpu", placement, plain_ops(), lambda *bytes_: seen.append(bytes_)
+    )
     tensors = logical_tensors(folder)
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert seen == sorted(seen)

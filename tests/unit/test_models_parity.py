@@ -11,9 +11,8 @@ import transformers
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import load_model_config
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.torch_ops import TorchOps
+from rollout.kernels.ops import Ops, plain_ops
+from rollout.models.registry import load_model_config
 from tests.forward_harness import ForwardHarness, StepOutput
 from tests.kernels import native_ops
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint
@@ -90,8 +89,8 @@ def test_mixed_batches_equal_the_reference(folder: Path) -> None:
         _assert_equals_reference(joined, expected)
 
 
-@pytest.mark.parametrize("make_ops", [TorchOps, native_ops])
-def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Callable[[], LayerOps]) -> None:
+@pytest.mark.parametrize("make_ops", [plain_ops, native_ops])
+def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Callable[[], Ops]) -> None:
     ids = _ids(13)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
@@ -113,12 +112,10 @@ def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Ca
 
 @pytest.mark.parametrize(
     ("dtype", "make_ops"),
-    [(torch.bfloat16, TorchOps), (torch.bfloat16, native_ops), (torch.float16, TorchOps)],
+    [(torch.bfloat16, plain_ops), (torch.bfloat16, native_ops), (torch.float16, plain_ops)],
     ids=str,
 )
-def test_half_precision_stays_near_the_reference(
-    folder: Path, dtype: torch.dtype, make_ops: Callable[[], LayerOps]
-) -> None:
+def test_half_precision_stays_near_the_reference(folder: Path, dtype: torch.dtype, make_ops: Callable[[], Ops]) -> None:
     """Weights are rounded alike, so what is left is arithmetic.  A token with other routes may be far off: left out."""
     ids = _ids(14)
     rounded = {name: tensor.to(dtype) for name, tensor in logical_tensors(folder).items()}

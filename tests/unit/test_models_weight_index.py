@@ -9,11 +9,10 @@ import torch
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import load_model_config
+from rollout.kernels.ops import plain_ops
 from rollout.layers.moe.experts import Experts
-from rollout.layers.ops.torch_ops import TorchOps
-from rollout.models.decoder import DecoderForCausalLM
-from rollout.models.registry import model_class
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.models.registry import load_model_config
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, trivial_placement
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError
 from weight_sync.ledger import WeightLedger
@@ -30,7 +29,7 @@ def _empty_model(folder: Path, placement: ExpertPlacement | None = None) -> Deco
     """Every byte of every parameter is NaN, so that a place that was not written shows."""
     config = load_model_config(folder)
     placement = placement or trivial_placement(config)
-    model = model_class(config.architecture)(config, torch.float32, "cpu", placement, TorchOps())
+    model = DecoderForCausalLM(config, torch.float32, "cpu", placement, plain_ops())
     for tensor in model.tensors():
         tensor.fill_(float("nan"))
     return model

@@ -14,10 +14,12 @@ import torch
 
 from eplb.expert_location import ExpertLocationMetadata
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig, model_config_from_dict
+from rollout.core.layer_specs import MoESpec, RouterSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
+from rollout.kernels.ops import Ops
+from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
@@ -25,10 +27,9 @@ from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
 from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
 from rollout.layers.moe.experts import Experts
-from rollout.layers.ops.base import LayerOps
 from tests.model_zoo import placed
 from tests.ranks import run_ranks
-from tests.row_ops import RowOps
+from tests.row_ops import row_ops
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 8, 3
 F64 = torch.float64
@@ -62,29 +63,13 @@ CASES: dict[str, tuple[list[int], list[int]]] = {
 }
 
 
-def model_config() -> ModelConfig:
-    return model_config_from_dict(
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "vocab_size": 16,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 64,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": TOP_K,
-            "moe_intermediate_size": INNER,
-        }
-    )
+SPEC = MoESpec(router=RouterSpec(num_experts=EXPERTS, top_k=TOP_K), inner=INNER)
 
 
-def filled_experts(parallel: Parallel, located: Sequence[int], ops: LayerOps) -> Experts:
+def filled_experts(parallel: Parallel, located: Sequence[int], ops: Ops) -> Experts:
     """This rank's slots, written through the entries that a checkpoint is written through."""
     metadata = ExpertLocationMetadata(torch.tensor([list(located)]), EXPERTS)
-    experts = Experts(model_config(), 0, placed(metadata, parallel), F64, "cpu", ops, parallel)
+    experts = Experts(SPEC, HIDDEN, 0, placed(metadata, parallel), Build(ops, F64, "cpu", parallel))
     for entry in experts.weight_entries("experts"):
         seed = sum(map(ord, entry.name))
         content = torch.randn(entry.shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
@@ -128,7 +113,7 @@ def outputs(
     """By case, what the tokens of each attention-DP rank got; all its ranks must have got the same."""
 
     def work(parallel: Parallel) -> list[torch.Tensor]:
-        experts = filled_experts(parallel, located, RowOps())
+        experts = filled_experts(parallel, located, row_ops())
         dispatcher = make(name, parallel, located)
         if kind is not None:
             dispatcher = kind(parallel, len(located))  # type: ignore[call-arg]
@@ -164,7 +149,7 @@ def forward(dispatcher: Dispatcher, experts: Experts, parallel: Parallel, case: 
 
 
 def reference(case: str, dp_size: int) -> list[torch.Tensor]:
-    experts, dispatcher = filled_experts(Parallel(), TRIVIAL, RowOps()), LocalDispatcher()
+    experts, dispatcher = filled_experts(Parallel(), TRIVIAL, row_ops()), LocalDispatcher()
     return [forward_locally(dispatcher, experts, Batch(case, dp_rank)) for dp_rank in range(dp_size)]
 
 
@@ -273,7 +258,7 @@ def test_wrong_dispatchers_are_caught(name: str, wrong: type[Dispatcher]) -> Non
 
 
 def test_experts_leave_holes_at_zero() -> None:
-    experts = filled_experts(Parallel(), TRIVIAL, RowOps())
+    experts = filled_experts(Parallel(), TRIVIAL, row_ops())
     hidden_RD = torch.randn(3, HIDDEN, dtype=F64)
     ids_RS = torch.tensor([[4, -1, 0], [-1, -1, -1], [-1, 7, 2]])
     weights_RS = torch.rand(3, 3, dtype=F64)

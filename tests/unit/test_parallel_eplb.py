@@ -27,8 +27,8 @@ from rollout.core.weight_io_struct import (
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+from rollout.kernels.ops import ExpertPart
 from rollout.layers.layer import Layer
-from rollout.layers.ops.base import ExpertPart
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.scheduler.scheduler import Scheduler
 from tests.model_zoo import logical_tensors, tiny_checkpoint
@@ -418,7 +418,9 @@ def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, na
 
     def content(slot: int) -> list[torch.Tensor]:
         sizes = layer.inner.length, layer.hidden_size
-        return [layer.ops.expert_place(layer.w13, layer.w2, part, slot, *sizes).read().clone() for part in parts]
+        return [
+            layer.ops.storage.expert_place(layer.w13, layer.w2, part, slot, *sizes).read().clone() for part in parts
+        ]
 
     before, addresses = content(5), [tensor.data_ptr() for tensor in slots.read(1, 2)]
     prints = [bytes_fingerprint(tensor) for tensor in slots.read(1, 5)]

@@ -22,7 +22,7 @@ from tests.kernels import native_ops
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank, several_ranks
 from tests.ranks import run_ranks
-from tests.row_ops import RowOps
+from tests.row_ops import row_ops
 
 Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
 
@@ -84,9 +84,9 @@ def test_where_sums_keep_their_order_float64_is_equal_to_the_bit(
 ) -> None:
     """Of the same batches: attention in plain torch sees which requests are together."""
     folder, metadata = folders["moe_dense_first"], redundant(2) if placed == "redundant" else None
-    expected = one_rank(folder, MIXED, batches_of=sizes[1], ops=RowOps())
+    expected = one_rank(folder, MIXED, batches_of=sizes[1], ops=row_ops())
     found = several_ranks(
-        folder, layout_of(sizes), MIXED, moe_a2a_backend="all_to_all", ops=RowOps(), metadata=metadata
+        folder, layout_of(sizes), MIXED, moe_a2a_backend="all_to_all", ops=row_ops(), metadata=metadata
     )
     assert largest_difference(found, expected) == 0.0
 

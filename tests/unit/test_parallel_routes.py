@@ -75,7 +75,7 @@ def least_margin(world: World, ids: list[int]) -> float:
 
     def look(router: TopKRouter, residual: torch.Tensor, hidden: torch.Tensor, norm: Any, *rest: Any) -> Any:
         normed, weights, chosen = call(router, residual, hidden, norm, *rest)
-        rows = router.ops.matrix_place(router.weight, range(EXPERTS), router.hidden_size).read()
+        rows = router.ops.storage.matrix_place(router.weight, range(EXPERTS), router.hidden_size).read()
         logits = (normed @ rows.T).sort(dim=-1, descending=True).values[:, : router.top_k + 1]
         gaps.append(float((logits[:, :-1] - logits[:, 1:]).min()))
         return normed, weights, chosen

@@ -32,7 +32,7 @@ from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.layers.moe.router import TopKRouter
-from rollout.models.weight_loading import WeightIndex
+from rollout.model_executor.weight_loading import WeightIndex
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_world import World
 from tests.published_versions import write_checkpoint

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from eplb.expert_location import ExpertLocationMetadata
+from rollout.core.layer_specs import AttentionSpec, RotarySpec
 from rollout.distributed.communicator import Communicator
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
-from rollout.layers.ops.base import LayerOps
-from rollout.layers.ops.place import ShardPlace, ViewPlace
-from rollout.layers.ops.torch_ops import TorchOps
+from rollout.kernels.ops import Ops, plain_ops
+from rollout.kernels.places import ShardPlace, ViewPlace
 from rollout.layers.shard import Shard, kv_heads, query_heads
 from tests.kernels import native_ops
 from tests.model_zoo import logical_tensors, tiny_checkpoint
@@ -33,7 +33,7 @@ from weight_sync.transaction import WeightTransaction
 Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
 
 LAYOUTS: list[Sizes] = [(2, 1, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 2), (4, 1, 4)]
-OPS: dict[str, Callable[[], LayerOps]] = {"plain": TorchOps, "packed": native_ops}
+OPS: dict[str, Callable[[], Ops]] = {"plain": plain_ops, "packed": native_ops}
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
 
 
@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def engine(folder: Path, parallel: Parallel, ops: LayerOps | None = None) -> RankEngine:
+def engine(folder: Path, parallel: Parallel, ops: Ops | None = None) -> RankEngine:
     dtype = torch.float32 if ops is not None else torch.float64
     return RankEngine(folder, parallel, metadata=REDUNDANT, dtype=dtype, ops=ops)
 
@@ -224,14 +224,13 @@ def test_a_shard_takes_its_part_of_the_whole_and_gives_it_back() -> None:
 @pytest.mark.parametrize(("heads", "kv"), [(8, 8), (8, 4), (8, 2), (8, 1), (16, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_rank_has_the_key_value_heads_that_its_queries_read(heads: int, kv: int, ranks: int) -> None:
-    class Config:
-        num_attention_heads, num_key_value_heads = heads, kv
-
+    rotary = RotarySpec(dim=8, theta=10000.0)
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv, head_dim=8, rotary=rotary)
     layout = ParallelLayout(ranks)
     seen = []
     for rank in range(ranks):
         parallel = Parallel(layout, layout.position(rank))
-        queries, keys = query_heads(Config, parallel), kv_heads(Config, parallel)  # type: ignore[arg-type]
+        queries, keys = query_heads(spec, parallel), kv_heads(spec, parallel)
         per_key = queries.length // keys.length
         for local in range(queries.length):
             assert (queries.start + local) // (heads // kv) == keys.start + local // per_key

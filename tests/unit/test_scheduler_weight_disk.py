@@ -122,7 +122,7 @@ def damaged(folder: Path, source: Path, kind: str) -> Path:
     ("kind", "status", "reason"),
     [
         ("truncated", 400, "accounts for"),
-        ("config", 400, "rope_theta 5.0"),
+        ("config", 400, "rotary.theta 5.0"),
         ("missing", 400, "tensors missing"),
         ("nan", 400, "not finite"),
         ("gone", 400, "not a folder"),

@@ -26,8 +26,8 @@ from rollout.core.io_struct import (
     TokenizedGenerateReqInput,
     VersionSpan,
 )
-from rollout.core.model_config import load_model_config
 from rollout.core.server_args import ServerArgs
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.communicator import Communicator, SchedulerTimeout
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager

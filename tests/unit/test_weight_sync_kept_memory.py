@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from rollout.kernels.build import load_kernels
-from rollout.layers.ops.native_ops import NativeOps
-from rollout.layers.ops.torch_ops import TorchOps
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.kernels.ops import compiled_ops, plain_ops
+from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.held_memory import HeldMemory, ShadowMemory
@@ -38,7 +37,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tenso
 
 
 def load(folder: Path, layout: str) -> DecoderForCausalLM:
-    return load_tiny(folder, torch.bfloat16, ops=NativeOps() if layout == "packed" else TorchOps())
+    return load_tiny(folder, torch.bfloat16, ops=compiled_ops() if layout == "packed" else plain_ops())
 
 
 def take_part(weights: Any, memory: ShadowMemory, tensors: Tensors, end: str) -> None:

@@ -15,9 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from rollout.kernels.build import load_kernels
-from rollout.layers.ops.native_ops import NativeOps
-from rollout.layers.ops.torch_ops import TorchOps
-from rollout.models.decoder import DecoderForCausalLM
+from rollout.kernels.ops import compiled_ops, plain_ops
+from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, FakeWeights, bits, expert_name, fused, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.errors import CommitError, ContentError, StagingError
@@ -72,10 +71,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def load(folder: Path, layout: str) -> DecoderForCausalLM:
     if layout == "plain":
-        return load_tiny(folder, torch.bfloat16, ops=TorchOps())
+        return load_tiny(folder, torch.bfloat16, ops=plain_ops())
     status = load_kernels()
     assert status.available, status.reason
-    return load_tiny(folder, torch.bfloat16, ops=NativeOps())
+    return load_tiny(folder, torch.bfloat16, ops=compiled_ops())
 
 
 # --- any split and order ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.layers.ops.place import ViewPlace
+from rollout.kernels.places import ViewPlace
 from weight_sync import pages
 from weight_sync.errors import CommitError, StagingError
 from weight_sync.pages import HUGE_PAGE, PageTrader, new_area, tradable_spans

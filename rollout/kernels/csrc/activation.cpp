@@ -45,6 +45,4 @@ at::Tensor silu_and_mul(const at::Tensor& gate_up) {
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("silu_and_mul(Tensor gate_up) -> Tensor"); }
-
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("silu_and_mul", &lockstep::silu_and_mul); }

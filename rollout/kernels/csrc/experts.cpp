@@ -216,8 +216,4 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_FRAGMENT(lockstep, m) {
-  m.def("fused_experts(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size) -> Tensor");
-}
-
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("fused_experts", &lockstep::fused_experts); }

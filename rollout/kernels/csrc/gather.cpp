@@ -38,6 +38,4 @@ at::Tensor gather_rows(const at::Tensor& table, const at::Tensor& ids) {
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("gather_rows(Tensor table, Tensor ids) -> Tensor"); }
-
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("gather_rows", &lockstep::gather_rows); }

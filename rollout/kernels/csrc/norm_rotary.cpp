@@ -1,9 +1,10 @@
 // RMS norm with the residual sum before it, and the path of queries, keys and values from projection to KV pool.
 //
-// Rounding as in layers/norm_rotary.py: sums of squares in float32, the normed value rounded to the storage dtype, then
+// Rounding as in plain.py: sums of squares in float32, the normed value rounded to the storage dtype, then
 // multiplied with the weight in that dtype; both products of the rotation and their sum rounded one by one.
 //
-// Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
+// Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the
+// KV pool.
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -37,16 +38,24 @@ at::Tensor add_rms_norm(at::Tensor& residual, const std::optional<at::Tensor>& h
 
 template <class T>
 struct HeadPath {
-  const T *qkv, *weight, *angles;  // angles [T, 2, hd]: cos, and sin with its sign folded in
+  const T *qkv, *weight, *angles;  // weight may be null; angles [T, 2, rd]: cos, and sin with its sign folded in
   T *q, *k_pool, *v_pool;
   const int64_t* slots;
-  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
   double eps;
 
-  // Elements i and i + hd/2 turn by the same angle.
+  // Elements i and i + rd/2 turn by the same angle; those from rd on stay.
   void norm_and_rotate(const T* head, const T* head_weight, const T* c, const T* s, T* place, float* normed) const {
-    const int64_t half = head_dim / 2;
-    norm_row(head, head_weight, head_dim, eps, [&](int64_t d, int n, F32x16 x) { store(normed + d, round_to<T>(x), n); });
+    const int64_t half = rotary_dim / 2;
+    if (head_weight != nullptr) {
+      norm_row(head, head_weight, head_dim, eps,
+               [&](int64_t d, int n, F32x16 x) { store(normed + d, round_to<T>(x), n); });
+    } else {
+      for (int64_t d = 0; d < head_dim; d += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, head_dim - d));
+        store(normed + d, load(head + d, n), n);
+      }
+    }
     for (int64_t from = 0; from < head_dim; from += half) {
       const int64_t other = half - from;
       for (int64_t i = 0; i < half; i += kLanes) {
@@ -56,34 +65,43 @@ struct HeadPath {
         store(place + from + i, turned + kept, n);
       }
     }
+    for (int64_t d = rotary_dim; d < head_dim; d += kLanes) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, head_dim - d));
+      store(place + d, load(normed + d, n), n);
+    }
   }
 
   void token(int64_t t, float* normed) const {
     const T *row = qkv + t * (num_heads + 2 * num_kv_heads) * head_dim;
-    const T *c = angles + 2 * t * head_dim, *s = c + head_dim;
+    const T *c = angles + 2 * t * rotary_dim, *s = c + rotary_dim;
     const int64_t pool_offset = slots[t] * num_kv_heads * head_dim;
     for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
       T* place = h < num_heads ? q + (t * num_heads + h) * head_dim : k_pool + pool_offset + (h - num_heads) * head_dim;
-      norm_and_rotate(row + h * head_dim, weight + h * head_dim, c, s, place, normed);
+      norm_and_rotate(row + h * head_dim, weight == nullptr ? nullptr : weight + h * head_dim, c, s, place, normed);
     }
     std::memcpy(v_pool + pool_offset, row + (num_heads + num_kv_heads) * head_dim, num_kv_heads * head_dim * sizeof(T));
   }
 };
 
-at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const at::Tensor& weight, const at::Tensor& angles,
+at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Tensor>& weight, const at::Tensor& angles,
                               at::Tensor& k_pool, at::Tensor& v_pool, const at::Tensor& slots, double eps) {
-  TORCH_CHECK(weight.dim() == 2 && k_pool.dim() == 3 && k_pool.sizes() == v_pool.sizes(),
-              "the weight must be [H + Hkv, hd] and both pools [S, Hkv, hd]");
-  const int64_t num_tokens = slots.numel(), num_kv_heads = k_pool.size(1), head_dim = weight.size(1);
-  const int64_t num_heads = weight.size(0) - num_kv_heads, row_size = (num_heads + 2 * num_kv_heads) * head_dim;
-  TORCH_CHECK(head_dim % 2 == 0 && k_pool.size(2) == head_dim && num_heads > 0, "head sizes do not fit");
-  TORCH_CHECK(qkv.numel() == num_tokens * row_size && angles.numel() == 2 * num_tokens * head_dim &&
+  TORCH_CHECK(qkv.dim() == 2 && angles.dim() == 3 && k_pool.dim() == 3 && k_pool.sizes() == v_pool.sizes(),
+              "projections must be [T, (H + 2 Hkv) hd], angles [T, 2, rd] and both pools [S, Hkv, hd]");
+  const int64_t num_tokens = slots.numel(), num_kv_heads = k_pool.size(1), head_dim = k_pool.size(2);
+  const int64_t num_heads = qkv.size(1) / head_dim - 2 * num_kv_heads, rotary_dim = angles.size(2);
+  const int64_t row_size = (num_heads + 2 * num_kv_heads) * head_dim;
+  TORCH_CHECK(rotary_dim % 2 == 0 && rotary_dim <= head_dim && num_heads > 0 && qkv.size(1) == row_size,
+              "head sizes do not fit");
+  TORCH_CHECK(!weight || (weight->dim() == 2 && weight->size(0) == num_heads + num_kv_heads &&
+                          weight->size(1) == head_dim && weight->is_contiguous()),
+              "the weight must be [H + Hkv, hd]");
+  TORCH_CHECK(qkv.size(0) == num_tokens && angles.size(0) == num_tokens && angles.size(1) == 2 &&
                   slots.scalar_type() == at::kLong,
               "projections, angles and slots [T] int64 must be of the same tokens");
-  TORCH_CHECK(weight.is_contiguous() && k_pool.is_contiguous() && v_pool.is_contiguous() && qkv.is_contiguous() &&
-                  angles.is_contiguous() && slots.is_contiguous(),
+  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && qkv.is_contiguous() && angles.is_contiguous() &&
+                  slots.is_contiguous(),
               "all arguments must be contiguous");
-  check_same_dtype(qkv, {weight, angles, k_pool, v_pool});
+  check_same_dtype(qkv, {weight ? *weight : qkv, angles, k_pool, v_pool});
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < num_tokens; ++t) {
     TORCH_CHECK(slot[t] >= 0 && slot[t] < k_pool.size(0), "slot ", slot[t], " is outside the pool");
@@ -93,7 +111,7 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const at::Tensor& weight, c
     using T = decltype(zero);
     const HeadPath<T> path{
         .qkv = qkv.const_data_ptr<T>(),
-        .weight = weight.const_data_ptr<T>(),
+        .weight = weight ? weight->const_data_ptr<T>() : nullptr,
         .angles = angles.const_data_ptr<T>(),
         .q = q.mutable_data_ptr<T>(),
         .k_pool = k_pool.mutable_data_ptr<T>(),
@@ -102,6 +120,7 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const at::Tensor& weight, c
         .num_heads = num_heads,
         .num_kv_heads = num_kv_heads,
         .head_dim = head_dim,
+        .rotary_dim = rotary_dim,
         .eps = eps,
     };
     for_spans(num_tokens, kTokenSpan, num_tokens * row_size / 2, [&](int64_t first, int64_t last) {
@@ -114,13 +133,6 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const at::Tensor& weight, c
 
 }  // namespace
 }  // namespace lockstep
-
-TORCH_LIBRARY_FRAGMENT(lockstep, m) {
-  m.def("add_rms_norm(Tensor(a!) residual, Tensor? hidden, Tensor weight, float eps) -> Tensor");
-  m.def(
-      "qk_norm_rope_store(Tensor qkv, Tensor weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-      "Tensor slots, float eps) -> Tensor");
-}
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
   m.impl("add_rms_norm", &lockstep::add_rms_norm);

@@ -153,7 +153,7 @@ at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_ro
   return out;
 }
 
-at::Tensor packed_embedding(const at::Tensor& packed, const at::Tensor& ids, int64_t depth) {
+at::Tensor matrix_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t depth) {
   TORCH_CHECK(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be [N] int64");
   const at::Tensor rows = ids.contiguous();
   const int64_t* row = rows.const_data_ptr<int64_t>();
@@ -182,11 +182,10 @@ TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def("empty_packed(int[] lead, int rows, int depth, ScalarType dtype) -> Tensor", &lockstep::empty_packed);
   m.def("pack_rows(Tensor(a!) packed, Tensor source, int first_row, int step, int offset) -> ()");
   m.def("unpack_rows(Tensor packed, int depth, int first_row, int num_rows, int step, int offset) -> Tensor");
-  m.def("packed_embedding(Tensor packed, Tensor ids, int depth) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
   m.impl("pack_rows", &lockstep::pack_rows);
   m.impl("unpack_rows", &lockstep::unpack_rows);
-  m.impl("packed_embedding", &lockstep::packed_embedding);
+  m.impl("matrix_rows", &lockstep::matrix_rows);
 }

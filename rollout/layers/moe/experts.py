@@ -1,7 +1,7 @@
 """The expert weights of one MoE layer on this rank, and where a checkpoint's expert tensors go in them.
 
 Ranks hold some of the experts each (expert parallelism), some inner features of each expert (tensor parallelism within
-experts), or both.  Knows storage and names.  Does not know routing; how the experts are applied is up to `LayerOps`.
+experts), or both.
 
 Shapes: R rows, S expert slots of a row, A filled slots, E logical experts, D hidden, I expert intermediate.
 """
@@ -14,44 +14,43 @@ from functools import partial
 import torch
 
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
+from rollout.core.layer_specs import MoESpec
+from rollout.kernels.ops import ExpertPart
+from rollout.kernels.places import Place, ShardPlace
+from rollout.kernels.plain import weighted_sum
+from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.base import DispatchOutput
-from rollout.layers.ops.base import ExpertPart, LayerOps
-from rollout.layers.ops.place import Place, ShardPlace
-from rollout.layers.ops.torch_ops import weighted_sum
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.tensor_meta import Piece
 
 
 class Experts(WeightLayer):
-    """`w13` holds gate and up projections, `w2` down projections; `LayerOps` decides how.
+    """`w13` holds gate and up projections, `w2` down projections, as `Ops.storage` lays them out.
 
     Raises `StartupError` for an inner size that does not divide over the ranks.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: MoESpec,
+        hidden_size: int,
         moe_layer: int,
         placement: ExpertPlacement,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-        parallel: Parallel,
+        build: Build,
     ) -> None:
-        self.ops = ops
+        self.ops = build.ops
         self.moe_layer = moe_layer
         self.placement = placement
-        self.num_logical_experts = config.num_experts
-        self.hidden_size = config.hidden_size
-        layout, position = parallel.layout, parallel.position
+        self.num_logical_experts = spec.router.num_experts
+        self.hidden_size = hidden_size
+        layout, position = build.parallel.layout, build.parallel.position
         assert (placement.ep_rank, placement.ep_size) == (position.ep_rank, layout.ep_size), "another rank's placement"
         what = f"--tp-size {layout.tp_size} --ep-size {layout.ep_size}: intermediate size of the experts"
-        self.inner = Shard.equal(config.moe_intermediate_size, position.moe_tp_rank, layout.moe_tp_size, what)
+        self.inner = Shard.equal(spec.inner, position.moe_tp_rank, layout.moe_tp_size, what)
         stored = placement.num_local_experts
-        self.w13, self.w2 = ops.empty_experts(stored, self.inner.length, self.hidden_size, dtype, device)
+        sizes = (stored, self.inner.length, hidden_size)
+        self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:
         """[R, D] where the work carries weights, else [R, S, D] unweighted.
@@ -65,7 +64,7 @@ class Experts(WeightLayer):
     def _outputs(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.ops.experts(hidden_RD, local_ids_RS, weights_RS, self.w13, self.w2, self.inner.length)
+        return self.ops.fused_experts(hidden_RD, local_ids_RS, weights_RS, self.w13, self.w2, self.inner.length)
 
     def _of_filled_slots(self, work: DispatchOutput) -> torch.Tensor:
         """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros."""
@@ -110,7 +109,7 @@ class Experts(WeightLayer):
     def _places(self, slots_of: Callable[[int, int], list[int]], part: ExpertPart, logical_expert: int) -> list[Place]:
         sizes = self.inner.length, self.hidden_size
         slots = slots_of(self.moe_layer, logical_expert)
-        places = [self.ops.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
+        places = [self.ops.storage.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
         if self.inner.is_whole:
             return places
         dim = 1 if part == "down_proj" else 0

@@ -16,18 +16,17 @@ from collections.abc import Sequence
 import torch
 
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig
+from rollout.core.layer_specs import MoESpec
 from rollout.distributed.communicator import share_sizes
-from rollout.distributed.parallel import Parallel
+from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, SliceRider
 from rollout.layers.layer import Layer
 from rollout.layers.moe.dispatchers.base import Dispatcher
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
 from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
+from rollout.layers.moe.shared_expert import SharedExpert
 from rollout.layers.norm_rotary import RMSNorm
-from rollout.layers.ops.base import LayerOps, SparseWeights
 
 
 class MoELayer(Layer):
@@ -35,47 +34,22 @@ class MoELayer(Layer):
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: MoESpec,
+        hidden_size: int,
         moe_layer: int,
         placement: ExpertPlacement,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
-        parallel: Parallel,
         dispatcher: Dispatcher,
+        build: Build,
     ) -> None:
-        self.gate = TopKRouter(
-            moe_layer,
-            config.hidden_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            placement,
-            dtype,
-            device,
-            ops,
-        )
-        self.experts = Experts(config, moe_layer, placement, dtype, device, ops, parallel)
+        self._ranks = build.parallel.attn_tp
+        self._scatters = dispatcher.scatters_tokens and self._ranks.size > 1
+        self.moe_layer = moe_layer
         self.dispatcher = dispatcher
-        self.placement, self.moe_layer = placement, moe_layer
-        self._ranks = parallel.attn_tp
-
-    def local_weights(self, norm: RMSNorm) -> SparseWeights | None:
-        """What the block computes with after `norm`, if no token leaves this rank."""
-        if not isinstance(self.dispatcher, LocalDispatcher):
-            return None
-        gate, experts = self.gate, self.experts
-        return SparseWeights(
-            norm=norm.weight,
-            eps=norm.eps,
-            router=gate.weight,
-            num_logical_experts=gate.num_logical_experts,
-            top_k=gate.top_k,
-            normalise=gate.normalise,
-            w13=experts.w13,
-            w2=experts.w2,
-            inner=experts.inner.length,
-        )
+        self.gate = TopKRouter(spec.router, hidden_size, moe_layer, placement, build)
+        self.experts = Experts(spec, hidden_size, moe_layer, placement, build)
+        self.shared_experts: SharedExpert | None = None
+        if spec.shared_inner:
+            self.shared_experts = SharedExpert(spec.shared_inner, hidden_size, build, is_whole=self._scatters)
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
@@ -84,7 +58,7 @@ class MoELayer(Layer):
 
         None where the result has been added to the residual stream already.
         """
-        if self.dispatcher.scatters_tokens and self._ranks.size > 1:
+        if self._scatters:
             self._add_by_slices(residual_TD, hidden_TD, norm, context)
             return None
         return self._of_tokens(residual_TD, self._ranks.all_reduce(hidden_TD), norm, context, first_row=0)
@@ -97,9 +71,10 @@ class MoELayer(Layer):
         context: ForwardContext,
         first_row: int,
     ) -> torch.Tensor:
-        hidden_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context.route_hooks, first_row)
-        work = self.dispatcher.dispatch(hidden_TD, physical_ids_TK, weights_TK)
-        return self.dispatcher.combine(self.experts(work), work.handle)
+        normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context, first_row)
+        work = self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK)
+        out_TD = self.dispatcher.combine(self.experts(work), work.handle)
+        return out_TD if self.shared_experts is None else out_TD.add_(self.shared_experts(normed_TD))
 
     def _add_by_slices(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

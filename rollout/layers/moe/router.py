@@ -1,8 +1,8 @@
-"""The router of one MoE layer: the only place where experts are chosen, in one order.
+"""The router of one MoE layer: the only place where experts are chosen, on every path in one order.
 
-    norm -> score -> hooks see logical ids -> logical to physical
+    norm -> score -> choose, or take what is replayed -> hooks see logical ids -> logical to physical
 
-Shapes: T tokens, D hidden, E logical experts, K top-k.
+Shapes: T tokens, D hidden, E logical experts, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -12,69 +12,82 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from eplb.placement import ExpertPlacement
-from rollout.layers.context import RouteHook
-from rollout.layers.linear import row_entry
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.layer_specs import RouterSpec
+from rollout.kernels.places import ViewPlace
+from rollout.layers.build import Build
+from rollout.layers.context import ForwardContext, RouteHook
+from rollout.layers.linear import row_entry, sharded_entry
 from rollout.layers.norm_rotary import RMSNorm
-from rollout.layers.ops.base import LayerOps
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class TopKRouter(WeightLayer):
-    """Weight [E, D].  `moe_layer` is the layer's ordinal among the MoE layers."""
+    """Weight [E, D], and the correction bias float32 [E] where the spec has one.
+
+    `moe_layer` is the layer's ordinal among the MoE layers.
+    """
 
     def __init__(
-        self,
-        moe_layer: int,
-        hidden_size: int,
-        num_logical_experts: int,
-        top_k: int,
-        normalise: bool,
-        placement: ExpertPlacement,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: LayerOps,
+        self, spec: RouterSpec, hidden_size: int, moe_layer: int, placement: ExpertPlacement, build: Build
     ) -> None:
-        self.ops = ops
+        self.ops = build.ops
         self.moe_layer = moe_layer
-        self.hidden_size, self.num_logical_experts = hidden_size, num_logical_experts
-        self.top_k = top_k
-        self.normalise = normalise
         self.placement = placement
-        self.weight = ops.empty_matrix(num_logical_experts, hidden_size, dtype, device)
+        self.hidden_size, self.num_logical_experts, self.top_k = hidden_size, spec.num_experts, spec.top_k
+        self.weight = build.empty_matrix(spec.num_experts, hidden_size)
+        self.correction_bias: torch.Tensor | None = None
+        if spec.correction_bias:
+            self.correction_bias = torch.empty(spec.num_experts, dtype=torch.float32, device=build.device)
+        self._rule = (spec.num_experts, spec.top_k, spec.normalise, spec.scoring, spec.scaling)
+        self._groups = (spec.num_groups, spec.top_groups)
 
     def __call__(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor,
         norm: RMSNorm,
-        hooks: Sequence[RouteHook],
+        context: ForwardContext,
         first_row: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The norm of `residual += hidden` [T, D]; weights [T, K] in its dtype and physical expert ids [T, K] int64.
 
         The tokens are the rows `first_row ..` of the batch.
         """
+        forced_TK = self._forced(context.batch, first_row, residual_TD.shape[0])
         normed_TD, weights_TK, logical_ids_TK = self.ops.norm_route(
             residual_TD,
             hidden_TD,
             norm.weight,
             norm.eps,
             self.weight,
-            self.num_logical_experts,
-            self.top_k,
-            self.normalise,
+            *self._rule,
+            self.correction_bias,
+            *self._groups,
+            forced_TK,
         )
-        self.show(logical_ids_TK, hooks)
+        self.show(logical_ids_TK, context.route_hooks)
         physical_ids_TK = self.placement.logical_to_physical(self.moe_layer, logical_ids_TK, first_row)
         return normed_TD, weights_TK, physical_ids_TK
 
     def show(self, logical_ids_TK: torch.Tensor, hooks: Sequence[RouteHook]) -> None:
-        """Tell the hooks what was chosen."""
+        """Call the hooks with what was chosen."""
         for hook in hooks:
             hook(self.moe_layer, logical_ids_TK)
 
+    def _forced(self, batch: ForwardBatch, first_row: int, num_rows: int) -> torch.Tensor | None:
+        if batch.forced_routes is None:
+            return None
+        forced_TK = batch.forced_routes[self.moe_layer]
+        if num_rows == batch.num_tokens:
+            return forced_TK
+        return forced_TK[first_row : first_row + num_rows]
+
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        place = self.ops.matrix_place(self.weight, range(self.num_logical_experts), self.hidden_size)
-        rows = Shard.whole(self.num_logical_experts)
-        yield row_entry(f"{prefix}.weight", self.weight, place, rows, self.hidden_size)
+        experts = Shard.whole(self.num_logical_experts)
+        place = self.ops.storage.matrix_place(self.weight, range(experts.total), self.hidden_size)
+        yield row_entry(f"{prefix}.weight", self.weight, place, experts, self.hidden_size)
+        if (bias := self.correction_bias) is not None:
+            name = f"{prefix}.e_score_correction_bias"
+            yield sharded_entry(name, bias, ViewPlace(bias), (experts.total,), 0, experts)

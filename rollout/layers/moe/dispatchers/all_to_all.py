@@ -17,9 +17,9 @@ import torch
 
 from rollout.core.errors import StartupError
 from rollout.distributed.parallel import Parallel
+from rollout.kernels.plain import weighted_sum
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
-from rollout.layers.ops.torch_ops import weighted_sum
 
 
 @dataclass(frozen=True, slots=True)

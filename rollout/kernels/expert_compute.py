@@ -20,7 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rollout.layers.activation import silu_and_mul
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2I], gate first -> `silu(gate) * up` [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,16 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings).
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); tensors whose
+    names begin with one of `ignored` may come, and nothing is kept of them.
     """
 
-    def __init__(self, model: Layer, aliases: Mapping[str, str]) -> None:
+    def __init__(self, model: Layer, aliases: Mapping[str, str], ignored: Sequence[str] = ()) -> None:
         self._is_coming = False
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
+        self._ignored = tuple(ignored)
         for prefix, layer in model.named_layers():
             if isinstance(layer, WeightLayer):
                 for entry in layer.weight_entries(prefix):
@@ -43,7 +45,10 @@ class WeightIndex:
         return MappingProxyType(self._metas)
 
     def split(self, wire: TensorMeta) -> list[Piece]:
-        """The logical tensors inside `wire`.  Raises `UnknownTensorError`, `ShapeMismatchError`."""
+        """The logical tensors inside `wire`; none of one that the model ignores.
+
+        Raises `UnknownTensorError`, `ShapeMismatchError`.
+        """
         name = self._aliases.get(wire.name, wire.name)
         if name in self._metas:
             _require_shape(wire.name, wire.shape, self._metas[name].shape)
@@ -51,6 +56,8 @@ class WeightIndex:
         if name in self._fused:
             _require_shape(wire.name, wire.shape, self._fused[name].shape)
             return list(self._fused[name].pieces)
+        if self._ignored and name.startswith(self._ignored):
+            return []
         raise UnknownTensorError(self._unknown(wire.name))
 
     def write(self, name: str, source: torch.Tensor) -> None:

@@ -1,7 +1,4 @@
-"""Cold load: from a checkpoint folder to a model, through the same path as a live refresh.
-
-Knows the order of things.  Does not know file formats (`checkpoint`), names (`weight_loading`) or models (`registry`).
-"""
+"""Cold load: from a checkpoint folder to a model, through the same path as a live refresh."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
+from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.layers.ops.base import LayerOps
-from rollout.models.checkpoint import open_checkpoint, read_tensors
-from rollout.models.decoder import DecoderForCausalLM
-from rollout.models.registry import model_class
+from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
+from rollout.model_executor.decoder import DecoderForCausalLM
 from weight_sync.errors import WeightSyncError
 from weight_sync.ledger import WeightLedger
 from weight_sync.staging import DirectSink, load_weights, split_wire
@@ -32,7 +28,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     placement: ExpertPlacement,
-    ops: LayerOps,
+    ops: Ops,
     progress: Progress | None = None,
     parallel: Parallel | None = None,
     moe_backend: MoeBackend | None = None,
@@ -42,7 +38,7 @@ def load_model(
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
     and coverage are checked before any tensor is read.  Raises `StartupError` in one line.
     """
-    model = model_class(config.architecture)(config, dtype, device, placement, ops, parallel, moe_backend)
+    model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
     metas = [meta for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)

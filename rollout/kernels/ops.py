@@ -1,0 +1,119 @@
+"""`Ops`: what a model computes with, and how it stores its matrices.
+
+A model is given one when it is built and hands it to its layers.
+
+Shapes: O output features, D input features, P physical experts, I expert intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rollout.kernels import plain
+from rollout.kernels.places import PackedPlace, Place, ViewPlace
+from rollout.kernels.schemas import SCHEMAS
+
+ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
+COMPILED_DTYPES = (torch.bfloat16, torch.float32)
+_ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up projections alternate by such blocks
+
+
+class RowMajor:
+    """Matrices as they are: gate rows before up rows."""
+
+    name = "row-major"
+
+    def empty_matrix(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Storage for [O, D]."""
+        return torch.empty(out_features, in_features, dtype=dtype, device=device)
+
+    def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
+        """Where the logical rows `rows` (step 1) live: content [len(rows), D]."""
+        return ViewPlace(weight[rows.start : rows.stop])
+
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Storage `w13` for gate and up projections [P, I, D] each, and `w2` for down projections [P, D, I]."""
+        w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype, device=device)
+        return w13, torch.empty(experts, hidden, inner, dtype=dtype, device=device)
+
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        """Where one projection of one expert lives: content [I, D], or [D, I] for the down projection."""
+        if part == "down_proj":
+            return ViewPlace(w2[physical_id])
+        return ViewPlace(w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:])
+
+
+class Packed(RowMajor):
+    """Matrices packed for the compiled CPU operators (`csrc/packed.h`) as they are written; no second copy is kept."""
+
+    name = "packed"
+
+    def empty_matrix(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        return torch.ops.lockstep.empty_packed([], out_features, in_features, dtype)
+
+    def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
+        return PackedPlace(weight, rows, in_features)
+
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both, empty_packed = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), torch.ops.lockstep.empty_packed
+        return empty_packed([experts], both, hidden, dtype), empty_packed([experts], hidden, inner, dtype)
+
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        if part == "down_proj":
+            return PackedPlace(w2[physical_id], range(hidden), inner)
+        return PackedPlace(w13[physical_id], range(inner), hidden, step=2, offset=int(part == "up_proj"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
+
+    All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
+    every result has the same bits whatever else is in the batch and however many threads compute.
+    """
+
+    storage: RowMajor
+    batch_invariant: bool
+    gather_rows: Callable[..., torch.Tensor]
+    matrix_rows: Callable[..., torch.Tensor]
+    linear: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
+    norm_linear: Callable[..., torch.Tensor]
+    norm_route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    qk_norm_rope_store: Callable[..., torch.Tensor]
+    silu_and_mul: Callable[..., torch.Tensor]
+    fused_experts: Callable[..., torch.Tensor]
+
+
+def plain_ops() -> Ops:
+    """Plain torch, called directly."""
+    return Ops(storage=RowMajor(), batch_invariant=False, **{name: getattr(plain, name) for name in SCHEMAS})
+
+
+def compiled_ops() -> Ops:
+    """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
+    operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
+    return Ops(storage=Packed(), batch_invariant=True, **operators)
+
+
+def select_ops(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Ops:
+    """The compiled operators where they exist for this dtype and device, else plain torch."""
+    if kernels_available and dtype in COMPILED_DTYPES and torch.device(device).type == "cpu":
+        return compiled_ops()
+    return plain_ops()

@@ -1,0 +1,53 @@
+"""The operators that models compute with: a schema each in torch's registry, and plain torch behind it on every device.
+
+`torch.ops.lockstep.NAME` runs what torch's dispatcher finds for the device of its arguments: the compiled CPU kernel
+where `load_kernels` loaded it, else the function of `plain` of the same name.
+
+T tokens, D hidden, O output features, E logical experts, K top-k, I intermediate, H query heads, Hkv key/value heads,
+hd head size, rd of it that is rotated, S slots of the KV pool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.kernels import plain
+
+SCHEMAS = {
+    # rows of a plain table [N, ...] by number [T]; raises `IndexError`
+    "gather_rows": "(Tensor table, Tensor ids) -> Tensor",
+    # rows of a stored matrix of `depth` columns by number [T]
+    "matrix_rows": "(Tensor weight, Tensor ids, int depth) -> Tensor",
+    # hidden @ weight.T + bias [T, O]
+    "linear": "(Tensor hidden, Tensor weight, int out_size, Tensor? bias=None) -> Tensor",
+    # residual += hidden, where there is one; its root mean square norm over D, rounded, then times the weight
+    "add_rms_norm": "(Tensor(a!) residual, Tensor? hidden, Tensor weight, float eps) -> Tensor",
+    # linear of add_rms_norm
+    "norm_linear": (
+        "(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int out_size, "
+        "Tensor? bias=None) -> Tensor"
+    ),
+    # add_rms_norm [T, D]; of its router logits the weights [T, K] and logical ids [T, K] int64 of the best K experts,
+    # best first.  Rows of `forced_ids` [T, K] that begin with a natural number take the place of the best K.
+    "norm_route": (
+        "(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int num_experts, "
+        'int top_k, bool normalise, str scoring="softmax", float scaling=1.0, Tensor? correction_bias=None, '
+        "int num_groups=1, int top_groups=1, Tensor? forced_ids=None) -> (Tensor, Tensor, Tensor)"
+    ),
+    # queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight [H + Hkv, hd], and rotated by
+    # angles [T, 2, rd]; keys and values stored in their slots [T] of the pools [S, Hkv, hd]; the queries [T, H, hd]
+    "qk_norm_rope_store": (
+        "(Tensor qkv, Tensor? weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, float eps) "
+        "-> Tensor"
+    ),
+    # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
+    "silu_and_mul": "(Tensor gate_up) -> Tensor",
+    # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D]
+    "fused_experts": "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size) -> Tensor",
+}
+
+_LIBRARY = torch.library.Library("lockstep", "FRAGMENT")
+
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, getattr(plain, _name), "CompositeExplicitAutograd")

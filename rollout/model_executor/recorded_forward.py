@@ -1,0 +1,176 @@
+"""A forward played from a tape: the operator calls of a model, recorded once and played again by one call.
+
+    first steps     the model runs in Python, under a recorder     -> calls, with inputs and results by number
+    later steps     the tape, on the step's own tensors            -> the same operators, without Python between them
+
+A recording holds for any number of tokens: it is used once a step of another size made the same calls with the same
+constants.  So a model whose Python branches on the batch, or that counts its tokens, is played in Python for ever.
+The model's own code stays the only definition of a forward.  CUDA graphs record at the same seam.
+
+Shapes: T tokens, D hidden, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.core.forward_batch import ForwardBatch
+from rollout.layers.context import ForwardContext
+from rollout.model_executor.decoder import DecoderForCausalLM
+
+_MOST_TAPES = 4
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The number of an input or a result."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator; tensors that are neither inputs nor results are constants."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The calls of one forward, and the slot of its result."""
+
+    calls: tuple[Call, ...]
+    result: int
+
+    def is_same(self, other: Recording) -> bool:
+        """Whether both make the same calls: constants equal, tensors among them the very same."""
+        if self.result != other.result or len(self.calls) != len(other.calls):
+            return False
+        return all(
+            one.operator is two.operator and all(map(_is_same, one.arguments, two.arguments))
+            for one, two in zip(self.calls, other.calls)
+        )
+
+    def tape(self, num_inputs: int) -> Any:
+        """The recording as the compiled player takes it."""
+        tape = torch.classes.lockstep.Tape(num_inputs)
+        for call in self.calls:
+            schema = call.operator._schema
+            tape.call(schema.name, schema.overload_name)
+            for value in call.arguments:
+                if isinstance(value, _Slot):
+                    tape.slot(value.number)
+                elif isinstance(value, list | tuple):
+                    tape.integers(list(value))
+                else:
+                    tape.constant(value)
+        tape.seal(self.result)
+        return tape
+
+
+class NotRecordable(Exception):
+    """The forward does what a tape cannot hold."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operator, and notes it."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._held = list(inputs)  # so that no two tensors have one id
+        self._slots = {id(tensor): _Slot(i) for i, tensor in enumerate(inputs)}
+        self._count = len(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = tuple(self._named(value) for value in _every_argument(func, args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(Call(func, arguments))
+        for value in result if isinstance(result, tuple) else [result] * len(func._schema.returns):
+            if not isinstance(value, torch.Tensor):
+                raise NotRecordable(f"{func} returns {type(value).__name__}")
+            self._held.append(value)
+            self._slots[id(value)] = _Slot(self._count)
+            self._count += 1
+        return result
+
+    def slot_of(self, tensor: torch.Tensor) -> int:
+        return self._slots[id(tensor)].number
+
+    def _named(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self._held.append(value)
+            return self._slots.get(id(value), value)
+        if isinstance(value, list | tuple) and not all(isinstance(item, int) for item in value):
+            raise NotRecordable("a list of tensors is an argument")
+        return value
+
+
+class RecordedForward:
+    """Called like the model.  One rank, with the compiled operators."""
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        self._model = model
+        self._tapes: dict[Hashable, Any] = {}
+        self._recordings: dict[Hashable, tuple[int, Recording]] = {}
+        self._play = torch.ops.lockstep.play.default
+
+    def __call__(
+        self, batch: ForwardBatch, context: ForwardContext, key: Hashable, written: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """Final-normed hidden states [T, D], and whether they were played: no hook was called then.
+
+        `key`: what else the calls depend on, such as the placement in force; `written`: the step's tensors that its
+        hooks write.
+        """
+        operands = context.attention.operands
+        if operands is None or batch.num_tokens == 0:
+            return self._model(batch, context), False
+        forced = [] if batch.forced_routes is None else [batch.forced_routes]
+        inputs = [batch.input_ids, batch.positions, batch.out_cache_loc, *operands, *written, *forced]
+        key = (key, len(written), len(forced), len({id(tensor) for tensor in inputs}))
+        tape = self._tapes.get(key)
+        if tape is not None:
+            return self._play(tape, inputs), True
+        return self._record(batch, context, key, inputs), False
+
+    def _record(
+        self, batch: ForwardBatch, context: ForwardContext, key: Hashable, inputs: list[torch.Tensor]
+    ) -> torch.Tensor:
+        known = self._recordings.get(key)
+        if known is not None and known[0] == batch.num_tokens:
+            return self._model(batch, context)
+        recorder = _Recorder(inputs)
+        with recorder:
+            hidden_TD = self._model(batch, context)
+        recording = Recording(tuple(recorder.calls), recorder.slot_of(hidden_TD))
+        if known is not None and known[1].is_same(recording):
+            self._forget_oldest()
+            self._tapes[key] = recording.tape(len(inputs))
+            del self._recordings[key]
+        else:
+            self._recordings[key] = (batch.num_tokens, recording)
+        return hidden_TD
+
+    def _forget_oldest(self) -> None:
+        while len(self._tapes) >= _MOST_TAPES:
+            del self._tapes[next(iter(self._tapes))]
+
+
+def _every_argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """In the order of the schema, defaults filled in."""
+    declared = func._schema.arguments
+    rest = [kwargs.get(item.name, item.default_value) for item in declared[len(args) :]]
+    return [*args, *rest]
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        return one is two
+    return type(one) is type(two) and one == two

@@ -1,0 +1,64 @@
+"""A tiny random checkpoint of every model family, written by transformers from its own configuration of the family.
+
+Weights are scaled so that routers choose decisively and every part of a layer counts: a wrong one shows.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+# name -> what transformers' configuration of the family is made with
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **_SIZES},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
+}
+
+
+def family_checkpoint(folder: Path, name: str, seed: int) -> Path:
+    """Write the checkpoint into `folder` and return it."""
+    model = family_model(name, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def family_model(name: str, seed: int) -> Any:
+    """transformers' model in float32, with random weights."""
+    settings = dict(FAMILIES[name])
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
+    config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in key:
+                tensor.copy_(_random(key, tensor, generator))
+    return model
+
+
+def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(tensor.shape, generator=generator)
+    if key.endswith("e_score_correction_bias"):
+        return 0.1 * values
+    if key.endswith("bias"):
+        return 0.5 * values
+    if tensor.ndim == 1:
+        return 1 + 0.1 * values
+    gain = 2.5 if ".gate.weight" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
+    return values * gain / math.sqrt(tensor.shape[-1])

@@ -1,0 +1,181 @@
+"""Every model family against transformers: tokens, log-probabilities, routes; loading, refresh, ranks, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.core.model_config import ModelConfig
+from rollout.distributed.layout import ParallelLayout
+from rollout.kernels.ops import plain_ops
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.models.registry import FAMILIES as REGISTERED
+from rollout.models.registry import load_model_config
+from tests import model_zoo
+from tests.family_zoo import FAMILIES, family_checkpoint, family_model
+from tests.forward_harness import ForwardHarness, StepOutput
+from tests.invariance import Ask, Server, any_differs, assert_same
+from tests.kernels import native_ops
+from tests.model_zoo import load_tiny
+from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
+from weight_sync.ledger import WeightLedger
+from weight_sync.staging import DirectSink, load_weights
+
+SEEDS = [0, 1, 2]
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=[(name, seed) for name in FAMILIES for seed in SEEDS], ids=str)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
+    name, seed = request.param
+    return name, seed, family_checkpoint(tmp_path_factory.mktemp("family") / "model", name, seed)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_checkpoint(tmp_path_factory.mktemp("family") / "model", family, 7)
+
+
+def _ids(seed: int, length: int = LENGTH) -> list[int]:
+    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _ours(model: DecoderForCausalLM, ids: list[int], backend: str) -> StepOutput:
+    """A prefill in two chunks, then token by token."""
+    harness, half = ForwardHarness(model, backend=backend), len(ids) // 2
+    steps = [harness.step({0: ids[: half // 2]})[0], harness.step({0: ids[half // 2 : half]})[0]]
+    steps += [harness.step(decodes={0: token})[0] for token in ids[half:]]
+    return StepOutput(torch.cat([s.log_probs for s in steps]), torch.cat([s.routes for s in steps]))
+
+
+def _theirs(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities [T, V]; by MoE layer the router's weights of all chosen experts, and their ids, best first."""
+    chosen: list[torch.Tensor] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        weights_TK, ids_TK = output[1], output[2]
+        order_TK = weights_TK.argsort(dim=-1, descending=True, stable=True)
+        chosen.append(ids_TK.gather(1, order_TK))
+
+    hooks = [m.register_forward_hook(note) for k, m in model.named_modules() if k.endswith("mlp.gate")]
+    with torch.no_grad():
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for hook in hooks:
+        hook.remove()
+    return log_probs, chosen
+
+
+def _best_first(config: ModelConfig, routes_TLK: torch.Tensor, chosen: list[torch.Tensor]) -> torch.Tensor:
+    """Ours in the order of their weights.  With a correction bias we list experts by what they were chosen for."""
+    assert config.moe is not None
+    if not config.moe.router.correction_bias:
+        return routes_TLK
+    assert torch.equal(routes_TLK.sort(-1).values, torch.stack(chosen, dim=1).sort(-1).values)
+    return torch.stack(chosen, dim=1)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_parity_with_transformers(case: tuple[str, int, Path], compiled: bool) -> None:
+    name, seed, path = case
+    ids, theirs = _ids(seed), family_model(name, seed)
+    ops, backend = (native_ops(), "native_cpu") if compiled else (plain_ops(), "torch_native")
+    model = load_tiny(path, torch.float32, ops=ops)
+    ours = _ours(model, ids, backend)
+    log_probs, chosen = _theirs(theirs, ids)
+    assert (ours.log_probs - log_probs).abs().max() < 1e-4
+    assert torch.equal(ours.log_probs.argmax(-1), log_probs.argmax(-1))
+    assert len(chosen) == ours.routes.shape[1]
+    if chosen:
+        ordered = _best_first(model.config, ours.routes, chosen)
+        assert torch.equal(ordered, torch.stack(chosen, dim=1))
+
+
+def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:
+    theirs, ids = family_model(family, 7).double(), _ids(3)
+    ours = _ours(load_tiny(folder, torch.float64), ids, "torch_native")
+    # transformers computes rotary angles in float32 whatever the model's dtype is.
+    assert (ours.log_probs - _theirs(theirs, ids)[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", ["published", "fused"])
+def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
+    """Names of published checkpoints, and those of transformers' state dict: all of it, and nothing else."""
+    config = load_model_config(folder)
+    wire: Mapping[str, torch.Tensor]
+    if form == "published":
+        wire = load_file(family_checkpoint(folder.parent / "next", family, 11) / "model.safetensors")
+    else:
+        wire = family_model(family, 11).state_dict()
+    model = load_tiny(folder, torch.float32)
+    names = {name for name in wire if not (config.tie_word_embeddings and name == "lm_head.weight")}
+    ledger = WeightLedger(model.weights.metas())
+    load_weights(
+        model.weights, [(name, wire[name]) for name in sorted(names)], DirectSink(model.weights), ledger, cast=True
+    )
+    ledger.settle()
+    ours = _ours(model, _ids(5), "torch_native")
+    assert (ours.log_probs - _theirs(family_model(family, 11), _ids(5))[0]).abs().max() < 1e-4
+
+
+def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
+    moe = config.moe
+    assert moe is not None
+    wrong = replace(moe, router=replace(moe.router, **changes))
+    return replace(config, layers=tuple(replace(x, mlp=wrong if x.mlp == moe else x.mlp) for x in config.layers))
+
+
+WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
+}
+
+
+@pytest.mark.parametrize("wrong", list(WRONG))
+def test_a_wrong_kind_is_noticed(tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, change = WRONG[wrong]
+    path = family_checkpoint(tmp_path / "model", name, 7)
+    want, _ = _theirs(family_model(name, 7), _ids(3))
+    assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() < 1e-4
+    monkeypatch.setattr(model_zoo, "load_model_config", lambda folder: change(load_model_config(folder)))
+    assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"),
+    [((2, 1, 1), "none"), ((2, 1, 2), "none"), ((2, 2, 2), "all_to_all"), ((2, 1, 2), "all_to_all")],
+    ids=["tp2", "ep2", "dp2 ep2", "scattered"],
+)
+def test_ranks_change_no_result(folder: Path, sizes: tuple[int, int, int], backend: str) -> None:
+    tp_size, dp_size, ep_size = sizes
+    if not load_model_config(folder).is_moe:
+        ep_size = 1
+    layout = ParallelLayout(tp_size, dp_size, ep_size, enable_dp_attention=dp_size > 1)
+    found = several_ranks(folder, layout, MIXED, moe_a2a_backend=backend)
+    assert largest_difference(found, one_rank(folder, MIXED)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_same_bits_in_every_batch(folder: Path, dtype: str) -> None:
+    asks = [Ask(tuple(_ids(i, 5 + 9 * i)), {"max_new_tokens": 6, "temperature": 0.0}) for i in range(4)]
+    settings = {"skip_tokenizer_init": True}
+    want = Server(folder, dtype, disable_radix_cache=True, **settings).alone(asks)
+    for chunk in (-1, 7):
+        server = Server(folder, dtype, chunked_prefill_size=chunk, **settings)
+        got = server.together(asks)
+        assert_same(got, want)
+        assert_same(server.rescored(asks, got), want)
+    assert any_differs(want[:1], want[1:2])
+
+
+def test_every_registered_family_is_in_the_zoo() -> None:
+    assert {type(family_model(name, 0)).__name__ for name in FAMILIES} == set(REGISTERED)
