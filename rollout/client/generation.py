@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capture.codec import decode_compact, decode_compatible
+from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts
 from rollout.client.errors import ResponseFormatError, ServerError
@@ -45,7 +45,15 @@ def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) 
         body["input_ids"] = _plain_ids(body["input_ids"])
     if body.get("return_routed_experts"):
         body["routed_experts_format"] = "compact"
+    if (replay := body.get("replay_routed_experts")) is not None:
+        body["replay_routed_experts"] = (
+            _compact(replay) if isinstance(replay, RoutedExperts) else [*map(_compact, replay)]
+        )
     return body | dict(options.get("extra_body") or {})
+
+
+def _compact(routed: RoutedExperts | None) -> str | None:
+    return None if routed is None else base64.b64encode(encode_compact(routed)).decode("ascii")
 
 
 def generate(

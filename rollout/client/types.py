@@ -26,6 +26,7 @@ class GenerateOptions(TypedDict, total=False):
     return_text_in_logprobs: bool
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
+    replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
     rid: str | Sequence[str]
     extra_key: str  # partitions the prefix cache
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number

@@ -23,6 +23,14 @@ from rollout.core.weight_io_struct import WeightVerb
 # --- main -> scheduler: requests ---------------------------------------------------------------------------------
 
 
+class ReplayedRoutes(msgspec.Struct, kw_only=True):
+    """Logical expert ids `[rows, L, K]`, little-endian uint16, MoE layers only, for the tokens from `start` on."""
+
+    data: bytes
+    shape: tuple[int, int, int]
+    start: int = 0
+
+
 class TokenizedGenerateReqInput(Message):
     """Samples to produce of one prompt, which travels once; each `rid` is unique among requests in flight."""
 
@@ -40,6 +48,7 @@ class TokenizedGenerateReqInput(Message):
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     priority: int = 0  # lower ones are admitted first
     dp_rank: int = 0  # the data-parallel rank that runs it
+    replay: ReplayedRoutes | None = None  # takes the place of the routers' choices; `extra_key` is of these routes
     session_id: str | None = None  # whose prefix is kept for a while after it has ended
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
 

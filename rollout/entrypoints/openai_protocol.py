@@ -108,7 +108,7 @@ class OpenAIRequest(SamplingFields):
     """What both endpoints share.  `priority` is refused: lower ones go first in vLLM's, and last in SGLang's."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
-        *("priority", "kv_transfer_params", "return_prompt_text"),
+        *("priority", "kv_transfer_params", "return_prompt_text", "replay_routed_experts"),
         *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     }
 

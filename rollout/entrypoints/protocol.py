@@ -36,7 +36,7 @@ UNSUPPORTED_SAMPLING_FIELDS = frozenset(
 """Of either dialect: what they ask for would change the sample or the reply."""
 UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
-    *("return_hidden_states", "return_indexer_topk", "return_entropy", "replay_routed_experts"),
+    *("return_hidden_states", "return_indexer_topk", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
     *("return_cached_tokens_details", "return_spec_tokens_details", "sampling_logprobs_mode", "background"),
     *("session_params", "lora_path", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
@@ -125,6 +125,8 @@ class GenerateRequest(Body):
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
+    replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
+    replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
     extra_key: ExtraKey | None = None
     cache_salt: ExtraKey | None = None

@@ -33,7 +33,7 @@ class TokenSamplingParams(SamplingFields):
 class TokenGenerateRequest(Body):
     """POST /inference/v1/generate and /skyrl/v1/generate."""
 
-    unsupported = UNSUPPORTED_GENERATE_FIELDS
+    unsupported = UNSUPPORTED_GENERATE_FIELDS | {"replay_routed_experts"}
     other_names = {
         "rid": "request_id",
         "return_logprob": "sampling_params.logprobs",

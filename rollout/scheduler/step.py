@@ -14,7 +14,7 @@ Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Extend, StepPlan
+from rollout.scheduler.replay import forced_routes
 from rollout.scheduler.req import Req
 from rollout.scheduler.sampled_rows import SampledRows
 from rollout.scheduler.stop import StopChecker
@@ -90,6 +91,7 @@ class StepRunner:
         extends = plan.extends
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
         batch.global_num_tokens = global_num_tokens
+        batch.forced_routes = forced_routes(_spans(plan), pool.table.device)
         phase("build")
         epoch = self._runner.state.epoch
         hidden_TD, routes = self._runner.forward(batch)
@@ -191,6 +193,14 @@ class StepRunner:
         if outgoing:
             self._num_ended += sum(req.finished is not None for req in outgoing)
         return outgoing, num_entered
+
+
+def _spans(plan: StepPlan) -> Iterator[tuple[Req, int, int]]:
+    """Which tokens of which request the step computes, in the order of its batch: first position and count."""
+    for item in plan.extends:
+        yield item.req, item.start, item.count
+    for req in plan.decodes.reqs:
+        yield req, req.device_len, 1
 
 
 def _input(item: Extend) -> ExtendInput:

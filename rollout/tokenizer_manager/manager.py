@@ -24,14 +24,12 @@ from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ControlReqOutput,
-    FinishedRecord,
-    FinishReason,
+    ReplayedRoutes,
     ReqOutput,
     SchedulerFailed,
     SchedulerInput,
     SchedulerOutput,
     SchedulerReady,
-    TokenizedGenerateReqInput,
 )
 from rollout.core.message import ControlReqInput
 from rollout.core.model_config import ModelConfig
@@ -40,6 +38,8 @@ from rollout.tokenizer_manager.answers import merge_ready
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.dp_router import DPRouter
 from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.messages import aborted_before_prefill, generate_message
+from rollout.tokenizer_manager.replay import check_replay, read_replay
 from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, expand
 from rollout.tokenizer_manager.response import RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
@@ -211,7 +211,11 @@ class TokenizerManager:
         self._rids.reserve(expanded)
         try:
             prompt_ids = await self._tokenise(expanded)
+            replays = await self._read_replays(expanded, request.replay_routed_experts_start_len, limits)
             groups = self._make_records(expanded, prompt_ids, limits)
+            for group, replay in zip(groups, replays, strict=True):
+                if replay is not None:
+                    check_replay(replay, len(group[0].prompt_ids), group[0].params.max_new_tokens)
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rids)
@@ -223,7 +227,7 @@ class TokenizerManager:
             route_shape=self._route_shape,
             abort=self.abort,
         )
-        self._dispatch(handle, groups, request)
+        self._dispatch(handle, groups, replays, request)
         return handle
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -310,6 +314,20 @@ class TokenizerManager:
         encoded = iter(await self.tokenizer.encode(texts) if texts else [])
         return [next(encoded) if prompt.input_ids is None else prompt.input_ids for prompt in expanded.prompts]
 
+    async def _read_replays(
+        self, expanded: ExpandedRequest, start: int, limits: ServingLimits
+    ) -> list[ReplayedRoutes | None]:
+        """The routes that each prompt brings, read off the event loop where they are long."""
+        found: list[ReplayedRoutes | None] = []
+        for prompt in expanded.prompts:
+            if prompt.replay is None:
+                found.append(None)
+                continue
+            if not limits.is_moe:
+                raise UnsupportedFeature("replay_routed_experts: this model is dense, it has no experts to route to")
+            found.append(await asyncio.to_thread(read_replay, prompt.replay, start, self._route_shape))
+        return found
+
     def _make_records(
         self, expanded: ExpandedRequest, prompt_ids: list[list[int]], limits: ServingLimits
     ) -> list[list[SampleRecord]]:
@@ -331,23 +349,27 @@ class TokenizerManager:
         return groups
 
     def _dispatch(
-        self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], request: GenerateReqInput
+        self,
+        handle: GenerateHandle,
+        groups: Sequence[Sequence[SampleRecord]],
+        replays: Sequence[ReplayedRoutes | None],
+        request: GenerateReqInput,
     ) -> None:
         """Send every sample, but answer here those that were aborted before they could be sent."""
         index = itertools.count()
-        for group in groups:
+        for group, replay in zip(groups, replays, strict=True):
             by_rank: dict[int, list[SampleRecord]] = {}
             for record in group:
                 record.session_id = request.session_id
                 self._in_flight[record.rid] = _InFlight(record, handle, next(index))
                 if self._rids.is_aborted(record.rid):
-                    self._on_output(_aborted_before_prefill(record), time.monotonic())
+                    self._on_output(aborted_before_prefill(record), time.monotonic())
                     continue
                 num_tokens = len(record.prompt_ids) + record.params.max_new_tokens
                 record.dp_rank = self._dp.assign(record.rid, num_tokens, request.routed_dp_rank)
                 by_rank.setdefault(record.dp_rank, []).append(record)
             for records in by_rank.values():
-                self._link.send(_message(records, request))
+                self._link.send(generate_message(records, replay, request))
 
     def _forget(self, rid: str) -> None:
         del self._in_flight[rid]
@@ -364,37 +386,3 @@ class TokenizerManager:
             if key not in self._warned_sampling_keys and len(self._warned_sampling_keys) < 256:
                 self._warned_sampling_keys.add(key)
                 logger.warning("sampling_params key %r is not known and has no effect", key[:80])
-
-
-def _message(records: Sequence[SampleRecord], request: GenerateReqInput) -> TokenizedGenerateReqInput:
-    """Samples of one prompt for one data-parallel rank."""
-    first, siblings = records[0], records[1:]
-    options = first.options
-    return TokenizedGenerateReqInput(
-        rid=first.rid,
-        input_ids=first.prompt_ids,
-        sampling_params=first.params,
-        stream=request.stream,
-        return_logprob=options.return_logprob,
-        logprob_start_len=options.logprob_start_len,
-        top_logprobs_num=options.top_logprobs_num,
-        token_ids_logprob=options.token_ids_logprob,
-        return_routed_experts=bool(options.return_routed_experts),
-        routed_experts_start_len=options.routed_experts_start_len,
-        extra_key=request.extra_key,
-        max_kv_version_lag=request.max_kv_version_lag,
-        priority=request.priority,
-        dp_rank=first.dp_rank,
-        session_id=request.session_id,
-        siblings=[(record.rid, record.params.sampling_seed) for record in siblings],
-    )
-
-
-def _aborted_before_prefill(record: SampleRecord) -> ReqOutput:
-    return ReqOutput(
-        rid=record.rid,
-        token_ids=[],
-        num_output_tokens=0,
-        weight_version=record.weight_version,
-        finished=FinishedRecord(reason=FinishReason(type="abort", message="Abort before prefill")),
-    )

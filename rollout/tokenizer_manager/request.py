@@ -41,6 +41,7 @@ class GenerateReqInput:
 
     Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
+    `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
     `priority`: requests that wait are admitted from the lowest on, those of the same in the order of their coming.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the one with the least left to do.
@@ -61,6 +62,8 @@ class GenerateReqInput:
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
+    replay_routed_experts: Any = None
+    replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
     extra_key: str | None = None
     max_kv_version_lag: int | None = None
@@ -95,6 +98,7 @@ class PromptRequest:
     sampling_params: SamplingParams
     fill_context: bool
     options: OutputOptions
+    replay: Any = None  # as it came
 
     def sample_rids(self) -> list[str]:
         n = self.sampling_params.n
@@ -129,6 +133,10 @@ def expand(request: GenerateReqInput) -> ExpandedRequest:
         raise BadRequest(f"max_kv_version_lag must be -1 (no limit) or in 0..{2**31 - 1}, got {lag}")
     if request.session_id is not None and not 0 < len(request.session_id) <= MAX_SESSION_ID_CHARS:
         raise BadRequest(f"a session id must have 1 to {MAX_SESSION_ID_CHARS} characters")
+    if request.extra_key is not None and "\x00" in request.extra_key:
+        raise BadRequest("extra_key and cache_salt must not hold the character 0")
+    if not 0 <= request.replay_routed_experts_start_len < 2**31:
+        raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
     texts, ids, is_batch = _prompts(request)
     count = len(texts)
     if count > MAX_BATCH:
@@ -143,7 +151,11 @@ def expand(request: GenerateReqInput) -> ExpandedRequest:
         unknown += unknown_here
         fill_context = request.fill_context and raw.get("max_new_tokens") is None
         prompts.append(
-            PromptRequest(rids[index], texts[index], ids[index], params, fill_context, columns.options(index))
+            PromptRequest(
+                *(rids[index], texts[index], ids[index], params, fill_context),
+                columns.options(index),
+                columns.replay[index],
+            )
         )
     _check_samples(prompts)
     group = request.rid if is_batch and isinstance(request.rid, str) else None
@@ -160,6 +172,7 @@ class _Columns:
 
         self._request = request
         self.sampling: list[dict[str, Any]] = column("sampling_params")
+        self.replay: list[Any] = column("replay_routed_experts")
         self._return_logprob: list[bool] = column("return_logprob")
         self._logprob_start_len: list[int] = column("logprob_start_len")
         self._top_logprobs_num: list[int] = column("top_logprobs_num")
