@@ -27,6 +27,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 3
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_SIZES},
+    "qwen2": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
 }
 

@@ -14,6 +14,7 @@ from rollout.core.model_config import ModelConfig, refuse_common
 FAMILIES = {
     "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe",
     "Qwen3ForCausalLM": "rollout.models.qwen3",
+    "Qwen2ForCausalLM": "rollout.models.qwen2",
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.core.layer_specs import RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 from rollout.kernels.ops import plain_ops
@@ -128,6 +129,11 @@ def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
     assert (ours.log_probs - _theirs(family_model(family, 11), _ids(5))[0]).abs().max() < 1e-4
 
 
+def _attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    layers = tuple(replace(layer, attention=replace(layer.attention, **changes)) for layer in config.layers)
+    return replace(config, layers=layers)
+
+
 def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
     moe = config.moe
     assert moe is not None
@@ -136,6 +142,7 @@ def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "other theta": ("qwen2", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=20000.0))),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
 }
 
