@@ -28,6 +28,18 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 3
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_SIZES},
     "qwen2": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True},
+    "llama": {
+        "model_type": "llama",
+        **_SIZES,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
 }
 

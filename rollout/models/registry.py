@@ -15,6 +15,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe",
     "Qwen3ForCausalLM": "rollout.models.qwen3",
     "Qwen2ForCausalLM": "rollout.models.qwen2",
+    "LlamaForCausalLM": "rollout.models.llama",
 }
 
 

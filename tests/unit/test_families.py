@@ -143,6 +143,7 @@ def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "other theta": ("qwen2", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=20000.0))),
+    "unscaled rotation": ("llama", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=500000.0))),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
 }
 
