@@ -40,6 +40,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_SIZES,
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "glm4_moe, no QK norm": {
+        "model_type": "glm4_moe",
+        **_SIZES,
+        **_EXPERTS,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
 }
 

@@ -16,6 +16,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "rollout.models.qwen3",
     "Qwen2ForCausalLM": "rollout.models.qwen2",
     "LlamaForCausalLM": "rollout.models.llama",
+    "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
 }
 
 

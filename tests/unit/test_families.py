@@ -25,8 +25,10 @@ from tests.invariance import Ask, Server, any_differs, assert_same
 from tests.kernels import native_ops
 from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
+from weight_sync.errors import UnknownTensorError
 from weight_sync.ledger import WeightLedger
 from weight_sync.staging import DirectSink, load_weights
+from weight_sync.tensor_meta import TensorMeta
 
 SEEDS = [0, 1, 2]
 LENGTH = 40
@@ -144,6 +146,10 @@ def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "other theta": ("qwen2", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=20000.0))),
     "unscaled rotation": ("llama", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=500000.0))),
+    "whole heads rotated": ("glm4_moe", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=10000.0))),
+    "unscaled weights": ("glm4_moe", lambda c: _router(c, scaling=1.0)),
+    "weights as they are": ("glm4_moe", lambda c: _router(c, normalise=False)),
+    "no groups": ("glm4_moe, no QK norm", lambda c: _router(c, num_groups=1, top_groups=1)),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
 }
 
@@ -156,6 +162,14 @@ def test_a_wrong_kind_is_noticed(tmp_path: Path, wrong: str, monkeypatch: pytest
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() < 1e-4
     monkeypatch.setattr(model_zoo, "load_model_config", lambda folder: change(load_model_config(folder)))
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    model = load_tiny(family_checkpoint(tmp_path / "model", "glm4_moe", 0), torch.float32)
+    extra = TensorMeta("model.layers.3.eh_proj.weight", torch.float32, (64, 128))
+    assert model.weights.split(extra) == []
+    with pytest.raises(UnknownTensorError):
+        model.weights.split(replace(extra, name="model.layers.4.eh_proj.weight"))
 
 
 @pytest.mark.parametrize(

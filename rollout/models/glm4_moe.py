@@ -1,0 +1,38 @@
+"""GLM-4.5, 4.6 and 4.7 (`Glm4MoeForCausalLM`).  Numerics as in transformers `models/glm4_moe`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.core.layer_specs import AttentionSpec, DenseSpec, LayerSpec, MoESpec, RouterSpec
+from rollout.core.model_config import ModelConfig, common_fields, heads_of
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Dense layers first, then sigmoid routers with a correction bias and a shared expert.
+
+    Half of a head is rotated.  Layers behind the last hidden one predict several tokens at once: they are left out.
+    """
+    attention = AttentionSpec(
+        **heads_of({"partial_rotary_factor": 0.5, **raw}),
+        qk_norm=bool(raw.get("use_qk_norm")),
+        qkv_bias=bool(raw.get("attention_bias")),
+    )
+    router = RouterSpec(
+        num_experts=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["n_routed_experts"]),
+        top_k=int(raw["num_experts_per_tok"]),
+        scoring="sigmoid",
+        normalise=bool(raw.get("norm_topk_prob", True)),
+        scaling=float(raw.get("routed_scaling_factor", 1.0)),
+        correction_bias=True,
+        num_groups=int(raw.get("n_group", 1)),
+        top_groups=int(raw.get("topk_group", 1)),
+    )
+    inner = int(raw["moe_intermediate_size"])
+    sparse = MoESpec(router=router, inner=inner, shared_inner=inner * int(raw.get("n_shared_experts", 1)))
+    dense, num_dense = DenseSpec(inner=int(raw["intermediate_size"])), int(raw.get("first_k_dense_replace", 1))
+    num_layers = int(raw["num_hidden_layers"])
+    layers = tuple(LayerSpec(attention=attention, mlp=dense if i < num_dense else sparse) for i in range(num_layers))
+    ignored = tuple(f"model.layers.{num_layers + i}." for i in range(int(raw.get("num_nextn_predict_layers", 1))))
+    return ModelConfig(**common_fields(raw, generation), layers=layers, ignored_names=ignored)
