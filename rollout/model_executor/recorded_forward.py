@@ -74,17 +74,14 @@ class Recording:
         return tape
 
 
-class NotRecordable(Exception):
-    """The forward does what a tape cannot hold."""
-
-
 class _Recorder(TorchDispatchMode):
-    """Runs every operator, and notes it."""
+    """Runs every operator, and notes it, until there is one that a tape cannot hold."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._held = list(inputs)  # so that no two tensors have one id
+        self.obstacle: str | None = None
+        self._held: list[Any] = list(inputs)  # so that no two tensors have one id
         self._slots = {id(tensor): _Slot(i) for i, tensor in enumerate(inputs)}
         self._count = len(inputs)
 
@@ -94,21 +91,24 @@ class _Recorder(TorchDispatchMode):
         self.calls.append(Call(func, arguments))
         for value in result if isinstance(result, tuple) else [result] * len(func._schema.returns):
             if not isinstance(value, torch.Tensor):
-                raise NotRecordable(f"{func} returns {type(value).__name__}")
+                self.obstacle = f"{func} returns {type(value).__name__}"
             self._held.append(value)
             self._slots[id(value)] = _Slot(self._count)
             self._count += 1
         return result
 
-    def slot_of(self, tensor: torch.Tensor) -> int:
-        return self._slots[id(tensor)].number
+    def recording(self, result: torch.Tensor) -> Recording | None:
+        """What was noted; None if that is not all."""
+        if self.obstacle is not None or id(result) not in self._slots:
+            return None
+        return Recording(tuple(self.calls), self._slots[id(result)].number)
 
     def _named(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             self._held.append(value)
             return self._slots.get(id(value), value)
         if isinstance(value, list | tuple) and not all(isinstance(item, int) for item in value):
-            raise NotRecordable("a list of tensors is an argument")
+            self.obstacle = "a list of other things than integers is an argument"
         return value
 
 
@@ -149,7 +149,9 @@ class RecordedForward:
         recorder = _Recorder(inputs)
         with recorder:
             hidden_TD = self._model(batch, context)
-        recording = Recording(tuple(recorder.calls), recorder.slot_of(hidden_TD))
+        recording = recorder.recording(hidden_TD)
+        if recording is None:
+            return hidden_TD
         if known is not None and known[1].is_same(recording):
             self._forget_oldest()
             self._tapes[key] = recording.tape(len(inputs))
