@@ -23,6 +23,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
 from tests.kernels import native_ops
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import tiny_spec
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
