@@ -23,7 +23,7 @@ from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
 from rollout.tokenizer_manager.answers import merge_answers
-from tests.scheduler_harness import Harness, Result
+from tests.scheduler_harness import Harness, Result, check_decodes
 
 T = TypeVar("T")
 COLLECTIVE_S = 30.0
@@ -91,7 +91,7 @@ class ParallelHarness(Harness):
         def turn(rank: int) -> bool:
             with torch.inference_mode():
                 ran = self.schedulers[rank].tick(0)
-            self.schedulers[rank].queues.running.check()
+            check_decodes(self.schedulers[rank])
             return ran
 
         if self._replicas > 1:
@@ -101,8 +101,10 @@ class ParallelHarness(Harness):
             ran = self._on_all(turn)
             assert len(set(ran)) == 1, f"ranks disagree on whether there was a step: {ran}"
         for rank, channel in enumerate(self.channels):
-            while channel.outbox:
-                self._take(rank, channel.outbox.popleft())
+            messages = list(channel.outbox)
+            channel.outbox.clear()
+            for message in messages:
+                self._take(rank, message)
         return any(ran)
 
     def _deal(self) -> None:

@@ -18,6 +18,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
+from rollout.scheduler.scheduler import Scheduler
 
 
 @dataclass
@@ -45,6 +46,12 @@ class Result:
     def versions(self) -> list[tuple[str, int, int]]:
         assert self.finished is not None
         return [(span.version, span.start, span.end) for span in self.finished.weight_versions]
+
+
+def check_decodes(scheduler: Scheduler) -> None:
+    """The arrays of the decode batch against its requests, between turns."""
+    in_flight = scheduler._in_flight
+    scheduler.queues.running.check(in_flight.sampling if in_flight is not None else ())
 
 
 class Harness:
@@ -90,7 +97,7 @@ class Harness:
 
     def tick(self) -> bool:
         ran = self.scheduler.tick(0)
-        self.scheduler.queues.running.check()
+        check_decodes(self.scheduler)
         self._collect()
         return ran
 

@@ -26,6 +26,7 @@ from rollout.kernels.ops import Ops
 from rollout.mem_cache.kv_pool import KVPool
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
 from tests.kernels import native_ops
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import tiny_spec
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -18,6 +18,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
     ShutdownReqInput,
 )
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness, Result

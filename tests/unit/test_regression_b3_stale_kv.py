@@ -28,6 +28,7 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.scheduler.cache_manager import CacheManager
+from tests.late_loop import loop  # noqa: F401
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness, Result

@@ -31,6 +31,7 @@ from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
+from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import control_of, refresh
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from tests.late_loop import loop  # noqa: F401
 from tests.scheduler_harness import Harness, Result
 
 NEW_TOKENS = 48

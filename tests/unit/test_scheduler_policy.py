@@ -9,6 +9,7 @@ import torch
 
 from rollout.core.io_struct import PauseGenerationReqInput
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from tests.late_loop import loop  # noqa: F401
 from tests.scheduler_harness import Harness
 
 SPEC = CheckpointSpec(
@@ -24,16 +25,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def count_attempts(harness: Harness, rid: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps in which `rid` was matched against the prefix cache."""
-    cache, attempts = harness.scheduler.cache, []
-    attach = cache.attach
+    """The steps, by their number, for which `rid` was matched against the prefix cache."""
+    cache, steps, attempts, num_launched = harness.scheduler.cache, harness.scheduler._steps, [], 0
+    attach, launch = cache.attach, steps.launch
 
     def counted(req, weight_epoch):
         if req.rid == rid:
-            attempts.append(harness.scheduler.stats.num_steps)
+            attempts.append(num_launched)
         attach(req, weight_epoch)
 
+    def launched(*args):
+        nonlocal num_launched
+        num_launched += 1
+        return launch(*args)
+
     monkeypatch.setattr(cache, "attach", counted)
+    monkeypatch.setattr(steps, "launch", launched)
     return attempts
 
 
