@@ -30,7 +30,6 @@ from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTrans
 from eplb.manager import RebalanceManager, Stage
 from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
-from rollout.control.eplb_loads import EplbLoads
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
@@ -51,8 +50,8 @@ class _Planned(msgspec.Struct):
 class EplbControl:
     """Of an engine whose experts are spread over ranks.
 
-    `loads` None: nothing is counted, and a placement must be given.  `weight_update()`: why weights and slots must stay
-    as they are, if this rank knows of a reason.
+    Where the manager's history is not counted, a placement must be given.  `weight_update()`: why weights and slots
+    must stay as they are, if this rank knows of a reason.
     """
 
     def __init__(
@@ -60,12 +59,11 @@ class EplbControl:
         scheduler: Scheduler,
         manager: RebalanceManager,
         transfer: ExpertTransfer,
-        loads: EplbLoads | None,
         weight_update: Callable[[], str | None],
         wake: Callable[[], None],
     ) -> None:
         self._scheduler, self._manager, self._transfer = scheduler, manager, transfer
-        self._loads, self._weight_update, self._wake = loads, weight_update, wake
+        self._history, self._weight_update, self._wake = manager.history, weight_update, wake
         self._state, self._parallel = scheduler.runner.state, scheduler.parallel
         self._verb: EplbRebalanceReqInput | None = None  # that asked for the rebalance under way; None: the engine
         self._planning: Future[_Planned] | None = None  # on rank 0
@@ -80,14 +78,14 @@ class EplbControl:
     def status(self) -> dict[str, Any]:
         """Plain values for metrics and health."""
         status = self._manager.status()
-        return status | {"counts_loads": self._loads is not None, "stuck": status["stuck"] or self._overdue()}
+        return status | {"counts_loads": self._history.is_counted, "stuck": status["stuck"] or self._overdue()}
 
     def _overdue(self) -> str | None:
         """Steps run, and nobody looks."""
-        every = self._manager.policy.every_steps
-        if self._loads is None or self._loads.num_unseen_passes <= _OVERDUE * every:
+        every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
+        if unseen <= _OVERDUE * every:
             return None
-        return f"the balance of ranks was not looked at for {self._loads.num_unseen_passes} steps, due every {every}"
+        return f"the balance of ranks was not looked at for {unseen} steps, due every {every}"
 
     # --- a look ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ class EplbControl:
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
         policy, given = self._wanted(verb)
-        if self._loads is None and given is None:
+        if not self._history.is_counted and given is None:
             raise UnsupportedFeature("no loads are counted: start with --enable-eplb, or give physical_to_logical_map")
         self._scheduler.serving.require_weights()
         refresh = None if verb.dry_run else self._reason_to_stay()
@@ -127,8 +125,7 @@ class EplbControl:
 
     def _look(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
         """Start planning, on rank 0 beside the steps."""
-        if self._loads is not None:
-            self._loads.gather()
+        self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
         in_force = placement.plan(manager.layout)
         situation = manager.situation(
@@ -163,10 +160,10 @@ class EplbControl:
         """Start what is due, take what was planned, move the next chunk."""
         manager = self._manager
         if manager.stage is Stage.IDLE:
-            if self._loads is None or not manager.is_due(self._loads.num_passes):
+            if not manager.is_due(self._history.num_passes):
                 return
             if self._reason_to_stay() is not None:
-                self._loads.postpone()
+                self._history.postpone()
                 return
             self._look(None, manager.policy, None)
         if manager.stage is Stage.PLANNING and not self._take_decision():
