@@ -92,7 +92,7 @@ class LoadRecorder(PassCounter[_Noted]):
     """Counts since it was made or `reset`.
 
     `stat` keeps counts by weight version and placement and those of the last passes together, `per_pass` also those of
-    each of the last 1000 passes, `per_token` also the choices of the last 65,536 tokens, in the type they were noted in.
+    each of the last 1000 passes, `per_token` also the choices of the last 65,536 tokens, in the type they came in.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from eplb.algorithms.auto import ALGORITHMS
+from eplb.algorithms.registry import require_planner
 from eplb.algorithms.types import Plan
 from eplb.decision import Decision, RebalancePolicy, decide, given_plan
 from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
@@ -111,8 +111,7 @@ class EplbControl:
             "most_stall_s": verb.most_stall_s,
         }
         policy = replace(policy, **{name: value for name, value in asked.items() if value is not None})
-        if policy.algorithm not in ALGORITHMS:
-            raise EplbRequestError(f"unknown algorithm {policy.algorithm!r}: one of {', '.join(ALGORITHMS)}")
+        require_planner(policy.algorithm)
         if verb.physical_to_logical_map is None:
             if verb.split is not None:
                 raise EplbRequestError("split goes with physical_to_logical_map")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from eplb.algorithms.auto import make_plan
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.decision import RebalancePolicy
 from eplb.errors import EplbError

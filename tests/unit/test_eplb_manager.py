@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from eplb.algorithms.auto import make_plan
 from eplb.algorithms.bounds import balancedness
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, even_split
 from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, RebalanceRefused

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.algorithms.auto import ALGORITHMS, auto, make_plan
+from eplb.algorithms.auto import auto
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.deepseek import deepseek
 from eplb.algorithms.min_move import min_move
+from eplb.algorithms.registry import PLANNERS, make_plan
 from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
@@ -301,7 +302,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
     for wrong in ([[1, 2]], [[1, -2, 3]], [[1, float("nan"), 3]], [1, 2, 3]):
         with pytest.raises(LoadsError):
             balanced(np.array(wrong), small)
-    with pytest.raises(EplbRequestError, match=f"one of {', '.join(ALGORITHMS)}"):
+    with pytest.raises(EplbRequestError, match=f"one of {', '.join(PLANNERS)}"):
         make_plan("best", counts, small)
     with pytest.raises(EplbRequestError, match="needs the placement in force"):
         make_plan("min_move", counts, small)

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb.algorithms.auto import make_plan
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, count_duplicates
 from eplb.errors import MapError
 from eplb.load_history import LoadHistory
