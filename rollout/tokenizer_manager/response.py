@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from capture.array_forms import encode_dict, encode_npy, encode_packed
-from capture.codec import encode_compact, encode_compatible
+from capture.codec import encode_compact, encode_compatible, encode_dict, encode_npy, encode_packed
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
@@ -218,7 +217,7 @@ def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) 
         raise LockstepError(f"request {record.rid}: its routed experts did not arrive")
     return RoutedExpertsPayload(
         data=b"",
-        dtype="uint8" if id_dtype(shape.num_experts).itemsize == 1 else "uint16",
+        dtype=id_dtype(shape.num_experts).name,
         num_rows=0,
         start=record.options.routed_experts_start_len,
     )
