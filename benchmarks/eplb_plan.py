@@ -21,12 +21,12 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from benchmarks.eplb_heatmap import Panel, heatmap_svg
+from benchmarks.eplb_loads import drift, synthetic
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.registry import PLANNERS, TARGET, make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, even_split
 from eplb.errors import EplbError, EplbRequestError, LoadsError
 from eplb.load_dump import METADATA_KEY
-from eplb.loads import drift, synthetic
 
 COUNTS, MAP, SPLIT, MODEL = "logical_count", "physical_to_logical_map", "split", "model"
 

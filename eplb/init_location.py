@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from eplb.algorithms.replicas import greedy_replica_order
-from eplb.algorithms.types import shares_of
+from eplb.algorithms.types import greedy_replica_order, shares_of
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.load_dump import METADATA_KEY

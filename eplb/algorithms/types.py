@@ -1,6 +1,4 @@
-"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`.
-
-Knows shapes and invariants.  Does not know how a map is chosen.
+"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`; numbers of replicas.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
@@ -86,6 +84,33 @@ def replica_counts(physical_to_logical_LP: np.ndarray, num_logical_experts: int)
     flat = physical_to_logical_LP + np.arange(layers)[:, None] * num_logical_experts
     counts = np.bincount(flat.ravel(), minlength=layers * num_logical_experts)
     return counts.reshape(layers, num_logical_experts)
+
+
+def greedy_replica_order(loads_LE: np.ndarray, num_extra: int, most: int | None = None) -> np.ndarray:
+    """The expert that gets each of `num_extra` further slots, in order: [L, num_extra] int64.
+
+    Each goes to the expert with the most load a slot (the lowest id among equals), which makes the largest load of a
+    slot as small as any counts can.  No expert gets more than `most` slots.  Keeps the dtype of the loads throughout.
+    """
+    rows = np.arange(len(loads_LE))
+    replicas_LE = np.ones(loads_LE.shape, dtype=np.int64)
+    per_slot_LE = loads_LE.copy()
+    order = np.empty((len(loads_LE), num_extra), dtype=np.int64)
+    for index in range(num_extra):
+        chosen = per_slot_LE.argmax(axis=1)
+        order[:, index] = chosen
+        replicas_LE[rows, chosen] += 1
+        counts = replicas_LE[rows, chosen]
+        per_slot_LE[rows, chosen] = loads_LE[rows, chosen] / counts.astype(loads_LE.dtype)
+        if most is not None:
+            per_slot_LE[rows, chosen] = np.where(counts >= most, -1.0, per_slot_LE[rows, chosen])
+    return order
+
+
+def greedy_replica_counts(loads_LE: np.ndarray, num_physical_experts: int, most: int) -> np.ndarray:
+    """Slots of every expert [L, E] int64 under `greedy_replica_order`."""
+    experts = loads_LE.shape[1]
+    return 1 + replica_counts(greedy_replica_order(loads_LE, num_physical_experts - experts, most), experts)
 
 
 def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -> np.ndarray:

@@ -217,7 +217,7 @@ def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) 
         raise LockstepError(f"request {record.rid}: its routed experts did not arrive")
     return RoutedExpertsPayload(
         data=b"",
-        dtype=id_dtype(shape.num_experts).name,
+        dtype="uint8" if id_dtype(shape.num_experts).itemsize == 1 else "uint16",
         num_rows=0,
         start=record.options.routed_experts_start_len,
     )

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from benchmarks.eplb_loads import drift, zipf
 from eplb.algorithms.bounds import balancedness
 from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, even_split
@@ -23,7 +24,6 @@ from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, Reb
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_counter import LoadCounter, VersionCounts
 from eplb.load_history import LoadHistory
-from eplb.loads import drift, zipf
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
 from eplb.plan_bytes import from_bytes, to_bytes

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.eplb_loads import drift, log_normal, synthetic, zipf
 from eplb.algorithms.auto import auto
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
@@ -18,7 +19,6 @@ from eplb.algorithms.registry import PLANNERS, make_plan
 from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
-from eplb.loads import drift, log_normal, synthetic, zipf
 from tests.eplb_optimum import Placement, can_reach, even_maximum, placements, placements_after, weighted_maximum
 
 
