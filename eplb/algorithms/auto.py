@@ -13,7 +13,8 @@ from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness
 from eplb.algorithms.min_move import min_move
 from eplb.algorithms.registry import TARGET
-from eplb.algorithms.types import ExpertLayout, Plan, checked_map, find_duplicate
+from eplb.algorithms.types import ExpertLayout, Plan, checked_map
+from eplb.expert_location import find_duplicate
 
 ROUNDING = 1e-4  # balancedness under the target that still counts as reached
 WORTH_A_FRESH_START = 0.02  # balancedness by which a fresh placement must be ahead before a whole layer is copied
@@ -36,7 +37,7 @@ def auto(
     if current_LP is None:
         return _because(_afresh(counts_LE, layout, target), "no placement is in force")
     current = checked_map(current_LP, layout, len(counts_LE), duplicates=True)
-    repeated = find_duplicate(current, layout)
+    repeated = find_duplicate(current, layout.num_ranks)
     if repeated is not None:
         layer, rank, expert = repeated
         why = f"the placement in force holds expert {expert} twice on rank {rank} of layer {layer}"
