@@ -21,12 +21,12 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from benchmarks.eplb_heatmap import Panel, heatmap_svg
-from eplb.algorithms.auto import ALGORITHMS, TARGET, make_plan
+from benchmarks.eplb_loads import drift, synthetic
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
+from eplb.algorithms.registry import PLANNERS, TARGET, make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, even_split
 from eplb.errors import EplbError, EplbRequestError, LoadsError
 from eplb.load_dump import METADATA_KEY
-from eplb.loads import drift, synthetic
 
 COUNTS, MAP, SPLIT, MODEL = "logical_count", "physical_to_logical_map", "split", "model"
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--groups", type=int, default=1, help="expert groups of the router (default: 1)")
     add("--redundant", type=int, default=0, help="slots beyond one for each logical expert (default: 0)")
     add("--current", metavar="FILE", help=f"JSON or safetensors with the {MAP} [L, P] in force")
-    add("--algorithm", default="auto", help=f"{', '.join(ALGORITHMS)} (default: auto)")
+    add("--algorithm", default="auto", help=f"{', '.join(PLANNERS)} (default: auto)")
     add("--target", type=float, default=TARGET, help=f"balancedness that min_move is to reach (default: {TARGET})")
     add("--refresh", action="store_true", help="every slot is written anyway, as in a full weight refresh")
     add("--expert-bytes", type=float, default=44e6, help="bytes of the weights of one expert (default: 44e6)")

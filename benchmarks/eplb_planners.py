@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.eplb_loads import drift, synthetic
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound
 from eplb.algorithms.deepseek import deepseek
 from eplb.algorithms.min_move import min_move
 from eplb.algorithms.types import ExpertLayout, Plan, count_duplicates, even_split
-from eplb.loads import drift, synthetic
 from tests.eplb_reference import reference_global
 
 MODELS = ((58, 256, 288, 32), (61, 384, 416, 32), (61, 384, 448, 64), (94, 128, 160, 32))  # layers, E, slots, ranks

@@ -1,4 +1,4 @@
-"""The two wire forms of routed experts that can be read back.  Pure functions between them and `RoutedExperts`.
+"""The wire forms of routed experts.  Pure functions between them and `RoutedExperts`; the first two can be read back.
 
 Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, K), dense layers all zero; it carries
 no header, so the reader must know the model.  This is SGLang's wire form.
@@ -6,13 +6,17 @@ no header, so the reader must know the model.  This is SGLang's wire form.
 Compact form: one safetensors file.  Its tensor `routed_experts` is [T, L, K] in the narrowest unsigned dtype, its
 metadata says everything else and carries a CRC32 over metadata, dtype, shape and data.
 
-Does not know HTTP, or where rows come from.  Shapes: T rows, L MoE layers, K top-k.
+Array forms, of vLLM's family: one array of every hidden layer, dense layers zero, with its shape and dtype; none says
+which weights made a row.
+
+Does not know HTTP, or where rows come from.  Shapes: T rows, L MoE layers, H hidden layers, K top-k.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
 import math
 import zlib
@@ -23,7 +27,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from capture.errors import MissingRowsError, RouteFormatError
-from capture.routed_experts import RoutedExperts, id_dtype
+from capture.routed_experts import RoutedExperts, id_dtype, narrowest_dtype
 
 FORMAT_VERSION = "1"
 TENSOR_NAME = "routed_experts"
@@ -131,6 +135,41 @@ def decode_compact(data: bytes) -> RoutedExperts:
         _parse_int(metadata, "start"),
         _parse_spans(metadata),
     )
+
+
+# --- array forms: raise `MissingRowsError` if a row is MISSING, which they cannot say ---------------------------------
+
+
+def encode_npy(routed: RoutedExperts) -> str:
+    """Base64 of a .npy file [T, H, K], uint8 up to 256 experts and else uint16: vLLM's own form."""
+    file = io.BytesIO()
+    np.save(file, all_layers(routed, _model_dtype(routed)))
+    return base64.b64encode(file.getbuffer()).decode("ascii")
+
+
+def encode_dict(routed: RoutedExperts) -> dict[str, Any]:
+    """`data` (base64 of the array's bytes), `shape`, `start`, `dtype`: prime-rl's form; its clients cut `data` out."""
+    fields = _envelope(all_layers(routed, _model_dtype(routed)))
+    return {"data": fields["data"], "shape": fields["shape"], "start": routed.start, "dtype": fields["dtype"]}
+
+
+def encode_packed(routed: RoutedExperts) -> dict[str, Any]:
+    """`data`, `shape` and `dtype`, the narrowest of uint8, int16 and int32 that holds these very ids: SkyRL's form."""
+    highest = int(routed.logical_ids_TLK.max(initial=0))
+    return _envelope(all_layers(routed, narrowest_dtype(highest + 1, for_torch=True)))
+
+
+def _model_dtype(routed: RoutedExperts) -> np.dtype:
+    """One for all samples of a model, so that a trainer can join them."""
+    return narrowest_dtype(routed.num_experts)
+
+
+def _envelope(ids_THK: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(ids_THK.data if ids_THK.size else b"").decode("ascii")
+    return {"data": data, "shape": list(ids_THK.shape), "dtype": ids_THK.dtype.name}
+
+
+# --- reading the compact form ---------------------------------------------------------------------------------------
 
 
 def _split_file(data: bytes) -> tuple[Any, memoryview]:

@@ -20,6 +20,13 @@ VersionSpan = tuple[str, int, int]
 MAX_EXPERTS = int(np.iinfo(np.uint16).max)
 
 
+def narrowest_dtype(num_ids: int, *, for_torch: bool = False) -> np.dtype:
+    """The narrowest type that holds ids below `num_ids`: unsigned; or `for_torch`, uint8 or a signed one."""
+    if for_torch and num_ids > 1 << 8:  # torch has few kernels for uint16
+        return np.dtype(np.int16 if num_ids <= 1 << 15 else np.int32)
+    return np.min_scalar_type(max(0, num_ids - 1))
+
+
 def id_dtype(num_experts: int) -> np.dtype:
     """The narrowest unsigned dtype that holds the expert count, so that its maximum is free to say MISSING.
 
@@ -27,7 +34,7 @@ def id_dtype(num_experts: int) -> np.dtype:
     """
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise RouteValueError(f"{num_experts} experts; route records hold 1 to {MAX_EXPERTS}")
-    return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
+    return narrowest_dtype(num_experts + 1)
 
 
 def missing_id(num_experts: int) -> int:

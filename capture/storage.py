@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from capture.routed_experts import id_dtype
+from capture.routed_experts import id_dtype, narrowest_dtype
 
 
 def storage_dtype(num_experts: int) -> torch.dtype:
@@ -19,9 +19,7 @@ def storage_dtype(num_experts: int) -> torch.dtype:
 
 def narrowest(num_experts: int) -> torch.dtype:
     """The narrowest type that holds the ids as numbers: what a step records them in, and ranks exchange."""
-    if num_experts <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if num_experts <= 1 << 15 else torch.int32
+    return getattr(torch, narrowest_dtype(num_experts, for_torch=True).name)
 
 
 def storage_missing(num_experts: int) -> int:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb.algorithms.auto import TARGET, make_plan
 from eplb.algorithms.bounds import balancedness
+from eplb.algorithms.registry import TARGET, make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, even_split
 from eplb.errors import EplbRequestError, MapError, RebalanceRefused
 from eplb.migration import Migration, plan_migration
@@ -157,7 +157,15 @@ def _weighed(
     situation: Situation, policy: RebalancePolicy, plan: Plan, before_L: np.ndarray, after_L: np.ndarray, asked: bool
 ) -> Decision:
     """The gain until the next look against the cost of the moves."""
-    migration = migration_of(situation.in_force, plan, situation.slot_bytes, situation.bytes_per_s, policy)
+    most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * situation.bytes_per_s))
+    migration = plan_migration(
+        situation.in_force.physical_to_logical_LP,
+        plan.physical_to_logical_LP,
+        situation.in_force.layout,
+        situation.slot_bytes,
+        layers_per_chunk=policy.layers_per_chunk,
+        most_handled_bytes=most,
+    )
     seconds = [migration.handled_bytes(chunk) / situation.bytes_per_s for chunk in migration.chunks]
     # The time of a layer's experts is that of its busiest rank: one over its balancedness.
     saved = 1.0 - float((1.0 / after_L).mean() / (1.0 / before_L).mean())
@@ -172,19 +180,6 @@ def _weighed(
         reason = f"saves {gain_s:.3g} s until the next look, {relation} it takes: {change}; {plan.reason}"
     return _decision(
         situation, plan.algorithm, pays, reason, before_L, after_L, plan, migration, seconds, predicted_gain_s=gain_s
-    )
-
-
-def migration_of(in_force: Plan, plan: Plan, slot_bytes: int, bytes_per_s: float, policy: RebalancePolicy) -> Migration:
-    """The moves in chunks that `policy` allows."""
-    most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * bytes_per_s))
-    return plan_migration(
-        in_force.physical_to_logical_LP,
-        plan.physical_to_logical_LP,
-        in_force.layout,
-        slot_bytes,
-        layers_per_chunk=policy.layers_per_chunk,
-        most_handled_bytes=most,
     )
 
 

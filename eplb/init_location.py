@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from eplb.algorithms.replicas import greedy_replica_order
-from eplb.algorithms.types import shares_of
+from eplb.algorithms.types import greedy_replica_order, shares_of
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.load_dump import METADATA_KEY
@@ -76,15 +75,7 @@ def _of_map(given: np.ndarray, layers: int, experts: int, slots: int) -> ExpertL
         )
     if given.dtype.kind not in "iu":
         raise MapError(f"the map must be of integers, got {given.dtype}")
-    located = given.astype(np.int64)
-    for layer, row in enumerate(located):
-        outside = row[(row < 0) | (row >= experts)]
-        if outside.size:
-            raise MapError(f"MoE layer {layer}: a slot holds expert {outside[0]}; the model has {experts}")
-        missing = np.setdiff1d(np.arange(experts), row)
-        if missing.size:
-            raise MapError(f"MoE layer {layer}: no slot holds expert {missing[0]}")
-    return ExpertLocationMetadata(torch.from_numpy(located), experts)
+    return ExpertLocationMetadata(torch.from_numpy(given.astype(np.int64)), experts)
 
 
 def _of_counts(given: np.ndarray, layers: int, experts: int, slots: int) -> ExpertLocationMetadata:

@@ -1,8 +1,7 @@
 """`LoadRecorder`: how many tokens each logical expert got, by pass, weight version and placement.
 
-A pass is noted as a copy of its routes, under the weight version and the placement epoch that it ran with, and
-counted some passes later, many in one go, or when somebody asks.  Counts are logical; what a slot or a rank got follows
-from the placement that was in force in that very pass, whatever is in force when it is asked.
+A pass is noted under the weight version and the placement epoch that it ran with.  Counts are logical; what a slot or
+a rank got follows from the placement that was in force in that very pass, whatever is in force when it is asked.
 
 Knows routes, stamps and placements.  Does not know requests, files or how a refresh works.
 
@@ -19,8 +18,9 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from eplb.drift import expected_by_chance, total_variation
+from eplb.load_counter import PassCounter
 from eplb.load_dump import LoadDump
+from eplb.load_history import expected_by_chance, total_variation
 from eplb.load_windows import WINDOWS, LoadWindows
 from eplb.placement import ExpertPlacement
 from eplb.split_table import SplitTable
@@ -31,9 +31,6 @@ MODES: tuple[RecorderMode, ...] = get_args(RecorderMode)
 PASSES_KEPT = max(WINDOWS)
 TOKENS_KEPT = 1 << 16  # of mode per_token
 SEGMENTS_KEPT = 64
-
-_MOST_PASSES_NOTED = 32
-_MOST_TOKENS_NOTED = 4096
 
 
 class ServingFacts(Protocol):
@@ -47,9 +44,8 @@ class ServingFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A pass that is not counted yet.  `tokens`: ids and positions [T] in mode per_token."""
+    """Of a pass that is not counted yet.  `tokens`: ids and positions [T] in mode per_token."""
 
-    ids_TLK: torch.Tensor
     facts: ServingFacts
     placement_epoch: int
     tokens: tuple[torch.Tensor, torch.Tensor] | None
@@ -92,11 +88,11 @@ class _Placed:
         return self.split.slot_loads(counts_SLE, self.physical_to_logical.shape[1])
 
 
-class LoadRecorder:
+class LoadRecorder(PassCounter[_Noted]):
     """Counts since it was made or `reset`.
 
     `stat` keeps counts by weight version and placement and those of the last passes together, `per_pass` also those of
-    each of the last 1000 passes, `per_token` also the choices of the last 65,536 tokens.
+    each of the last 1000 passes, `per_token` also the choices of the last 65,536 tokens, in the type they came in.
     """
 
     def __init__(
@@ -107,23 +103,20 @@ class LoadRecorder:
         mode: RecorderMode = "stat",
         num_ranks: int = 1,
     ) -> None:
+        super().__init__(num_moe_layers, num_logical_experts)
         self.mode = mode
-        self._layers, self._experts, self._num_ranks = num_moe_layers, num_logical_experts, num_ranks
-        self._placement = placement
-        # Choices of different layers count in different places.
-        self._layer_offsets = (torch.arange(num_moe_layers) * num_logical_experts)[:, None]
+        self._num_ranks, self._placement = num_ranks, placement
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self._noted: list[_Noted] = []
-        self._tokens_noted = 0
+        self._noted, self._tokens_noted = [], 0
         self._placed: dict[int, _Placed] = {}
-        self._total_LE = torch.zeros((self._layers, self._experts), dtype=torch.int64)
+        self._total_LE = torch.zeros(self._shape, dtype=torch.int64)
         self._num_passes = self._num_tokens = 0
         self._segments: deque[_Segment] = deque(maxlen=SEGMENTS_KEPT)
         self._num_segments = 0
-        self._windows = LoadWindows(self._layers, self._num_ranks)
+        self._windows = LoadWindows(self._shape[0], self._num_ranks)
         self._recent: deque[_Pass] = deque(maxlen=PASSES_KEPT)
         self._with_tokens: deque[_Pass] = deque()
         self._tokens_kept = 0
@@ -137,38 +130,26 @@ class LoadRecorder:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """A pass of T tokens, with `input_ids` and `positions` [T]: the logical ids that each layer chose, of any
-        integer type, on any device."""
-        assert ids_TLK.shape[1] == self._layers, tuple(ids_TLK.shape)
+        """A pass of T tokens, `input_ids` and `positions` [T]: logical ids of any integer type, on any device."""
         placement_epoch = self._placement.epoch
         if placement_epoch not in self._placed:
             located = self._placement.metadata.physical_to_logical_map.clone()
             self._placed[placement_epoch] = _Placed(located, self._placement.split())
         tokens = (input_ids.to("cpu", copy=True), positions.to("cpu", copy=True)) if self.mode == "per_token" else None
-        self._noted.append(_Noted(ids_TLK.clone(), facts, placement_epoch, tokens))
-        self._tokens_noted += ids_TLK.shape[0]
-        if len(self._noted) >= _MOST_PASSES_NOTED or self._tokens_noted >= _MOST_TOKENS_NOTED:
-            self._count_noted()
+        self._note(ids_TLK, _Noted(facts, placement_epoch, tokens))
 
-    def _count_noted(self) -> None:
-        noted, self._noted, self._tokens_noted = self._noted, [], 0
-        if not noted:
-            return
-        ids_TLK = [item.ids_TLK.to("cpu", torch.int64) for item in noted]
-        size = self._layers * self._experts
-        flat = [(ids + self._layer_offsets + index * size).flatten() for index, ids in enumerate(ids_TLK)]
-        counts_SLE = torch.bincount(torch.cat(flat), minlength=len(noted) * size)
-        counts_SLE = counts_SLE.view(len(noted), self._layers, self._experts).to(torch.int32)
-        for item, ids, counts_LE in zip(noted, ids_TLK, counts_SLE, strict=True):
-            self._enter(item, ids, counts_LE)
+    def _enter(self, passes: list[torch.Tensor], stamps: list[_Noted]) -> None:
+        counts_SLE = self._counts(passes).to(torch.int32)
+        for stamp, ids_TLK, counts_LE in zip(stamps, passes, counts_SLE, strict=True):
+            self._enter_pass(stamp, ids_TLK, counts_LE)
         self._total_LE += counts_SLE.sum(dim=0)
-        for start, end in _runs([item.placement_epoch for item in noted]):
-            placed = self._placed[noted[start].placement_epoch]
+        for start, end in _runs([stamp.placement_epoch for stamp in stamps]):
+            placed = self._placed[stamps[start].placement_epoch]
             self._windows.add(placed.slot_loads(counts_SLE[start:end]))
         named = {segment.placement_epoch for segment in self._segments}
         self._placed = {epoch: placed for epoch, placed in self._placed.items() if epoch in named}
 
-    def _enter(self, item: _Noted, ids_TLK: torch.Tensor, counts_LE: torch.Tensor) -> None:
+    def _enter_pass(self, item: _Noted, ids_TLK: torch.Tensor, counts_LE: torch.Tensor) -> None:
         num_tokens = ids_TLK.shape[0]
         segment = self._segment_of(item)
         segment.counts_LE += counts_LE
@@ -179,8 +160,7 @@ class LoadRecorder:
         self._num_tokens += num_tokens
         self._recent.append(_Pass(*facts))
         if item.tokens is not None:
-            narrow = torch.uint8 if self._experts <= 256 else torch.int16
-            self._with_tokens.append(_Pass(*facts, ids_TLK.to(narrow), item.tokens))
+            self._with_tokens.append(_Pass(*facts, ids_TLK, item.tokens))
             self._tokens_kept += num_tokens
             while self._tokens_kept > TOKENS_KEPT:
                 self._tokens_kept -= self._with_tokens.popleft().num_tokens

@@ -22,7 +22,7 @@ import numpy as np
 
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.decision import Decision, RebalancePolicy, Situation
-from eplb.errors import RebalanceRefused
+from eplb.errors import MapError, RebalanceRefused
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
 from eplb.transfer import ChunkReport
@@ -69,6 +69,7 @@ class RebalanceManager:
         self.stage = Stage.IDLE
         self.decision: Decision | None = None  # the last one
         self.outcome: Outcome | None = None
+        self.error: Exception | None = None  # that ended the rebalance under way, or the last one
         self._clock = clock
         self._progress_at = self._evaluated_at = clock()
         self._num_evaluations = 0
@@ -78,6 +79,11 @@ class RebalanceManager:
         self._handled_bytes, self._handled_s = 0, 0.0
 
     # --- a look -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_chunks_done(self) -> int:
+        """Of the rebalance under way."""
+        return len(self._seconds)
 
     @property
     def num_layers(self) -> int:
@@ -113,11 +119,14 @@ class RebalanceManager:
         """Raises `RebalanceRefused` while another rebalance is under way."""
         if self.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self.stage.value}); one at a time")
+        self.error = None
         self._enter(Stage.PLANNING)
 
     def planned(self, decision: Decision, *, move: bool) -> None:
-        """`move` False: nobody is to act on it, as in a dry run."""
+        """`move` False: nobody is to act on it, as in a dry run.  Raises `MapError` for a plan of another layout."""
         assert self.stage is Stage.PLANNING
+        if decision.plan is not None and decision.plan.layout != self.layout:
+            raise MapError(f"planned for {decision.plan.layout}, this rank has {self.layout}")
         self.decision = decision
         self._evaluated_at, self._num_evaluations = self._clock(), self._num_evaluations + 1
         if not (decision.rebalances and move):
@@ -130,8 +139,9 @@ class RebalanceManager:
         self.outcome = None
         self._enter(Stage.MOVING)
 
-    def planning_failed(self) -> None:
+    def planning_failed(self, error: Exception) -> None:
         assert self.stage is Stage.PLANNING
+        self.error = error
         self._evaluated_at, self._num_evaluations = self._clock(), self._num_evaluations + 1
         self._enter(Stage.IDLE)
 
@@ -163,10 +173,11 @@ class RebalanceManager:
         if not self._chunks:
             self._end(None)
 
-    def drop(self, reason: str) -> None:
+    def drop(self, reason: str | Exception) -> None:
         """What was not moved yet stays where it is."""
         assert self.stage is Stage.MOVING
-        self._end(reason)
+        self.error = reason if isinstance(reason, Exception) else None
+        self._end(str(reason))
 
     def _end(self, dropped: str | None) -> None:
         done, left = len(self._seconds), len(self._chunks)

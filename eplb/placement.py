@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.errors import MapError
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.split_table import PICKS, SplitTable
@@ -134,6 +135,13 @@ class ExpertPlacement:
     def split(self) -> SplitTable:
         """A copy, on the host, of how all ranks together divide an expert's tokens."""
         return self._planned.host_copy()
+
+    def plan(self, layout: ExpertLayout) -> Plan:
+        """Map and split in force as planners give them, so that before and after are measured by one rule."""
+        located_LP = self.metadata.physical_to_logical_map
+        split_LP = self._planned.weights(located_LP.shape[1])
+        reason = f"the placement in force, of epoch {self.epoch}"
+        return Plan("in_force", reason, layout, located_LP.numpy().copy(), split_LP.numpy())
 
     def table(self, layer: int) -> torch.Tensor | None:
         """First slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own numbers.

@@ -68,6 +68,11 @@ class SplitTable:
         ends_LER.masked_fill_(torch.arange(width) >= counts_LE[:, :, None] - 1, PICKS)
         return cls(slots_LER.transpose(1, 2).contiguous(), ends_LER.transpose(1, 2).contiguous())
 
+    def weights(self, num_slots: int) -> torch.Tensor:
+        """Share of its expert's tokens that every slot takes [L, P] float64: what `of` was given."""
+        weights_LP = torch.zeros((len(self.slots_LRE), num_slots), dtype=torch.float64)
+        return weights_LP.scatter_add_(1, self.slots_LRE.flatten(1), self._shares().flatten(1))
+
     @property
     def width(self) -> int:
         return self.slots_LRE.shape[1]
@@ -104,8 +109,7 @@ class SplitTable:
         A slot first takes tokens of its own rank, up to all that it is to take; what it takes beyond comes from the
         ranks whose own slots take less than they bring, or that have none.  On the host; of `rank`.
         """
-        before_LRE = torch.cat([torch.zeros_like(self.ends_LRE[:, :1]), self.ends_LRE[:, :-1]], dim=1)
-        shares_LRE = (self.ends_LRE - before_LRE).clamp(min=0).double() / PICKS
+        shares_LRE = self._shares()
         is_here_LRE = (self.slots_LRE // slots_per_rank == rank) & (shares_LRE > 0)
         here_LE = (shares_LRE * is_here_LRE).sum(1, keepdim=True).mul(num_ranks).clamp(max=1.0)
         beyond_LRE = (shares_LRE - 1.0 / num_ranks).clamp(min=0.0)
@@ -115,6 +119,11 @@ class SplitTable:
         ends_LRE = (mine_LRE.cumsum(1) / mine_LRE.sum(1, keepdim=True) * PICKS).round().to(torch.int64)
         ends_LRE[:, -1] = PICKS
         return SplitTable(self.slots_LRE, torch.where(self.ends_LRE == PICKS, PICKS, ends_LRE))
+
+    def _shares(self) -> torch.Tensor:
+        """Share of its expert's tokens that each replica takes [L, R, E] float64."""
+        before_LRE = torch.cat([torch.zeros_like(self.ends_LRE[:, :1]), self.ends_LRE[:, :-1]], dim=1)
+        return (self.ends_LRE - before_LRE).clamp(min=0).double() / PICKS
 
     def slot_loads(self, counts_SLE: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Counts of experts in S passes, divided over slots [S, L, P] int64: whole tokens, none lost."""

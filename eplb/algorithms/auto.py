@@ -1,59 +1,23 @@
-"""Planners by name, and `auto`, which picks one and says why.
+"""`auto` picks a planner and says why.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness
-from eplb.algorithms.deepseek import deepseek, deepseek_hierarchical
 from eplb.algorithms.min_move import min_move
-from eplb.algorithms.types import ExpertLayout, Plan, checked_map, find_duplicate
-from eplb.errors import EplbRequestError
+from eplb.algorithms.registry import TARGET
+from eplb.algorithms.types import ExpertLayout, Plan, checked_map
+from eplb.expert_location import find_duplicate
 
-FRESH: dict[str, Callable[[np.ndarray, ExpertLayout], Plan]] = {
-    "deepseek": deepseek,
-    "deepseek_hierarchical": deepseek_hierarchical,
-    "balanced": balanced,
-}
-ALGORITHMS = ("auto", "min_move", *FRESH)
-TARGET = 0.98  # balancedness beyond which sampling noise of a batch hides the rest
 ROUNDING = 1e-4  # balancedness under the target that still counts as reached
 WORTH_A_FRESH_START = 0.02  # balancedness by which a fresh placement must be ahead before a whole layer is copied
-
-
-def make_plan(
-    algorithm: str,
-    counts_LE: np.ndarray,
-    layout: ExpertLayout,
-    current_LP: np.ndarray | None = None,
-    *,
-    target: float = TARGET,
-    copies_are_free: bool = False,
-) -> Plan:
-    """The plan of the named algorithm for `counts_LE` [L, E].
-
-    `current_LP` [L, P] is the placement in force; `copies_are_free` says that every slot is written anyway, as in a
-    full weight refresh.  Raises `EplbRequestError` for an unknown name, a target that is not in (0, 1], or `min_move`
-    without a placement in force; `LoadsError`, `LayoutError`, `MapError` as the algorithm does.
-    """
-    if not 0.0 < target <= 1.0:
-        raise EplbRequestError(f"the target balancedness must be over 0 and at most 1, got {target}")
-    if algorithm == "auto":
-        return auto(counts_LE, layout, current_LP, target=target, copies_are_free=copies_are_free)
-    if algorithm == "min_move":
-        if current_LP is None:
-            raise EplbRequestError("min_move needs the placement in force; use `balanced` for a fresh one")
-        return min_move(counts_LE, layout, current_LP, target=target)
-    if algorithm not in FRESH:
-        raise EplbRequestError(f"unknown algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
-    return FRESH[algorithm](counts_LE, layout)
 
 
 def auto(
@@ -73,7 +37,7 @@ def auto(
     if current_LP is None:
         return _because(_afresh(counts_LE, layout, target), "no placement is in force")
     current = checked_map(current_LP, layout, len(counts_LE), duplicates=True)
-    repeated = find_duplicate(current, layout)
+    repeated = find_duplicate(current, layout.num_ranks)
     if repeated is not None:
         layer, rank, expert = repeated
         why = f"the placement in force holds expert {expert} twice on rank {rank} of layer {layer}"

@@ -27,8 +27,15 @@ import numpy as np
 
 from eplb.algorithms.bounds import even_split_bound
 from eplb.algorithms.exchange import refine
-from eplb.algorithms.replicas import greedy_replica_order
-from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, replica_counts, shares_of
+from eplb.algorithms.types import (
+    ExpertLayout,
+    Plan,
+    checked_counts,
+    even_split,
+    greedy_replica_order,
+    replica_counts,
+    shares_of,
+)
 
 LINK = 0.1  # load by which a rank may be heavier and still be chosen for the link that it makes
 NEARLY_FULL = 0.97  # load of a rank beyond which no link is worth it

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.algorithms.replicas import greedy_replica_counts
-from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, shares_of
+from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, greedy_replica_counts, shares_of
 
 
 def rank_loads(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:

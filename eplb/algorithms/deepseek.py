@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.algorithms.replicas import greedy_replica_order
-from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split
+from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, greedy_replica_order, replica_counts
 from eplb.errors import LayoutError
 
 
@@ -58,8 +57,7 @@ def _copy_and_pack(loads_RE: np.ndarray, num_slots: int, num_packs: int) -> np.n
     rows, experts = loads_RE.shape
     extra = greedy_replica_order(loads_RE, num_slots - experts)
     copies = np.concatenate((np.broadcast_to(np.arange(experts), (rows, experts)), extra), axis=1)
-    replicas = np.bincount((copies + np.arange(rows)[:, None] * experts).ravel(), minlength=rows * experts)
-    per_slot = loads_RE / replicas.reshape(rows, experts).astype(np.float32)
+    per_slot = loads_RE / replica_counts(copies, experts).astype(np.float32)
     position = _positions(*_pack(np.take_along_axis(per_slot, copies, axis=1), num_packs), num_slots // num_packs)
     return np.take_along_axis(copies, np.argsort(position, axis=1), axis=1)
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb.algorithms.moves import Move, all_moves, copies_out, exchanges_out
+from eplb.algorithms.registry import TARGET
 from eplb.algorithms.split import NEGLIGIBLE, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, checked_map, shares_of
+from eplb.errors import EplbRequestError
 
 ENOUGH_GAIN = 1e-3  # load under which a move is not worth its copy
 EFFORTS = ((1, 12), (4, 40))  # placements kept after each copy, moves judged from each; the next if that gets nowhere
@@ -36,12 +38,16 @@ class _Node:
     stuck: list[bool]
 
 
-def min_move(counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray, *, target: float = 0.98) -> Plan:
+def min_move(
+    counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray | None, *, target: float = TARGET
+) -> Plan:
     """A placement near `current_LP` [L, P]; every layer has a predicted balancedness of `target`, if one is found.
 
-    Every slot that is not copied keeps its expert.  Raises `LoadsError`; `MapError` for a map that cannot be served
-    from or that holds an expert twice on one rank.
+    Every slot that is not copied keeps its expert.  Raises `LoadsError`; `EplbRequestError` without a placement;
+    `MapError` for a map that cannot be served from or that holds an expert twice on one rank.
     """
+    if current_LP is None:
+        raise EplbRequestError("min_move needs the placement in force; use `balanced` for a fresh one")
     shares_LE = shares_of(checked_counts(counts_LE, layout))
     current = checked_map(current_LP, layout, len(shares_LE))
     cap = 1.0 / target

@@ -1,6 +1,4 @@
-"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`.
-
-Knows shapes and invariants.  Does not know how a map is chosen.
+"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`; numbers of replicas.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 
 from eplb.errors import LayoutError, LoadsError, MapError
-from eplb.expert_location import ExpertLocationMetadata
+from eplb.expert_location import ExpertLocationMetadata, check_cover, find_duplicate, replica_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +78,31 @@ def even_split(physical_to_logical_LP: np.ndarray, num_logical_experts: int) -> 
     return 1.0 / np.take_along_axis(replicas_LE, physical_to_logical_LP, axis=1)
 
 
-def replica_counts(physical_to_logical_LP: np.ndarray, num_logical_experts: int) -> np.ndarray:
-    """[L, E] int64: slots of every logical expert."""
-    layers = physical_to_logical_LP.shape[0]
-    flat = physical_to_logical_LP + np.arange(layers)[:, None] * num_logical_experts
-    counts = np.bincount(flat.ravel(), minlength=layers * num_logical_experts)
-    return counts.reshape(layers, num_logical_experts)
+def greedy_replica_order(loads_LE: np.ndarray, num_extra: int, most: int | None = None) -> np.ndarray:
+    """The expert that gets each of `num_extra` further slots, in order: [L, num_extra] int64.
+
+    Each goes to the expert with the most load a slot (the lowest id among equals), which makes the largest load of a
+    slot as small as any counts can.  No expert gets more than `most` slots.  Keeps the dtype of the loads throughout.
+    """
+    rows = np.arange(len(loads_LE))
+    replicas_LE = np.ones(loads_LE.shape, dtype=np.int64)
+    per_slot_LE = loads_LE.copy()
+    order = np.empty((len(loads_LE), num_extra), dtype=np.int64)
+    for index in range(num_extra):
+        chosen = per_slot_LE.argmax(axis=1)
+        order[:, index] = chosen
+        replicas_LE[rows, chosen] += 1
+        counts = replicas_LE[rows, chosen]
+        per_slot_LE[rows, chosen] = loads_LE[rows, chosen] / counts.astype(loads_LE.dtype)
+        if most is not None:
+            per_slot_LE[rows, chosen] = np.where(counts >= most, -1.0, per_slot_LE[rows, chosen])
+    return order
+
+
+def greedy_replica_counts(loads_LE: np.ndarray, num_physical_experts: int, most: int) -> np.ndarray:
+    """Slots of every expert [L, E] int64 under `greedy_replica_order`."""
+    experts = loads_LE.shape[1]
+    return 1 + replica_counts(greedy_replica_order(loads_LE, num_physical_experts - experts, most), experts)
 
 
 def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -> np.ndarray:
@@ -125,30 +142,12 @@ def checked_map(
     if given.dtype.kind not in "iu":
         raise MapError(f"the map must be of integers, got {given.dtype}")
     physical_to_logical = given.astype(np.int64)
-    experts = layout.num_logical_experts
-    outside = (physical_to_logical < 0) | (physical_to_logical >= experts)
-    if outside.any():
-        layer, slot = np.argwhere(outside)[0]
-        raise MapError(f"layer {layer}: slot {slot} holds expert {given[layer, slot]}; the model has {experts}")
-    missing = replica_counts(physical_to_logical, experts) == 0
-    if missing.any():
-        layer, expert = np.argwhere(missing)[0]
-        raise MapError(f"layer {layer}: no slot holds expert {expert}")
-    repeated = find_duplicate(physical_to_logical, layout)
+    check_cover(physical_to_logical, layout.num_logical_experts)
+    repeated = find_duplicate(physical_to_logical, layout.num_ranks)
     if repeated is not None and not duplicates:
         layer, rank, expert = repeated
         raise MapError(f"layer {layer}: rank {rank} holds expert {expert} twice")
     return physical_to_logical
-
-
-def find_duplicate(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -> tuple[int, int, int] | None:
-    """(layer, rank, expert) of the first expert that a rank holds twice."""
-    by_rank = np.sort(physical_to_logical_LP.reshape(-1, layout.num_ranks, layout.slots_per_rank), axis=2)
-    equal = np.argwhere(by_rank[:, :, 1:] == by_rank[:, :, :-1])
-    if not len(equal):
-        return None
-    layer, rank, index = equal[0]
-    return int(layer), int(rank), int(by_rank[layer, rank, index])
 
 
 def count_duplicates(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -> int:

@@ -15,7 +15,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,16 +23,13 @@ import msgspec
 import numpy as np
 import torch
 
-from eplb.algorithms.auto import ALGORITHMS
+from eplb.algorithms.registry import require_planner
 from eplb.algorithms.types import Plan
 from eplb.decision import Decision, RebalancePolicy, decide, given_plan
-from eplb.decision_message import decision_from_bytes, decision_to_bytes
 from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
-from eplb.expert_location import ExpertLocationMetadata
 from eplb.manager import RebalanceManager, Stage
-from eplb.plan_in_force import plan_in_force
+from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
-from rollout.control.eplb_loads import EplbLoads
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
@@ -45,29 +42,16 @@ _OVERDUE = 10  # looks that may be missed, as while a weight update is open, bef
 class _Planned(msgspec.Struct):
     """What rank 0 found: a decision, or an error and its status."""
 
-    decision: bytes = b""
+    decision: Decision | None = None
     error: str = ""
     status_code: int = 200
-
-
-@dataclass
-class _Job:
-    """A look: whose, by which policy, and from which placement.  `verb` None: the engine's own."""
-
-    verb: EplbRebalanceReqInput | None
-    policy: RebalancePolicy
-    in_force: Plan
-    future: Future[_Planned] | None
-    prepared: bool = False
-    location: ExpertLocationMetadata | None = None
-    error: Exception | None = None
 
 
 class EplbControl:
     """Of an engine whose experts are spread over ranks.
 
-    `loads` None: nothing is counted, and a placement must be given.  `weight_update()`: why weights and slots must stay
-    as they are, if this rank knows of a reason.
+    Where the manager's history is not counted, a placement must be given.  `weight_update()`: why weights and slots
+    must stay as they are, if this rank knows of a reason.
     """
 
     def __init__(
@@ -75,14 +59,14 @@ class EplbControl:
         scheduler: Scheduler,
         manager: RebalanceManager,
         transfer: ExpertTransfer,
-        loads: EplbLoads | None,
         weight_update: Callable[[], str | None],
         wake: Callable[[], None],
     ) -> None:
         self._scheduler, self._manager, self._transfer = scheduler, manager, transfer
-        self._loads, self._weight_update, self._wake = loads, weight_update, wake
+        self._history, self._weight_update, self._wake = manager.history, weight_update, wake
         self._state, self._parallel = scheduler.runner.state, scheduler.parallel
-        self._job: _Job | None = None
+        self._verb: EplbRebalanceReqInput | None = None  # that asked for the rebalance under way; None: the engine
+        self._planning: Future[_Planned] | None = None  # on rank 0
         self._plans = scheduler.parallel.position.is_inbox_owner
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
         self._timed = (0, 0.0)  # steps and their seconds at the last look
@@ -94,14 +78,14 @@ class EplbControl:
     def status(self) -> dict[str, Any]:
         """Plain values for metrics and health."""
         status = self._manager.status()
-        return status | {"counts_loads": self._loads is not None, "stuck": status["stuck"] or self._overdue()}
+        return status | {"counts_loads": self._history.is_counted, "stuck": status["stuck"] or self._overdue()}
 
     def _overdue(self) -> str | None:
         """Steps run, and nobody looks."""
-        every = self._manager.policy.every_steps
-        if self._loads is None or self._loads.num_unseen_passes <= _OVERDUE * every:
+        every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
+        if unseen <= _OVERDUE * every:
             return None
-        return f"the balance of ranks was not looked at for {self._loads.num_unseen_passes} steps, due every {every}"
+        return f"the balance of ranks was not looked at for {unseen} steps, due every {every}"
 
     # --- a look ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +94,7 @@ class EplbControl:
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
         policy, given = self._wanted(verb)
-        if self._loads is None and given is None:
+        if not self._history.is_counted and given is None:
             raise UnsupportedFeature("no loads are counted: start with --enable-eplb, or give physical_to_logical_map")
         self._scheduler.serving.require_weights()
         refresh = None if verb.dry_run else self._reason_to_stay()
@@ -127,8 +111,7 @@ class EplbControl:
             "most_stall_s": verb.most_stall_s,
         }
         policy = replace(policy, **{name: value for name, value in asked.items() if value is not None})
-        if policy.algorithm not in ALGORITHMS:
-            raise EplbRequestError(f"unknown algorithm {policy.algorithm!r}: one of {', '.join(ALGORITHMS)}")
+        require_planner(policy.algorithm)
         if verb.physical_to_logical_map is None:
             if verb.split is not None:
                 raise EplbRequestError("split goes with physical_to_logical_map")
@@ -141,21 +124,18 @@ class EplbControl:
 
     def _look(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
         """Start planning, on rank 0 beside the steps."""
-        if self._loads is not None:
-            self._loads.gather()
+        self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
-        in_force = plan_in_force(placement, manager.layout)
+        in_force = placement.plan(manager.layout)
         situation = manager.situation(
             in_force, placement.epoch, epoch.weight_epoch, epoch.weight_version, self._seconds_per_step()
         )
         manager.start_planning()
-        future = None
+        self._verb = verb
         if self._planner is not None:
-            asked = verb is not None
-            work = partial(decide, situation, policy, asked=asked, given=given)
-            future = self._planner.submit(_planned, work, situation.slot_bytes, situation.bytes_per_s)
-            future.add_done_callback(lambda _: self._wake())
-        self._job = _Job(verb, policy, in_force, future)
+            work = partial(decide, situation, policy, asked=verb is not None, given=given)
+            self._planning = self._planner.submit(_planned, work)
+            self._planning.add_done_callback(lambda _: self._wake())
 
     def _seconds_per_step(self) -> float:
         """Since the last look, on this rank."""
@@ -179,10 +159,10 @@ class EplbControl:
         """Start what is due, take what was planned, move the next chunk."""
         manager = self._manager
         if manager.stage is Stage.IDLE:
-            if self._loads is None or not manager.is_due(self._loads.num_passes):
+            if not manager.is_due(self._history.num_passes):
                 return
             if self._reason_to_stay() is not None:
-                self._loads.postpone()
+                self._history.postpone()
                 return
             self._look(None, manager.policy, None)
         if manager.stage is Stage.PLANNING and not self._take_decision():
@@ -196,53 +176,46 @@ class EplbControl:
 
     def _take_decision(self) -> bool:
         """Whether rank 0 is done planning; if so all ranks have the decision."""
-        job = self._job
-        assert job is not None
-        if not self._parallel.tp.any_of(job.future is not None and job.future.done()):
+        planning, verb = self._planning, self._verb
+        if not self._parallel.tp.any_of(planning is not None and planning.done()):
             return False
-        mine = b"" if job.future is None else msgspec.msgpack.encode(job.future.result())
-        planned = msgspec.msgpack.decode(self._parallel.tp.gather_bytes(mine)[0], type=_Planned)
-        if planned.error:
-            job.error = PeerRankError(planned.error, planned.status_code)
-            self._manager.planning_failed()
+        mine = b"" if planning is None else to_bytes(planning.result())
+        planned = from_bytes(self._parallel.tp.gather_bytes(mine)[0], _Planned)
+        decision = planned.decision
+        if decision is None:
+            self._manager.planning_failed(PeerRankError(planned.error, planned.status_code))
             return True
-        decision = decision_from_bytes(planned.decision, job.in_force, job.policy)
-        self._manager.planned(decision, move=job.verb is None or not job.verb.dry_run)
-        if decision.plan is not None:
-            job.location = decision.plan.location()
-        if job.verb is None and decision.rebalances and self._plans:
+        self._manager.planned(decision, move=verb is None or not verb.dry_run)
+        if verb is None and decision.rebalances and self._plans:
             print(f"lockstep: rebalance: {decision.reason}", file=sys.stderr, flush=True)
         return True
 
     def _move(self) -> None:
         """One chunk, or the end of moving."""
-        job, manager, state = self._job, self._manager, self._state
-        assert job is not None and manager.decision is not None
+        manager, state = self._manager, self._state
         placement, decision = state.placement, manager.decision
         chunk = manager.next_chunk(state.epoch.weight_epoch, placement.epoch, self._reason_to_stay())
         if chunk is None:
             return
-        assert decision.plan is not None and decision.migration is not None and job.location is not None
+        assert decision is not None and decision.plan is not None and decision.migration is not None
         try:
             with state.mutate("rebalance"):
-                if not job.prepared:
+                if not manager.num_chunks_done:
                     self._transfer.prepare(decision.migration, placement.epoch)
-                    job.prepared = True
                 report = self._transfer.run(chunk, placement.epoch)
-                self._put_in_force(job.location, decision.plan, chunk.layers)
+                self._put_in_force(decision.plan, chunk.layers)
         except EplbError as error:
-            job.error = error
-            manager.drop(str(error))
+            manager.drop(error)
             if isinstance(error, TornTransferError):
                 self._scheduler.poison(str(error))
             return
         manager.chunk_done(report, placement.epoch)
 
-    def _put_in_force(self, location: ExpertLocationMetadata, plan: Plan, layers: range) -> None:
+    def _put_in_force(self, plan: Plan, layers: range) -> None:
         """The map that says what slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
         placement = self._state.placement
         try:
-            placement.adopt(location, torch.from_numpy(plan.split_LP), list(layers))
+            placement.adopt(plan.location(), torch.from_numpy(plan.split_LP), list(layers))
         except EplbError as error:
             raise TornTransferError(f"experts were moved to a map that cannot be used: {error}") from error
         self._state.publish_placement()
@@ -256,17 +229,15 @@ class EplbControl:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        job = self._job
-        assert job is not None
-        self._job = None
+        verb, self._verb, self._planning = self._verb, None, None
         self._transfer.close()
-        if job.verb is not None:
-            self._scheduler.reply(self._answer(job.verb, job.error))
-        elif job.error is not None and self._plans:
-            print(f"lockstep: no rebalance: {job.error}", file=sys.stderr, flush=True)
+        if verb is not None:
+            self._scheduler.reply(self._answer(verb))
+        elif self._manager.error is not None and self._plans:
+            print(f"lockstep: no rebalance: {self._manager.error}", file=sys.stderr, flush=True)
 
-    def _answer(self, verb: EplbRebalanceReqInput, error: Exception | None) -> ControlReqOutput:
-        decision, outcome = self._manager.decision, self._manager.outcome
+    def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput:
+        decision, outcome, error = self._manager.decision, self._manager.outcome, self._manager.error
         if error is not None:
             return failure(verb.request_id, error)
         assert decision is not None
@@ -304,10 +275,10 @@ class NoExpertsToMove:
         raise UnsupportedFeature(self._reason)
 
 
-def _planned(work: Callable[[], Decision], slot_bytes: int, bytes_per_s: float) -> _Planned:
+def _planned(work: Callable[[], Decision]) -> _Planned:
     """In the planner's thread: whatever goes wrong there is an answer."""
     try:
-        return _Planned(decision=decision_to_bytes(work(), slot_bytes, bytes_per_s))
+        return _Planned(decision=work())
     except Exception as error:
         return _Planned(error=str(error) or type(error).__name__, status_code=status_of(error))
 

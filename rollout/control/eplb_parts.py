@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from eplb.algorithms.auto import make_plan
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.decision import RebalancePolicy
 from eplb.errors import EplbError
@@ -22,7 +22,6 @@ from eplb.manager import RebalanceManager
 from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
 from rollout.control.eplb_control import EplbControl, NoExpertsToMove
-from rollout.control.eplb_loads import EplbLoads
 from rollout.control.expert_distribution import recorded_model
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
@@ -43,14 +42,12 @@ def rebalance_policy(args: ServerArgs) -> RebalancePolicy:
     )
 
 
-def start_counting(args: ServerArgs, runner: ModelRunner, parallel: Parallel) -> EplbLoads | None:
-    """Loads from the first step on; None without `--enable-eplb`."""
-    if not args.enable_eplb:
-        return None
+def start_counting(args: ServerArgs, runner: ModelRunner, parallel: Parallel) -> LoadHistory:
+    """Loads from the first step on; nothing is counted without `--enable-eplb`."""
     config = runner.state.model.config
     sizes = len(config.moe_layer_ids), config.num_experts
-    runner.load_counter = LoadCounter(*sizes)
-    return EplbLoads(runner.load_counter, LoadHistory(*sizes), parallel.attn_dp)
+    runner.load_counter = LoadCounter(*sizes) if args.enable_eplb else None
+    return LoadHistory(*sizes, runner.load_counter, parallel.attn_dp.all_reduce)
 
 
 def build_eplb(
@@ -58,7 +55,7 @@ def build_eplb(
     scheduler: Scheduler,
     model: DecoderForCausalLM,
     layout: ExpertLayout | None,
-    loads: EplbLoads | None,
+    history: LoadHistory,
     weight_update: Callable[[], str | None],
     wake: Callable[[], None],
 ) -> EplbControl | NoExpertsToMove:
@@ -67,7 +64,6 @@ def build_eplb(
     if layout is None:
         what = "all experts are on one rank (--ep-size 1)" if config.is_moe else f"{config.architecture} has no experts"
         return NoExpertsToMove(f"{what}: there is nothing to rebalance")
-    history = LoadHistory(len(config.moe_layer_ids), config.num_experts) if loads is None else loads.history
     slots, position, per_rank = ModelExpertSlots(model), parallel.position, parallel.layout.moe_tp_size
     policy = rebalance_policy(args)
     manager = RebalanceManager(policy, layout, history, sum(slots.part_bytes), lambda: scheduler.now)
@@ -79,7 +75,7 @@ def build_eplb(
         fingerprint=bytes_fingerprint,
         deadline_s=policy.deadline_s,
     )
-    return EplbControl(scheduler, manager, transfer, loads, weight_update, wake)
+    return EplbControl(scheduler, manager, transfer, weight_update, wake)
 
 
 def initial_placement(

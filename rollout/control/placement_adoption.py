@@ -20,8 +20,8 @@ import torch
 
 from eplb.algorithms.types import Plan
 from eplb.errors import EplbError
-from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
+from eplb.plan_bytes import from_bytes, to_bytes
 from rollout.core.errors import BadRequest, Conflict
 from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.model_executor.weight_loading import WeightIndex
@@ -33,8 +33,7 @@ class _SharedPlan(msgspec.Struct):
     """A plan, or why there is none, from the rank that made it."""
 
     reason: str
-    map_LP: list[list[int]] = []
-    split_LP: list[list[float]] = []
+    plan: Plan | None = None
 
 
 class PlacementAdoption:
@@ -100,11 +99,9 @@ class PlacementAdoption:
             return self._weights
         shared = self._shared_plan()
         self._said = shared.reason
-        if not shared.map_LP:
+        if shared.plan is None:
             return self._weights
-        experts = self._placement.num_logical_experts
-        location = ExpertLocationMetadata(torch.tensor(shared.map_LP), experts)
-        self._placement.propose(location, torch.tensor(shared.split_LP, dtype=torch.float64))
+        self._placement.propose(shared.plan.location(), torch.from_numpy(shared.plan.split_LP))
         return self._weights.coming()
 
     def adopt(self) -> dict[str, object]:
@@ -118,9 +115,8 @@ class PlacementAdoption:
         """Planned on the first rank of each engine."""
         position = self._position
         mine = self._plan() if position.is_inbox_owner else _SharedPlan("")
-        plans = self._exchange(msgspec.msgpack.encode(mine))
-        owner = position.replica * self._layout.tp_size
-        return msgspec.msgpack.decode(plans[owner], type=_SharedPlan)
+        plans = self._exchange(to_bytes(mine))
+        return from_bytes(plans[position.replica * self._layout.tp_size], _SharedPlan)
 
     def _plan(self) -> _SharedPlan:
         if self._counts_LE is None:
@@ -129,5 +125,4 @@ class PlacementAdoption:
             plan = self._fresh_plan(self._counts_LE)
         except EplbError as error:
             return _SharedPlan(f"the placement stays: {error}")
-        reason = f"adopted by {plan.algorithm}: {plan.reason}"
-        return _SharedPlan(reason, plan.physical_to_logical_LP.tolist(), plan.split_LP.tolist())
+        return _SharedPlan(f"adopted by {plan.algorithm}: {plan.reason}", plan)

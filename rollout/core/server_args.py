@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from eplb.algorithms.registry import PLANNERS
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
 
@@ -115,9 +116,7 @@ class ServerArgs:
     enable_eplb: bool = _arg(
         False, "count the load of experts, and move them between ranks where that makes steps faster"
     )
-    eplb_algorithm: Literal["auto", "min_move", "deepseek", "deepseek_hierarchical", "balanced"] = _arg(
-        "auto", "planner of expert placements"
-    )
+    eplb_algorithm: str = _arg("auto", "planner of expert placements", choices=tuple(PLANNERS))
     eplb_rebalance_num_iterations: int = _arg(1000, "steps from one look at the balance of ranks to the next")
     eplb_min_rebalancing_utilization_threshold: float = _arg(
         1.0, "mean over largest load of a rank from which on a look moves nothing, 0 to 1"
@@ -242,6 +241,7 @@ class ServerArgs:
             "--kv-events-config tells of the prefix cache, which --disable-radix-cache turns off",
         )
         _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
+        _require(self.eplb_algorithm in PLANNERS, f"--eplb-algorithm must be one of {', '.join(PLANNERS)}")
         _require(self.eplb_rebalance_num_iterations >= 1, "--eplb-rebalance-num-iterations must be at least 1")
         _require(
             0.0 <= self.eplb_min_rebalancing_utilization_threshold <= 1.0,
@@ -294,7 +294,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 flag,
                 type=kind,
-                choices=choices,
+                choices=item.metadata.get("choices", choices),
                 default=item.default,
                 required=item.metadata.get("required", False),
                 help=f"{help_text} (default: {item.default})" if item.default not in (None, "") else help_text,

@@ -131,7 +131,7 @@ def build_scheduler(
         parallel.layout,
         parallel.position,
         consensus.exchange,
-        loads=lambda: None if loads is None else loads.counts(rebalance_policy(args)),
+        loads=lambda: loads.current(rebalance_policy(args).choices_per_expert),
         fresh_plan=partial(fresh_plan, layout, placement),
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
         by_default=args.enable_eplb,

@@ -51,7 +51,7 @@ def gather_step(
         return ids_TLK, batch.input_ids, batch.positions
     columns = [batch.input_ids.unsqueeze(1), batch.positions.unsqueeze(1), ids_TLK.flatten(1)]
     gathered = ranks.all_gather_rows(torch.cat(columns, dim=1), batch.global_num_tokens)
-    return gathered[:, 2:].unflatten(1, ids_TLK.shape[1:]), gathered[:, 0], gathered[:, 1]
+    return gathered[:, 2:].to(ids_TLK.dtype).unflatten(1, ids_TLK.shape[1:]), gathered[:, 0], gathered[:, 1]
 
 
 def slice_size(num_tokens: int, ranks: Communicator) -> int:

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from capture.array_forms import encode_dict, encode_npy, encode_packed
-from capture.codec import encode_compact, encode_compatible
+from capture.codec import encode_compact, encode_compatible, encode_dict, encode_npy, encode_packed
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan

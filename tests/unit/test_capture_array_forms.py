@@ -8,7 +8,7 @@ import io
 import numpy as np
 import pytest
 
-from capture.array_forms import encode_dict, encode_npy, encode_packed
+from capture.codec import encode_dict, encode_npy, encode_packed
 from capture.errors import MissingRowsError
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 

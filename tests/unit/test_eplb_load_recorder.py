@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from eplb import load_recorder
-from eplb.drift import expected_by_chance, total_variation
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.load_dump import METADATA_KEY, LoadDump
+from eplb.load_history import expected_by_chance, total_variation
 from eplb.load_recorder import LoadRecorder
 from eplb.load_windows import LoadWindows
 from eplb.placement import ExpertPlacement
@@ -155,7 +155,7 @@ class StampsLate(LoadRecorder):
 
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
-        self._noted = [load_recorder._Noted(n.ids_TLK, facts, n.placement_epoch, n.tokens) for n in self._noted]
+        self._noted = [(ids, replace(stamp, facts=facts)) for ids, stamp in self._noted]
 
 
 class KeepsTheEnginesArrays(LoadRecorder):
@@ -164,8 +164,8 @@ class KeepsTheEnginesArrays(LoadRecorder):
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
         if self._noted:
-            last = self._noted[-1]
-            self._noted[-1] = load_recorder._Noted(last.ids_TLK, facts, last.placement_epoch, (input_ids, positions))
+            ids, stamp = self._noted[-1]
+            self._noted[-1] = ids, replace(stamp, tokens=(input_ids, positions))
 
 
 class KeepsTheStepsBuffer(LoadRecorder):
@@ -174,8 +174,7 @@ class KeepsTheStepsBuffer(LoadRecorder):
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
         if self._noted:
-            last = self._noted[-1]
-            self._noted[-1] = load_recorder._Noted(ids_TLK, facts, last.placement_epoch, last.tokens)
+            self._noted[-1] = ids_TLK, self._noted[-1][1]
 
 
 class MixesLayers(LoadRecorder):

@@ -15,19 +15,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from eplb.algorithms.auto import make_plan
+from benchmarks.eplb_loads import drift, zipf
 from eplb.algorithms.bounds import balancedness
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, even_split
 from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
-from eplb.decision_message import decision_from_bytes, decision_to_bytes
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, RebalanceRefused
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_counter import LoadCounter, VersionCounts
 from eplb.load_history import LoadHistory
-from eplb.loads import drift, zipf
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
-from eplb.plan_in_force import plan_in_force
+from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ChunkReport
 
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 32, 36, 4
@@ -119,9 +118,9 @@ def test_windows_without_tokens_change_nothing_and_wrong_ones_are_refused() -> N
 def test_the_placement_in_force_is_measured_as_it_is() -> None:
     moved = make_plan("min_move", LATER, LAYOUT, IN_FORCE.physical_to_logical_LP)
     placement = ExpertPlacement(IN_FORCE.location(), ep_rank=1, ep_size=RANKS)
-    assert np.allclose(plan_in_force(placement, LAYOUT).split_LP, IN_FORCE.split_LP, atol=1e-4)
+    assert np.allclose(placement.plan(LAYOUT).split_LP, IN_FORCE.split_LP, atol=1e-4)
     placement.adopt(moved.location(), torch.from_numpy(moved.split_LP))
-    found = plan_in_force(placement, LAYOUT)
+    found = placement.plan(LAYOUT)
     assert np.array_equal(found.physical_to_logical_LP, moved.physical_to_logical_LP)
     assert np.allclose(found.split_LP, moved.split_LP, atol=1e-4)
     assert np.allclose(balancedness(LATER, found), balancedness(LATER, moved), atol=1e-3)
@@ -130,7 +129,7 @@ def test_the_placement_in_force_is_measured_as_it_is() -> None:
 def test_one_rank_serves_from_first_slots() -> None:
     layout = ExpertLayout(num_logical_experts=4, num_physical_experts=4, num_ranks=1)
     located = ExpertLocationMetadata(torch.tensor([[2, 3, 0, 1]]), 4)
-    plan = plan_in_force(ExpertPlacement(located), layout)
+    plan = ExpertPlacement(located).plan(layout)
     assert plan.split_LP.tolist() == [[1.0] * 4]
 
 
@@ -216,21 +215,22 @@ def test_a_decision_arrives_as_it_was_made() -> None:
     policy = RebalancePolicy(most_stall_s=0.003)
     given = situation(bytes_per_s=1.2345e9)
     for decision in (decide(given, policy), decide(situation(seconds_per_step=0.0), policy)):
-        data = decision_to_bytes(decision, given.slot_bytes, given.bytes_per_s)
-        arrived = decision_from_bytes(data, given.in_force, policy)
+        arrived = from_bytes(to_bytes(decision), Decision)
         assert arrived.facts() == decision.facts()
         assert (arrived.plan is None) == (decision.plan is None)
         if arrived.plan is not None and decision.plan is not None:
             assert arrived.migration is not None and decision.migration is not None
+            assert np.array_equal(arrived.plan.physical_to_logical_LP, decision.plan.physical_to_logical_LP)
             assert np.array_equal(arrived.plan.split_LP, decision.plan.split_LP)
     changed = decide(given, policy)
     assert changed.migration is not None
-    data = decision_to_bytes(changed, given.slot_bytes, given.bytes_per_s)
-    arrived = decision_from_bytes(data, given.in_force, policy)
+    arrived = from_bytes(to_bytes(changed), Decision)
     assert arrived.migration is not None and arrived.migration.digest() == changed.migration.digest()
     other_layout = ExpertLayout(num_logical_experts=EXPERTS, num_physical_experts=SLOTS + RANKS, num_ranks=RANKS)
+    other = RebalanceManager(policy, other_layout, LoadHistory(LAYERS, EXPERTS), SLOT_BYTES, Clock())
+    other.start_planning()
     with pytest.raises(MapError):
-        decision_from_bytes(data, make_plan("balanced", COUNTS, other_layout), policy)
+        other.planned(arrived, move=True)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ class Stages(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["move", "dry run", "stay", "failed"]))
     def finish_planning(self, kind: str) -> None:
         if kind == "failed":
-            self.manager.planning_failed()
+            self.manager.planning_failed(ValueError("no plan"))
             return
         weight_epoch, placement_epoch = self.planned_for
         target = given_plan(self.maps[np.array_equal(self.in_force, self.maps[False])], None, LAYOUT)

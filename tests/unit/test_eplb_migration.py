@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.algorithms.auto import make_plan
+from benchmarks.eplb_loads import drift, zipf
 from eplb.algorithms.bounds import cross_rank_copies
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout
 from eplb.errors import EplbRequestError, MapError
-from eplb.loads import drift, zipf
 from eplb.migration import Migration, MigrationChunk, Move, plan_migration
 
 SLOT_BYTES = 1000

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.algorithms.auto import ALGORITHMS, auto, make_plan
+from benchmarks.eplb_loads import drift, log_normal, synthetic, zipf
+from eplb.algorithms.auto import auto
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.deepseek import deepseek
 from eplb.algorithms.min_move import min_move
+from eplb.algorithms.registry import PLANNERS, make_plan
 from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
-from eplb.loads import drift, log_normal, synthetic, zipf
+from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs, add_cli_args
 from tests.eplb_optimum import Placement, can_reach, even_maximum, placements, placements_after, weighted_maximum
 
 
@@ -301,7 +306,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
     for wrong in ([[1, 2]], [[1, -2, 3]], [[1, float("nan"), 3]], [1, 2, 3]):
         with pytest.raises(LoadsError):
             balanced(np.array(wrong), small)
-    with pytest.raises(EplbRequestError, match=f"one of {', '.join(ALGORITHMS)}"):
+    with pytest.raises(EplbRequestError, match=f"one of {', '.join(PLANNERS)}"):
         make_plan("best", counts, small)
     with pytest.raises(EplbRequestError, match="needs the placement in force"):
         make_plan("min_move", counts, small)
@@ -309,6 +314,26 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         make_plan("auto", counts, small, target=1.5)
     with pytest.raises(LoadsError, match="zipf:EXPONENT"):
         synthetic("pareto:1", 1, 4)
+
+
+def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planner_of_a_user.py").write_text(
+        "from eplb.algorithms.balanced import balanced\n\ndef of_a_user(counts_LE, layout):\n"
+        "    return balanced(counts_LE, layout)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(PLANNERS, "of_a_user", ("planner_of_a_user", ()))
+    layout, counts = ExpertLayout(num_logical_experts=8, num_physical_experts=12, num_ranks=2), zipf(2, 8, 0.8)
+    current = balanced(counts, layout).physical_to_logical_LP
+    for name in PLANNERS:
+        checked_map(make_plan(name, counts, layout, current).physical_to_logical_LP, layout, 2, duplicates=True)
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    assert parser.parse_args(["--model-path", "m", "--eplb-algorithm", "min_move"]).eplb_algorithm == "min_move"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "m", "--eplb-algorithm", "best"])
+    with pytest.raises(StartupError, match="--eplb-algorithm must be one of auto, "):
+        ServerArgs(model_path="m", eplb_algorithm="best").validate()
 
 
 def test_the_checks_see_wrong_plans() -> None:

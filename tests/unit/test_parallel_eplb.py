@@ -207,8 +207,8 @@ def test_counts_are_of_all_ranks_tokens(folder: Path, engine: ParallelHarness) -
                 for layer in range(LAYERS):
                     counts[layer] += np.bincount(result.routes[:, -LAYERS + layer].ravel(), minlength=EXPERTS)
             for scheduler in harness.schedulers:
-                loads = eplb_of(scheduler)._loads
-                assert loads is not None and np.array_equal(loads.history.counts_LE.numpy(), counts)
+                history = eplb_of(scheduler)._manager.history
+                assert history.is_counted and np.array_equal(history.counts_LE.numpy(), counts)
 
 
 def test_an_engine_looks_by_itself(folder: Path, weights: Tensors, capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,13 +25,13 @@ import numpy as np
 import pytest
 import torch
 
-from eplb.algorithms.auto import make_plan
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, count_duplicates
 from eplb.errors import MapError
+from eplb.load_history import LoadHistory
 from eplb.placement import ExpertPlacement
 from rollout.control import eplb_control
 from rollout.control.eplb_control import EplbControl
-from rollout.control.eplb_loads import EplbLoads
 from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.distributed.communicator import RankLostError
@@ -166,7 +166,7 @@ def test_72_vllm_57883_a_counter_that_runs_backwards_is_seen(
     for _ in range(3):
         assert objections(balanced, judge) == []
     assert status(balanced)["num_evaluations"] >= 1
-    monkeypatch.setattr(EplbLoads, "num_passes", property(lambda self: -1000))
+    monkeypatch.setattr(LoadHistory, "num_passes", property(lambda self: -1000))
     before = status(balanced)
     for _ in range(3):
         assert objections(balanced, judge) == []

@@ -1,0 +1,54 @@
+"""Planners by name.  A planner is a file and a line here: a function of that name, from counts and layout to a plan."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from eplb.errors import EplbRequestError
+
+if TYPE_CHECKING:  # so that a command line that lists the planners loads neither numpy nor torch
+    import numpy as np
+
+    from eplb.algorithms.types import ExpertLayout, Plan
+
+TARGET = 0.98  # balancedness beyond which sampling noise of a batch hides the rest
+
+# name -> (module, what the planner takes beside counts and layout)
+PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "auto": ("eplb.algorithms.auto", ("current_LP", "target", "copies_are_free")),
+    "min_move": ("eplb.algorithms.min_move", ("current_LP", "target")),
+    "deepseek": ("eplb.algorithms.deepseek", ()),
+    "deepseek_hierarchical": ("eplb.algorithms.deepseek", ()),
+    "balanced": ("eplb.algorithms.balanced", ()),
+}
+
+
+def require_planner(algorithm: str) -> None:
+    """Raises `EplbRequestError` for an unknown name."""
+    if algorithm not in PLANNERS:
+        raise EplbRequestError(f"unknown algorithm {algorithm!r}: one of {', '.join(PLANNERS)}")
+
+
+def make_plan(
+    algorithm: str,
+    counts_LE: np.ndarray,
+    layout: ExpertLayout,
+    current_LP: np.ndarray | None = None,
+    *,
+    target: float = TARGET,
+    copies_are_free: bool = False,
+) -> Plan:
+    """The plan of the named algorithm for `counts_LE` [L, E].
+
+    `current_LP` [L, P] is the placement in force; `copies_are_free` says that every slot is written anyway, as in a
+    full weight refresh.  Raises `EplbRequestError` for an unknown name, a target that is not in (0, 1], or `min_move`
+    without a placement in force; `LoadsError`, `LayoutError`, `MapError` as the algorithm does.
+    """
+    require_planner(algorithm)
+    if not 0.0 < target <= 1.0:
+        raise EplbRequestError(f"the target balancedness must be over 0 and at most 1, got {target}")
+    module, takes = PLANNERS[algorithm]
+    given: dict[str, Any] = {"current_LP": current_LP, "target": target, "copies_are_free": copies_are_free}
+    planner = getattr(import_module(module), algorithm)
+    return planner(counts_LE, layout, **{name: given[name] for name in takes})
