@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_sync.block_sums import SIGNED
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError
 from weight_sync.ledger import listed
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements compared at a time: float64 temporaries of 8 MiB
 
 _Measure = Callable[[str, Part, int], Sequence[object]]
@@ -182,7 +182,7 @@ def _measured(old: torch.Tensor, new: torch.Tensor) -> tuple[int, float | None]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Elements as whole numbers, so that 0.0 differs from -0.0 and a NaN equals itself."""
-    return tensor.contiguous().view(_WORDS[tensor.dtype.itemsize])
+    return tensor.contiguous().view(SIGNED[tensor.dtype.itemsize])
 
 
 def _not_a_number(meta: TensorMeta) -> torch.Tensor:

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from weight_sync.block_sums import SIGNED
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
 from weight_sync.fingerprint import fingerprint_update
 from weight_sync.tensor_meta import Region, dtype_name
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -101,4 +100,4 @@ def _look(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Te
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as signed integers [numel]; a copy where the tensor is not contiguous."""
-    return tensor.detach().contiguous().view(-1).view(_SIGNED[tensor.dtype.itemsize])
+    return tensor.detach().contiguous().view(-1).view(SIGNED[tensor.dtype.itemsize])
