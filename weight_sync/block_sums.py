@@ -23,8 +23,6 @@ import functools
 import torch
 
 BLOCK = 4096
-BLOCK_SUMS = "weight_sync::block_sums"
-"""The operator, as `torch.library` names it."""
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # for what torch does not do unsigned
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}  # int64 wraps like uint64
 _WRAPPING_BLOCKS = 128  # of one chunk: a 4 MiB scratch, which stays in a CPU cache
@@ -58,8 +56,8 @@ def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tup
     return wrapping_block_sums(words), masked_N
 
 
-torch.library.define(BLOCK_SUMS, "(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)")
-torch.library.impl(BLOCK_SUMS, "CompositeExplicitAutograd", plain_block_sums)
+torch.library.define("weight_sync::block_sums", "(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)")
+torch.library.impl("weight_sync::block_sums", "CompositeExplicitAutograd", plain_block_sums)
 
 
 def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
-from weight_sync.patience import Patience
 from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
+from weight_sync.waiting import Patience
 
 
 class WeightUpdateGroups:

@@ -38,8 +38,8 @@ from weight_sync.stored_tensors import (
     contiguous_place,
     name_tensor,
 )
+from weight_sync.tensor_meta import parse_dtype
 from weight_sync.torch_payload import TorchPayload
-from weight_sync.wire import parse_dtype
 
 MAX_MESSAGE_BYTES = 64 << 20  # as many as a request body may have
 

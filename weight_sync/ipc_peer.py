@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weight_sync.errors import TransportError, WeightRequestError
-from weight_sync.patience import POLL_S, Patience
+from weight_sync.waiting import POLL_S, Patience
 
 CONNECT_S = 10.0
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weight_sync.errors import TransportError, WeightRequestError
-from weight_sync.in_thread import in_thread
-from weight_sync.patience import Patience
+from weight_sync.waiting import Patience, in_thread
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
-from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name
-from weight_sync.wire import parse_meta
+from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name, parse_meta
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
 _LENGTH = struct.Struct("<Q")

@@ -10,7 +10,7 @@ Knows `LogicalWeights`, the ledger and sinks.  Does not know transports or versi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -119,8 +119,14 @@ def write_content(weights: LogicalWeights, name: str, content: Content) -> None:
         weights.write(name, content)
 
 
-def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool) -> list[list[Piece]]:
-    """The logical tensors inside each wire tensor.
+Announced = Mapping[TensorMeta, list[Piece]]
+"""Wire tensors that were split before, and checked."""
+
+
+def split_wire(
+    weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool, announced: Announced | None = None
+) -> list[list[Piece]]:
+    """The logical tensors inside each wire tensor; those that were `announced` are not looked at again.
 
     Raises one error that lists everything wrong with the call: `UnknownTensorError`, `ShapeMismatchError`, unless
     `cast` also `DtypeMismatchError`, or `WeightRequestError` where it is more than one kind.
@@ -129,6 +135,9 @@ def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool)
     problems: list[WeightRequestError] = []
     split: list[list[Piece]] = []
     for meta in metas:
+        if announced is not None and meta in announced:
+            split.append(announced[meta])
+            continue
         try:
             pieces = weights.split(meta)
         except (UnknownTensorError, ShapeMismatchError) as error:
@@ -152,6 +161,7 @@ def load_weights(
     sink: WeightSink,
     ledger: WeightLedger,
     cast: bool,
+    announced: Announced | None = None,
     check: Callable[[LogicalTensors], None] | None = None,
 ) -> None:
     """Validate wire tensors, split them, note them in the ledger and write them into the sink.
@@ -165,7 +175,7 @@ def load_weights(
     """
     named = list(named_tensors)
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    split = split_wire(weights, metas, cast)
+    split = split_wire(weights, metas, cast, announced)
     refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
     if refusals:
         raise CoverageError(listed(refusals))

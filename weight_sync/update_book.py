@@ -19,9 +19,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError
-from weight_sync.status import UpdateFailure
 
 _REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What one commit put into force."""
+
+    weight_version: str | None  # None: the sender named none
+    names: list[str]  # logical tensors written
+    num_bytes: int
+    seconds: float  # time that the step thread spent
+    content_digest: str | None = None  # of the whole content now, as far as it is known
+    update_id: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateFailure:
+    """Why a weight update did not come into force.  `time`: seconds since 1970."""
+
+    reason: str
+    weight_version: str | None
+    time: float
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 from rollout.kernels.fakes import register_fakes
-from weight_sync.block_sums import BLOCK_SUMS
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
@@ -60,7 +59,6 @@ def load_kernels(progress: Progress | None = None) -> KernelStatus:
     if not hasattr(torch.ops.lockstep, "isa"):
         try:
             torch.ops.load_library(build_kernels(progress))
-            torch.library.impl(BLOCK_SUMS, "cpu", torch.ops.lockstep.block_sums)
         except (KernelBuildError, OSError) as error:
             return KernelStatus(available=False, reason=str(error))
         register_fakes()

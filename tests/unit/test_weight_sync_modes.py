@@ -24,9 +24,8 @@ from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.in_model import InPlaceStaging, Journal, JournalStaging
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
-from weight_sync.staging_modes import new_staging
 from weight_sync.tensor_meta import parts_of
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
 LAYOUTS = ("packed", "plain")

@@ -27,8 +27,7 @@ from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
 from weight_sync.delta.planes import PLANES, PlaneSizes, invert_planes, read_planes, write_planes
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import TensorMeta, dtype_name
-from weight_sync.wire import parse_meta
+from weight_sync.tensor_meta import TensorMeta, dtype_name, parse_meta
 
 MAGIC = b"LKSDELT1"
 MAX_INDEX_BYTES = 64 << 20

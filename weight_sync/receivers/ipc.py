@@ -22,7 +22,7 @@ import torch
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.ipc_peer import IpcPeer, check_endpoint
-from weight_sync.patience import Patience
+from weight_sync.receivers.base import BucketSource, Receiver
 from weight_sync.shared_segment import release_torch_shared_file
 from weight_sync.stored_tensors import check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
@@ -37,26 +37,14 @@ _CPU_NAMES = ("cpu", "cpu-0")  # ours: the package names no CPU
 Message = TypeVar("Message")
 
 
-class IpcSource:
-    """One call's conversation.  `zmq_handles`: address of the sender's socket by device; `device`: the engine's own.
+class IpcSource(BucketSource):
+    """One call's conversation, within the deadline of a bucket.  `zmq_handles`: the sender's socket by device."""
 
-    `timeout_s` is the deadline of the whole conversation.
-    """
-
-    must_drain = False
-
-    def __init__(
-        self,
-        zmq_handles: Mapping[str, str],
-        *,
-        device: torch.device | str,
-        timeout_s: float,
-        patience: Patience | None = None,
-    ) -> None:
+    def __init__(self, zmq_handles: Mapping[str, str], receiver: Receiver) -> None:
         self._zmq_handles = zmq_handles
-        self._device = torch.device(device)
-        self._timeout_s = timeout_s
-        self._waits = patience or Patience()
+        self._device = receiver.device
+        self._timeout_s = receiver.timeout_s
+        self._waits = receiver.patience
         self._deadline = 0.0
         self._endpoint: str | None = None
         self._peer: IpcPeer | None = None

@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from weight_sync.errors import WeightRequestError
+from weight_sync.receivers.base import BucketSource
 from weight_sync.safetensors_file import parse_header
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.stored_tensors import (
@@ -31,14 +32,12 @@ UNLINK_PREFIX = "lockstep_"
 """Of names that a call may have removed: other shared memory of this machine is none of its business."""
 
 
-class SafetensorsSource:
+class SafetensorsSource(BucketSource):
     """One call's tensors: `content` is the file, or the segment that holds it.
 
     A segment is read and left alone; with `unlink` its name, which must begin with `UNLINK_PREFIX`, is removed once it
     is read, or refused after it was found to be a safetensors file.
     """
-
-    must_drain = False
 
     def __init__(self, content: bytearray | SharedSegment, *, unlink: bool = False) -> None:
         self._content = content

@@ -22,6 +22,7 @@ import torch
 from weight_sync.cuda_ipc import require_cuda
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Record
+from weight_sync.receivers.base import BucketSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
     MAX_NAME_LENGTH,
@@ -38,14 +39,12 @@ from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCA
 FLATTENED = "flattened_bucket"
 
 
-class TensorSource:
+class TensorSource(BucketSource):
     """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.  `is_shared`: several ranks
     read the same one.
 
     Shared memory is let go when the content is read or refused, at the latest with the source itself.
     """
-
-    must_drain = False
 
     def __init__(
         self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1, is_shared: bool = False
