@@ -104,9 +104,9 @@ def mix_odd(k: torch.Tensor) -> torch.Tensor:
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
-    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (k + 1) * signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * signed(0x94D049BB133111EB)
     return (z ^ _shift_right(z, 31)) | 1
 
 
@@ -114,7 +114,7 @@ def mix_odd(k: torch.Tensor) -> torch.Tensor:
 def _digits(width: int) -> torch.Tensor:
     """Digits [W, M] int8 of the multiplier of every byte of a block."""
     table = multipliers("cpu")
-    rest = torch.stack([table * _signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
+    rest = torch.stack([table * signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
     digits_WM = torch.zeros(BLOCK * width, _COLUMNS, dtype=torch.int8)
     for position in range(_NUM_DIGITS):
         digit = ((rest + 64) & 127) - 64
@@ -126,7 +126,7 @@ def _digits(width: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=1)
 def _powers() -> torch.Tensor:
     """128^position mod 2^64 of every column [M]; 0 for those that only fill a vector."""
-    return torch.tensor([_signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
+    return torch.tensor([signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
 
 
 @functools.lru_cache(maxsize=4)
@@ -151,5 +151,6 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """A number in [0, 2^64) as an int64 holds it."""
     return value - (1 << 64) if value >> 63 else value

@@ -5,17 +5,17 @@ Every fault of the folder is one line that names the file and says what to do.  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.core.errors import StartupError
+from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.safetensors_file import SafetensorsFile
-from weight_sync.tensor_meta import TensorMeta
 
 MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
 
@@ -41,23 +41,9 @@ def read_tensors(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
     count as resident, beside the weights made from it, until the whole file is read.
     """
     try:
-        for metas in _runs_of_bytes(file.metas, MAPPED_BYTES):
+        for metas in runs_of(file.metas, MAPPED_BYTES):
             with safe_open(file.path, framework="pt") as mapped:
                 for meta in metas:
                     yield meta.name, mapped.get_tensor(meta.name)
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{file.path} is truncated or damaged ({error}); copy it again") from None
-
-
-def _runs_of_bytes(metas: Iterable[TensorMeta], limit: int) -> Iterator[list[TensorMeta]]:
-    """Consecutive tensors of at most `limit` bytes together, at least one each."""
-    run: list[TensorMeta] = []
-    size = 0
-    for meta in metas:
-        if run and size + meta.nbytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(meta)
-        size += meta.nbytes
-    if run:
-        yield run

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tests.ipc_wire import cuda_handle, entry
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
 from tests.parameter_server_stand_in import Form, ParameterServerStandIn
-from weight_sync import ipc_peer
 from weight_sync.errors import (
     ContentError,
     CoverageError,
@@ -31,8 +30,7 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.ipc_messages import IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
-from weight_sync.ipc_peer import IpcPeer
-from weight_sync.receivers.ipc import IpcSource, choose_endpoint
+from weight_sync.receivers.ipc import IpcPeer, IpcSource, choose_endpoint
 from weight_sync.stored_tensors import read_in_parts
 from weight_sync.updater import WeightUpdater
 
@@ -422,7 +420,7 @@ def test_a_silent_sender_runs_into_the_deadline(weights: FakeWeights, monkeypatc
 
 
 def test_nobody_at_the_address(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc_peer, "CONNECT_S", 0.3)
+    monkeypatch.setattr("weight_sync.receivers.ipc.CONNECT_S", 0.3)
     updater.begin()
     with pytest.raises(TransportError, match="nobody answers at ipc://@lockstep-nobody"):
         updater.receive(IpcSource({"cpu": "ipc://@lockstep-nobody"}, updater.receiver))

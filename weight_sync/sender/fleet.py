@@ -19,8 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError, TransportError
-from weight_sync.sender.control import refusal, was_refused
-from weight_sync.sender.errors import EngineError
+from weight_sync.sender.control import EngineError, refusal, was_refused
 from weight_sync.sender.link import Bucket, EngineLink, Sending
 from weight_sync.sender.report import EngineReport
 
