@@ -36,8 +36,6 @@ _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 class ShadowStaging:
     """Staging in host memory (`mode="host"`) or on the device of the weights (`"device"`), in areas of `memory`."""
 
-    holds_steps = False
-
     def __init__(
         self,
         weights: LogicalWeights,

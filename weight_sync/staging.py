@@ -29,6 +29,8 @@ from weight_sync.ledger import WeightLedger, listed
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
+HOLDING_MODES = ("journal", "in_place")
+"""`write` changes the model, so that no step may run from the first write to the end."""
 LogicalTensors = list[tuple[str, torch.Tensor]]
 Content = torch.Tensor | Part
 """A whole logical tensor, or what this rank holds of it."""
@@ -67,14 +69,6 @@ class Staging(WeightSink, Protocol):
     """
 
     @property
-    def mode(self) -> StagingMode:
-        """The name of the mode."""
-
-    @property
-    def holds_steps(self) -> bool:
-        """Whether `write` changes the model, so that no step may run from the first write to the end."""
-
-    @property
     def dirty(self) -> bool:
         """Whether the model holds anything of this transaction, or may."""
 
@@ -99,24 +93,19 @@ class Staging(WeightSink, Protocol):
 
 
 class DirectSink:
-    """Straight into the model; casts to the parameter's dtype."""
+    """Straight into every place of this rank; casts to the parameter's dtype."""
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
 
     def write(self, name: str, content: Content) -> None:
-        write_content(self._weights, name, content)
+        if isinstance(content, Part):
+            self._weights.put_back(name, content.content)
+        else:
+            self._weights.write(name, content)
 
     def read(self, name: str) -> Sequence[Part]:
         return parts_of(self._weights, name)
-
-
-def write_content(weights: LogicalWeights, name: str, content: Content) -> None:
-    """Straight to every place of this rank."""
-    if isinstance(content, Part):
-        weights.put_back(name, content.content)
-    else:
-        weights.write(name, content)
 
 
 Announced = Mapping[TensorMeta, list[Piece]]

@@ -30,7 +30,7 @@ from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver, turn_away
-from weight_sync.staging import StagingMode
+from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
 from weight_sync.update_book import CommitResult, Outcome, UpdateBook
@@ -299,7 +299,7 @@ class WeightUpdater:
     @property
     def holds_steps(self) -> bool:
         """Whether receiving writes into the model, so that no step may run from the first bucket to the end."""
-        return self._staging in ("journal", "in_place")
+        return self._staging in HOLDING_MODES
 
     @property
     def is_dirty(self) -> bool:
