@@ -11,8 +11,6 @@ CPUs.  Without one:
   below 2^30, and no instruction that adds pairs in 16 bits can saturate (255 * 64 * 2 < 2^15).  It is used where torch
   has such a product and a trial at first use gave the same sums.
 
-Knows words and multipliers.  Does not know tensors' names, dtypes or where a block lies in a tensor.
-
 Shapes: N blocks, W bytes of a block (BLOCK times the word's width), M digits of a multiplier.
 """
 

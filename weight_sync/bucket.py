@@ -2,8 +2,6 @@
 
 This is SGLang's `flattened_bucket` layout.  Because nothing is padded, a tensor can be a view of the bucket only if its
 offset is a multiple of its item size; that always holds when larger item sizes come first.
-
-Knows bytes and layout.  Does not know models or transports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A checkpoint folder in Hugging Face format: which files, which tensors, and whether they are whole.
-
-Knows safetensors with and without an index.  Does not know models.
-"""
+"""A checkpoint folder in Hugging Face format: which files, which tensors, and whether they are whole."""
 
 from __future__ import annotations
 

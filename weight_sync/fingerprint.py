@@ -7,8 +7,6 @@
 splitmix64 generator (Steele, Lea and Flood, 2014) started at 0.  Every h(i) is odd, so a change of a single element
 always changes F.  F is a sum, so shards add up and a delta updates it, and it depends on positions, so swapped rows or
 experts show.  It guards against mistakes and bit errors, not against someone who forges tensors to match.
-
-Knows tensors and integers.  Does not know models, transports or versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`WeightUpdateGroups`: the process groups that one rank has joined, by name.
-
-Knows rendezvous and names.  Does not know what is sent.
-"""
+"""`WeightUpdateGroups`: the process groups that one rank has joined, by name."""
 
 from __future__ import annotations
 

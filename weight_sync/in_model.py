@@ -4,8 +4,6 @@ No step may run from the first write to the end of the transaction.
 
     JournalStaging    the old content of a tensor goes to a file before it is overwritten; `undo` writes it back
     InPlaceStaging    nothing is kept; `undo` after a write raises
-
-Knows files and `LogicalWeights`.  Does not know coverage, versions or who holds the steps.
 """
 
 from __future__ import annotations

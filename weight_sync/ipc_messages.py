@@ -12,7 +12,7 @@ A worker that cannot go on answers with text instead, and the server then sends 
 Messages are pickles.  The same may be said in JSON, told apart by its first byte: {"shm_name", "nbytes"} for the
 handle, dtypes by name, null, {"error": text}.
 
-Protocol of the PyPI package checkpoint-engine, 0.4.  Knows messages.  Does not know sockets.
+Protocol of the PyPI package checkpoint-engine, 0.4.
 """
 
 from __future__ import annotations

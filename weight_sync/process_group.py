@@ -4,8 +4,6 @@
 
 Both sides use this file, and either side works with a peer that follows the same construction.  The group name is part
 of the store's keys: with different names the two sides wait for each other until the deadline.
-
-Knows stores, groups and deadlines.  Does not know what is sent.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ What is left, edges, small storages and other devices, is exchanged by exclusive
 
 Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
 model's, padding and replicas included), in host memory or on the weights' device.
-
-Knows places and bytes.  Does not know names' meaning, coverage or versions.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
                                                                                                    `-- a `Staging`
 
 Cold load goes straight into the model, a live refresh into the transaction's staging; nothing else differs.
-Knows `LogicalWeights`, the ledger and sinks.  Does not know transports or versions.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
 
-Knows layout.  Does not know pickles or transactions.  Shapes are torch's own; sizes are in bytes where they say so.
+Shapes are torch's own; sizes are in bytes where they say so.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that said
 that it is of it: its lease ran out, its pause ended by itself, a call of unknown origin ended it.  Its sender may go on
 with its buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
-
-Knows ids, labels and reasons.  Does not know transactions.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ An element is taken as a word, an integer of the dtype's own width.  A step is t
 around; a step of one is what most elements of a bfloat16 model make in one optimiser step, to the next number away from
 zero (+1) or towards it (-1).  Steps are differences, so the steps of the way back are the same ones negated.
 
-Knows tensors and integers.  Does not know how changes are written down.
-
 N changed elements.
 """
 

@@ -1,11 +1,9 @@
 """`DeltaEncoder`, the sender's side: remembers what the engine has and writes what changed since.
 
-    encoder = DeltaEncoder(named_tensors)             what the engine serves now
-    delta = encoder.encode(named_tensors)             frames, ready to be sent or stored
-    ... the engine has committed ...  -> encoder.advance(delta)
-    ... it has not ...                -> nothing; the next delta starts from the same base
-
-Knows tensors by name.  Does not know engines or folders.
+encoder = DeltaEncoder(named_tensors)             what the engine serves now
+delta = encoder.encode(named_tensors)             frames, ready to be sent or stored
+... the engine has committed ...  -> encoder.advance(delta)
+... it has not ...                -> nothing; the next delta starts from the same base
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 
 Numbers are little-endian.  Every tensor is fenced by its base fingerprint and proved by its result fingerprint; the
 digests are those of the whole versions, of which a frame may be a part.
-
-Knows bytes, caps and fingerprints.  Does not know models, transports or folders.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
              before and after -> one exchange: they add up to what the delta says -> changes applied aside, part by part
 
 A rank needs no more of a tensor than its part, and nothing is given before all of a frame is proved on all ranks.
-Knows deltas and how to read a model's tensors.  Does not know transactions.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Everything that can be known without the content is checked first: the index, every header, names, shapes, dtypes, and
 that nothing is missing.  A folder that `/pull_weights` keeps is locked against a pull meanwhile.
-
-Knows folders.  Does not know transactions.
 """
 
 from __future__ import annotations

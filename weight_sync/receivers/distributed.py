@@ -20,8 +20,6 @@ tried out: one member that gets its own from rank 0 and passes nothing on receiv
 the others, who have not begun, whether it was long.  If it was, all leave the group: nobody could pass it on.
 
 A message that is longer than the announced and the slack ends the process, and with it the engine.
-
-Knows groups and bytes.  Does not know models or transactions.
 """
 
 from __future__ import annotations

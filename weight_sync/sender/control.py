@@ -1,6 +1,6 @@
 """`EngineControl`: the engine's control calls as a sender asks for them; what refusals say, and `EngineError`.
 
-An HTTP client satisfies the protocol.  Knows no tensors and no groups.
+An HTTP client satisfies the protocol.
 """
 
 from __future__ import annotations

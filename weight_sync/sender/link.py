@@ -1,7 +1,6 @@
 """One engine as the sender sees it: the group that both are in, control calls in threads, a bucket on its way.
 
 Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks nobody else's.
-Knows one engine.  Does not know what its failure means for others, nor what a transaction is.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every step is a collective in which all ranks take part in the same order; rank 0 of the group is the one that talks to
 engines.  Before bytes move, the ranks agree that all of them are well, so that a rank that failed never leaves the
-others waiting in a collective.  Knows bytes and integers.  Does not know tensors, names or engines.
+others waiting in a collective.
 """
 
 from __future__ import annotations
