@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.updater import WeightUpdater
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class LoopbackSource:
+class LoopbackSource(BucketSource):
     """A `BucketSource` of given tensors; `failure` is raised when they should come."""
 
     must_drain = True
@@ -31,6 +33,18 @@ class LoopbackSource:
             raise self.failure
         yield self.named
         self.drained = True
+
+
+def broadcast_source(
+    updater: WeightUpdater,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    group_name: str,
+    load_format: str | None = None,
+) -> DistributedSource:
+    """One bucket that rank 0 of a joined group will broadcast."""
+    return DistributedSource((names, dtypes, shapes), group_name, updater.receiver, load_format)
 
 
 class LoopbackUpdater(WeightUpdater):

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from tests.logical_weights_fake import FakeWeights
+from tests.loopback_updater import broadcast_source
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint_hex
+from weight_sync.transaction import parse_manifest
 from weight_sync.updater import WeightUpdater
-from weight_sync.wire import parse_manifest
 
 
 class Refused(Exception):
@@ -114,7 +115,7 @@ class _Server:
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         if verb == "init_group":
             rank = arguments.pop("rank_offset") + self.rank
-            return self.updater.init_group(rank=rank, **arguments)
+            return self.updater.groups.init(rank=rank, **arguments)
         if verb == "begin":
             manifest = arguments.pop("manifest", None)
             arguments["bound"] = arguments.get("update_id") is not None
@@ -132,7 +133,7 @@ class _Server:
             return [block.hex() for block in self.weights.snapshot()]
         if verb == "receive_distributed":
             version, update_id = (arguments.pop(name, None) for name in ("weight_version", "update_id"))
-            return self.updater.receive(self.updater.distributed_source(**arguments), version, update_id)
+            return self.updater.receive(broadcast_source(self.updater, **arguments), version, update_id)
         if verb == "checksums":
             return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
         if verb == "content_digest":

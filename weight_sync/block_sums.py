@@ -2,17 +2,14 @@
 
     S(c) = sum over j of  b(j) * (w_cj + 1)   mod 2^64        b(j) = splitmix64(2j + 1) | 1,  j < BLOCK
 
-Three ways to the same integers:
+`torch.ops.weight_sync.block_sums` computes them.  A faster kernel for a device is registered there, as engines do for
+CPUs.  Without one:
 
-* `torch.ops.lockstep.block_sums`, on a CPU, in a process that has registered such an operator (engines have): one pass
-  with nothing aside, at the speed of memory.
 * 64-bit products that wrap, on any device: eight bytes of scratch a word.
 * On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
   multiplier `b(j) * 256^k`, in one uint8 x int8 -> int32 product.  A digit lies in [-64, 63], so a block's sum stays
   below 2^30, and no instruction that adds pairs in 16 bits can saturate (255 * 64 * 2 < 2^15).  It is used where torch
   has such a product and a trial at first use gave the same sums.
-
-Knows words and multipliers.  Does not know tensors' names, dtypes or where a block lies in a tensor.
 
 Shapes: N blocks, W bytes of a block (BLOCK times the word's width), M digits of a multiplier.
 """
@@ -24,6 +21,7 @@ import functools
 import torch
 
 BLOCK = 4096
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # for what torch does not do unsigned
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}  # int64 wraps like uint64
 _WRAPPING_BLOCKS = 128  # of one chunk: a 4 MiB scratch, which stays in a CPU cache
 _DIGIT_BLOCKS = 1024  # of one chunk: 8 MiB of bfloat16, 64 KiB of sums
@@ -33,33 +31,35 @@ _MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
 _VECTOR_PRODUCTS = ("AVX2", "AVX512")  # as torch names them; elsewhere oneDNN may go byte by byte
 
 
-def block_sums(words: torch.Tensor) -> torch.Tensor:
+def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """S of every block: int64 [N], as a 64-bit integer that wrapped.
 
-    `words`: [N, BLOCK], contiguous, of a dtype in `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
+    And bool [N]: whether a word of the block has all bits of `mask`.  `words`: [N, BLOCK], contiguous, of a dtype in
+    `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
     """
-    if has_operator(words):
-        return registered_block_sums(words)[0]
-    if words.device.type != "cpu":
-        return wrapping_block_sums(words)
-    if words.shape[0] >= _MIN_DIGIT_BLOCKS and _digits_serve(words.element_size()):
-        return digit_block_sums(words)
-    return wrapping_block_sums(words)
+    table = multipliers(str(words.device))
+    sums_N, masked_N = torch.ops.weight_sync.block_sums(words, table, mask)
+    return sums_N.add_(_sum_of_multipliers()), masked_N  # the "+ 1" of every word
 
 
-def registered_block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block_sums` by the registered operator, on a CPU; and bool [N]: whether a word has all bits of `mask`."""
-    sums_N, masked_N = torch.ops.lockstep.block_sums(words, multipliers("cpu"), mask)
-    return sums_N.add_(_sum_of_multipliers()), masked_N
+def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator without a kernel: sums of words times `table`, int64 [BLOCK]."""
+    masked_N = torch.full(words.shape[:1], mask == 0, device=words.device)
+    if mask:
+        for chunk, found in zip(words.split(_WRAPPING_BLOCKS), masked_N.split(_WRAPPING_BLOCKS)):
+            found.copy_(((chunk.view(SIGNED[words.element_size()]) & mask) == mask).any(1))
+    is_worth_it = words.device.type == "cpu" and words.shape[0] >= _MIN_DIGIT_BLOCKS
+    if is_worth_it and _digits_serve(words.element_size()):
+        return digit_block_sums(words), masked_N
+    return wrapping_block_sums(words), masked_N
 
 
-def has_operator(words: torch.Tensor) -> bool:
-    """Whether `registered_block_sums` takes them."""
-    return words.device.type == "cpu" and hasattr(torch.ops.lockstep, "block_sums")
+torch.library.define("weight_sync::block_sums", "(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)")
+torch.library.impl("weight_sync::block_sums", "CompositeExplicitAutograd", plain_block_sums)
 
 
 def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """`block_sums` by 64-bit products."""
+    """Sums of words times multipliers, int64 [N], by 64-bit products."""
     num_blocks, device = words.shape[0], words.device
     table = multipliers(str(device))
     scratch = torch.empty(min(num_blocks, _WRAPPING_BLOCKS), BLOCK, dtype=torch.int64, device=device)
@@ -68,13 +68,13 @@ def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
         chunk = words[start : start + _WRAPPING_BLOCKS]
         products = scratch[: chunk.shape[0]].copy_(chunk).mul_(table)
         torch.sum(products, 1, out=sums[start : start + chunk.shape[0]])
-    return sums.add_(table.sum())  # the "+ 1" of every word
+    return sums
 
 
 def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """`block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
+    """`wrapping_block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
     num_blocks, width = words.shape[0], words.element_size()
-    digits_WM, constant = _digits(width)
+    digits_WM = _digits(width)
     bytes_NW = words.view(torch.uint8)
     sums = torch.empty(num_blocks, dtype=torch.int64)
     part_NM = torch.empty(min(num_blocks, _DIGIT_BLOCKS), digits_WM.shape[1], dtype=torch.int32)
@@ -82,7 +82,7 @@ def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
         chunk = bytes_NW[start : start + _DIGIT_BLOCKS]
         part = torch._int_mm(chunk, digits_WM, out=part_NM[: chunk.shape[0]])
         torch.sum(part.to(torch.int64).mul_(_powers()), 1, out=sums[start : start + chunk.shape[0]])
-    return sums.add_(constant)
+    return sums
 
 
 @functools.lru_cache(maxsize=16)
@@ -102,29 +102,29 @@ def mix_odd(k: torch.Tensor) -> torch.Tensor:
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
-    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (k + 1) * signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * signed(0x94D049BB133111EB)
     return (z ^ _shift_right(z, 31)) | 1
 
 
 @functools.lru_cache(maxsize=4)
-def _digits(width: int) -> tuple[torch.Tensor, int]:
-    """Digits [W, M] int8 of the multiplier of every byte of a block, and what the "+ 1" of all words adds up to."""
+def _digits(width: int) -> torch.Tensor:
+    """Digits [W, M] int8 of the multiplier of every byte of a block."""
     table = multipliers("cpu")
-    rest = torch.stack([table * _signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
+    rest = torch.stack([table * signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
     digits_WM = torch.zeros(BLOCK * width, _COLUMNS, dtype=torch.int8)
     for position in range(_NUM_DIGITS):
         digit = ((rest + 64) & 127) - 64
         digits_WM[:, position] = digit
         rest = (rest - digit) >> 7
-    return digits_WM, int(table.sum())
+    return digits_WM
 
 
 @functools.lru_cache(maxsize=1)
 def _powers() -> torch.Tensor:
     """128^position mod 2^64 of every column [M]; 0 for those that only fill a vector."""
-    return torch.tensor([_signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
+    return torch.tensor([signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
 
 
 @functools.lru_cache(maxsize=4)
@@ -149,5 +149,6 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """A number in [0, 2^64) as an int64 holds it."""
     return value - (1 << 64) if value >> 63 else value

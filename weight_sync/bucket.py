@@ -2,13 +2,11 @@
 
 This is SGLang's `flattened_bucket` layout.  Because nothing is padded, a tensor can be a view of the bucket only if its
 offset is a multiple of its item size; that always holds when larger item sizes come first.
-
-Knows bytes and layout.  Does not know models or transports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,15 +21,20 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
     """
     if bucket_bytes <= 0:
         raise WeightRequestError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    buckets: list[list[TensorMeta]] = []
+    return runs_of(sorted(metas, key=lambda meta: -meta.dtype.itemsize), bucket_bytes)
+
+
+def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta]]:
+    """Consecutive tensors of at most `num_bytes` together, at least one each."""
+    runs: list[list[TensorMeta]] = []
     room = 0
-    for meta in sorted(metas, key=lambda meta: -meta.dtype.itemsize):
-        if not buckets or meta.nbytes > room:
-            buckets.append([])
-            room = bucket_bytes
-        buckets[-1].append(meta)
+    for meta in metas:
+        if not runs or meta.nbytes > room:
+            runs.append([])
+            room = num_bytes
+        runs[-1].append(meta)
         room -= meta.nbytes
-    return buckets
+    return runs
 
 
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:

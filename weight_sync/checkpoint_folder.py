@@ -1,7 +1,4 @@
-"""A checkpoint folder in Hugging Face format: which files, which tensors, and whether they are whole.
-
-Knows safetensors with and without an index.  Does not know models.
-"""
+"""A checkpoint folder in Hugging Face format: which files, which tensors, and whether they are whole."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     else:
         names = sorted(item.name for item in path.glob("*.safetensors"))
         if not names:
-            raise WeightRequestError(f"{path} has no *.safetensors file")
+            raise WeightRequestError(f"{path} has no *.safetensors file; convert the checkpoint to safetensors")
     files = tuple(read_header(path / name) for name in names)
     homes = homes_of(files)
     for name, file_name in (weight_map or {}).items():

@@ -1,7 +1,7 @@
 """What is checked of a tensor's content before it lands anywhere: that it is finite, and that it is what was announced.
 
 Tensors that lie end to end, as in a bucket, are looked at together: a pass over many megabytes costs less than a pass
-over each of a thousand tensors.  Knows tensors and stated fingerprints.  Does not know where they go.
+over each of a thousand tensors.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 splitmix64 generator (Steele, Lea and Flood, 2014) started at 0.  Every h(i) is odd, so a change of a single element
 always changes F.  F is a sum, so shards add up and a delta updates it, and it depends on positions, so swapped rows or
 experts show.  It guards against mistakes and bit errors, not against someone who forges tensors to match.
-
-Knows tensors and integers.  Does not know models, transports or versions.
 """
 
 from __future__ import annotations
@@ -21,15 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weight_sync.block_sums import (
-    BLOCK,
-    UNSIGNED,
-    block_sums,
-    has_operator,
-    mix_odd,
-    multipliers,
-    registered_block_sums,
-)
+from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, mix_odd, multipliers
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
@@ -62,16 +52,13 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
 def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[list[int], bool | None]:
     """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
 
-    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None where that would take
-    another pass.  T tensors of N blocks.
+    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype that this says
+    nothing of.  T tensors of N blocks.
     """
     assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
-    words, finite = _words(flat).view(-1, BLOCK), None
-    if has_operator(words) and flat.dtype in _EXPONENTS:
-        sums_N, infinite_N = registered_block_sums(words, _EXPONENTS[flat.dtype])
-        finite = not bool(infinite_N.any())
-    else:
-        sums_N = block_sums(words)
+    exponent = _EXPONENTS.get(flat.dtype, 0)
+    sums_N, infinite_N = block_sums(_words(flat).view(-1, BLOCK), exponent)
+    finite = not bool(infinite_N.any()) if exponent else None
     values: list[int] = []
     start = 0
     for count, group in itertools.groupby(numel // BLOCK for numel in numels):  # equal sizes are a matrix of sums
@@ -179,7 +166,7 @@ def _contiguous(words: torch.Tensor, offset: int) -> int:
 
     total = _part_of_block(words[:head], offset)
     if num_blocks:
-        sums = block_sums(words[head:body_end].view(num_blocks, BLOCK))
+        sums, _ = block_sums(words[head:body_end].view(num_blocks, BLOCK))
         first = (offset + head) // BLOCK
         blocks = torch.arange(first, first + num_blocks, device=words.device)
         total += int((mix_odd(2 * blocks) * sums).sum())

@@ -1,15 +1,12 @@
-"""`WeightUpdateGroups`: the process groups that one rank has joined, by name.
-
-Knows rendezvous and names.  Does not know what is sent.
-"""
+"""`WeightUpdateGroups`: the process groups that one rank has joined, by name."""
 
 from __future__ import annotations
 
 import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
-from weight_sync.patience import Patience
 from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
+from weight_sync.waiting import Patience
 
 
 class WeightUpdateGroups:

@@ -1,9 +1,7 @@
-"""`HeldMemory`: what an update takes beside the model, and whether it goes back or stays for the next one.
+"""What an update takes beside the model, and whether it goes back or stays for the next one.
 
 The first touch of fresh memory costs more than everything else that is done with it, so whoever refreshes often keeps
 it.  Where it goes back, no step waits for it.
-
-Knows memory.  Does not know what an update is.
 """
 
 from __future__ import annotations
@@ -15,33 +13,36 @@ import torch
 
 from weight_sync.errors import StagingError
 from weight_sync.pages import new_area
-from weight_sync.receivers.distributed import ReceiveMemory
 
 
-class ShadowMemory:
-    """Areas as large as storages of the model, by their addresses, which never change.
-
-    `keep`: areas stay when an update ends, until `give_back`.
-    """
+class Areas:
+    """Memory by key, with any content, kept from one use to the next.  `keep`: also when an update ends."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._areas: dict[int, torch.Tensor] = {}
 
-    def take(self, live: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Memory for a shadow of `live`, uint8 [bytes], on `device`, with any content; of one update at a time."""
-        area = self._areas.get(live.data_ptr())
-        if area is None or area.numel() != live.numel() or area.device.type != device.type:
-            area = self._areas[live.data_ptr()] = _new_bytes(live, device)
-        return area
+    def take(
+        self, key: int, num_bytes: int, device: torch.device | str, *, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """An area, uint8 [num_bytes]; the same as before if that will do.  Of one user at a time.
+
+        `like`: what will be exchanged with it.
+        """
+        device = torch.device(device)
+        area = self._areas.get(key)
+        if area is None or area.numel() < num_bytes or area.device.type != device.type:
+            self._areas.pop(key, None)
+            area = self._areas[key] = _new_bytes(num_bytes, device, like)
+        return area[:num_bytes]
 
     def end(self) -> None:
         """The update is over."""
         if not self._keep:
-            self.give_back()
+            self.close()
 
-    def give_back(self) -> None:
-        """Nobody may have any of it in use."""
+    def close(self) -> None:
+        """Give everything back; nobody may have any of it in use."""
         self._areas.clear()
 
 
@@ -49,9 +50,8 @@ class HeldMemory:
     """`receive`: for messages; `shadows`: for staging.  `keep`: both are kept from update to update."""
 
     def __init__(self, *, keep: bool = False) -> None:
-        self.receive = ReceiveMemory()
-        self.shadows = ShadowMemory(keep=keep)
-        self._keep = keep
+        self.receive = Areas(keep=keep)
+        self.shadows = Areas(keep=keep)
         self._closing: threading.Thread | None = None
 
     def let_go(self, close: Callable[[], None]) -> None:
@@ -75,13 +75,12 @@ class HeldMemory:
     def end(self) -> None:
         """No update is open any more."""
         self.shadows.end()
-        if not self._keep:
-            self.receive.close()
+        self.receive.end()
 
     def give_back(self, timeout_s: float) -> None:
         """Everything, kept or not, while no update is open.  Raises `StagingError`."""
         self.await_gone(timeout_s)
-        self.shadows.give_back()
+        self.shadows.close()
         self.receive.close()
 
     def await_gone(self, timeout_s: float) -> None:
@@ -93,8 +92,9 @@ class HeldMemory:
             self._closing = None
 
 
-def _new_bytes(live: torch.Tensor, device: torch.device) -> torch.Tensor:
-    size = live.numel()
-    if device.type == "cpu" and live.is_cpu:
-        return new_area(size, at=live.data_ptr())
-    return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" and live.is_cuda)
+def _new_bytes(num_bytes: int, device: torch.device, like: torch.Tensor | None) -> torch.Tensor:
+    is_beside_device = like is not None and not like.is_cpu
+    if device.type == "cpu" and not is_beside_device:
+        return new_area(num_bytes, at=0 if like is None else like.data_ptr())
+    pinned = device.type == "cpu" and like is not None and like.is_cuda
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)

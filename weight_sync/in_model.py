@@ -1,38 +1,32 @@
 """Staging for machines without memory for a second copy: tensors are written into the model as they come.
 
-No step may run from the first write to the end of the transaction (`holds_steps`).
+No step may run from the first write to the end of the transaction.
 
     JournalStaging    the old content of a tensor goes to a file before it is overwritten; `undo` writes it back
     InPlaceStaging    nothing is kept; `undo` after a write raises
-
-Knows files and `LogicalWeights`.  Does not know coverage, versions or who holds the steps.
 """
 
 from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from weight_sync.errors import StagingError
-from weight_sync.staging import Content, write_content
-from weight_sync.tensor_meta import LogicalWeights, Part, parts_of
+from weight_sync.staging import Content, DirectSink
+from weight_sync.tensor_meta import LogicalWeights
 
 
-class InPlaceStaging:
+class InPlaceStaging(DirectSink):
     """Writes straight through."""
 
-    mode: Literal["in_place"] = "in_place"
-    holds_steps = True
     num_bytes = 0
 
     def __init__(self, weights: LogicalWeights) -> None:
-        self._weights = weights
+        super().__init__(weights)
         self._num_written = 0
 
     @property
@@ -41,10 +35,7 @@ class InPlaceStaging:
 
     def write(self, name: str, content: Content) -> None:
         self._num_written += 1
-        write_content(self._weights, name, content)
-
-    def read(self, name: str) -> Sequence[Part]:
-        return parts_of(self._weights, name)
+        super().write(name, content)
 
     def prepare(self) -> None:
         """Nothing can be done ahead."""
@@ -60,18 +51,15 @@ class InPlaceStaging:
         self._num_written = 0
 
 
-class JournalStaging:
+class JournalStaging(DirectSink):
     """`directory`: where the unlinked file lies, None for the system's temporary directory.  It grows to the size of
     what is overwritten; a directory in memory (tmpfs) saves nothing.
 
     A tensor whose old content cannot be kept, because the disk is full, is not written: `StagingError`.
     """
 
-    mode: Literal["journal"] = "journal"
-    holds_steps = True
-
     def __init__(self, weights: LogicalWeights, directory: str | None = None) -> None:
-        self._weights = weights
+        super().__init__(weights)
         self._directory = directory
         self._journal: Journal | None = None
 
@@ -88,10 +76,7 @@ class JournalStaging:
             self._journal = Journal(self._directory)
         for place in self._weights.places(name)[:1]:  # the others hold the same
             self._journal.append(name, place.read())
-        write_content(self._weights, name, content)
-
-    def read(self, name: str) -> Sequence[Part]:
-        return parts_of(self._weights, name)
+        super().write(name, content)
 
     def prepare(self) -> None:
         """Nothing can be done ahead."""

@@ -12,13 +12,12 @@ A worker that cannot go on answers with text instead, and the server then sends 
 Messages are pickles.  The same may be said in JSON, told apart by its first byte: {"shm_name", "nbytes"} for the
 handle, dtypes by name, null, {"error": text}.
 
-Protocol of the PyPI package checkpoint-engine, 0.4.  Knows messages.  Does not know sockets.
+Protocol of the PyPI package checkpoint-engine, 0.4.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +36,10 @@ from weight_sync.stored_tensors import (
     TensorPlace,
     contiguous_place,
     name_tensor,
+    require_apart,
 )
+from weight_sync.tensor_meta import parse_dtype
 from weight_sync.torch_payload import TorchPayload
-from weight_sync.wire import parse_dtype
 
 MAX_MESSAGE_BYTES = 64 << 20  # as many as a request body may have
 
@@ -131,17 +131,8 @@ def read_bucket(data: memoryview, buffer: IpcBuffer) -> list[StoredTensor] | Sen
         return value
     if not isinstance(value, list):
         raise WeightRequestError("a message is neither a bucket, nor the end, nor an exception")
-    tensors: list[StoredTensor] = []
-    taken: list[tuple[int, int, str]] = []
-    for entry in value:
-        tensor, offset = _place(entry, buffer)
-        tensors.append(tensor)
-        if tensor.meta.nbytes:
-            taken.append((offset, offset + tensor.meta.nbytes, tensor.meta.name))
-    taken.sort()
-    for (_, end, name), (offset, _, other) in itertools.pairwise(taken):
-        if offset < end:
-            raise WeightRequestError(f"{name} and {other} overlap in the buffer")
+    tensors = [_place(entry, buffer) for entry in value]
+    require_apart(tensors, "the buffer")
     return tensors
 
 
@@ -192,8 +183,8 @@ def _native_buffer(name: Any, nbytes: Any) -> IpcBuffer:
     return IpcBuffer(SegmentStorage(segment), 0, nbytes)
 
 
-def _place(entry: Any, buffer: IpcBuffer) -> tuple[StoredTensor, int]:
-    """One tensor of a bucket, and its offset in the buffer."""
+def _place(entry: Any, buffer: IpcBuffer) -> StoredTensor:
+    """One tensor of a bucket."""
     fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
     absent = [key for key in ("name", "dtype", "shape", "offset") if key not in fields]
     if absent:
@@ -212,7 +203,7 @@ def _place(entry: Any, buffer: IpcBuffer) -> tuple[StoredTensor, int]:
         raise WeightRequestError(
             f"{tensor.meta.name}: bytes {offset} to {offset + tensor.meta.nbytes} in a buffer of {buffer.nbytes}"
         )
-    return tensor, offset
+    return tensor
 
 
 def _failure(kind: str, *arguments: Any) -> SenderFailure:

@@ -3,8 +3,6 @@
 Every logical tensor arrives exactly once.  One exception: a model may map two wire names to one logical tensor (tied
 embeddings: `lm_head.weight` and `model.embed_tokens.weight`), and a tensor that came under one name may come again
 under another; whether the two are equal is for the caller to check, who holds the content.
-
-Knows names.  Does not know tensors or where they are kept.
 """
 
 from __future__ import annotations

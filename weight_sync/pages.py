@@ -11,8 +11,6 @@ takes a hundred.  Each move leaves an empty mapping behind, so that no other thr
 
 Addresses stay, content changes places.  A huge page moves as one only between addresses that are equal modulo its size,
 which is what `new_area(at=...)` is for.
-
-Knows addresses and Linux.  Does not know weights.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ calls nothing but the functions of the table, which are ours and only build desc
 
 Bytes objects stay views of the payload.  No instruction takes memory for more than the payload holds, and a `Budget`
 bounds instructions, so time and memory are bounded by the caps alone.
-
-Knows the format.  Does not know tensors: names and functions are `torch_payload`'s.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 
 Both sides use this file, and either side works with a peer that follows the same construction.  The group name is part
 of the store's keys: with different names the two sides wait for each other until the deadline.
-
-Knows stores, groups and deadlines.  Does not know what is sent.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weight_sync.errors import TransportError, WeightRequestError
-from weight_sync.in_thread import in_thread
-from weight_sync.patience import Patience
+from weight_sync.waiting import Patience, in_thread
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005

@@ -5,8 +5,6 @@
 
 Every rank reads its own places, and what it found goes around in one exchange: no tensor moves but those that are asked
 for, and no rank reads what another holds.
-
-Knows places and an exchange of bytes between ranks.  Does not know what tensors are for.
 """
 
 from __future__ import annotations

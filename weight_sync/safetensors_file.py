@@ -1,10 +1,10 @@
-"""A safetensors file on disk: its header checked, its content read by plain reads.
-
-Not mapped into memory: a mapped file that another process cuts short ends the reader, a plain read says so.
+"""Safetensors: the one reader of headers, and files on disk whose content is read by plain reads.
 
     8 bytes: length n of the header | n bytes: JSON {name: {dtype, shape, data_offsets}} | content, without gaps
 
-Knows the format.  Does not know checkpoints, models or transactions.
+The header is read here and not by the `safetensors` package, which maps files into memory (a mapped file that another
+process cuts short ends the reader, a plain read says so) and copies every tensor out of bytes.  Accepted is what the
+package writes; the tests compare the two on right and wrong files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
-from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name
-from weight_sync.wire import parse_meta
+from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name, parse_meta
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
 _LENGTH = struct.Struct("<Q")
+_MAX_OFFSET = 2**63
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,19 @@ class FileStamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SafetensorsFile:
-    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes.
+class Header:
+    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes."""
 
-    `stamp`: of the file that was read.
-    """
-
-    path: Path
     tensors: tuple[FileTensor, ...]
     metadata: dict[str, str]
     content_start: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile(Header):
+    """A file of `nbytes`; `stamp`: of the one that was read."""
+
+    path: Path
     nbytes: int
     stamp: FileStamp
 
@@ -123,39 +126,48 @@ def read_header(path: Path) -> SafetensorsFile:
     """Read and check the header.  Raises as `open_regular`, and `ContentError` for a damaged or shortened file."""
     with open_regular(path) as file:
         stamp = FileStamp.of(os.fstat(file.fileno()))
-        nbytes = stamp.size
-        if nbytes < _LENGTH.size:
-            raise ContentError(f"{path} is not a safetensors file: it has {nbytes} bytes")
-        (length,) = _LENGTH.unpack(read_at(file, path, 0, _LENGTH.size).numpy().tobytes())
-        if length > MAX_HEADER_BYTES or length > nbytes - _LENGTH.size:
-            raise ContentError(f"{path} is not a safetensors file, or cut short: {nbytes} bytes, header of {length}")
-        header = _parse(path, read_at(file, path, _LENGTH.size, length).numpy().tobytes())
+        header = parse_header(
+            str(path), stamp.size, lambda start, nbytes: read_at(file, path, start, nbytes), MAX_HEADER_BYTES
+        )
+    return SafetensorsFile(header.tensors, header.metadata, header.content_start, path, stamp.size, stamp)
+
+
+def parse_header(where: str, nbytes: int, read: Callable[[int, int], torch.Tensor], max_header_bytes: int) -> Header:
+    """The header of `nbytes` bytes; `read(start, count)` gives some of them, uint8.
+
+    `where` they are, for messages.  Raises `ContentError`.
+    """
+    if nbytes < _LENGTH.size:
+        raise ContentError(f"{where} is not a safetensors file: it has {nbytes} bytes")
+    (length,) = _LENGTH.unpack(read(0, _LENGTH.size).numpy().tobytes())
+    if length > max_header_bytes or length > nbytes - _LENGTH.size:
+        raise ContentError(f"{where} is not a safetensors file, or cut short: {nbytes} bytes, a header of {length}")
+    header = _parse_json(where, read(_LENGTH.size, length).numpy().tobytes())
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ContentError(f"{path}: __metadata__ must map text to text")
+        raise ContentError(f"{where}: __metadata__ must map text to text")
     start = _LENGTH.size + length
-    placed = sorted((_extent(path, name, entry), name) for name, entry in header.items())
     tensors, position = [], 0
-    for (begin, end), name in placed:
-        meta = _meta(path, name, header[name])
+    for (begin, end), name in sorted((_extent(where, name, entry), name) for name, entry in header.items()):
+        meta = _meta(where, name, header[name])
         if begin != position or end - begin != meta.nbytes:
             raise ContentError(
-                f"{path}: {name} of {dtype_name(meta.dtype)} {list(meta.shape)} cannot lie at {begin} to {end}"
+                f"{where}: {name[:200]!r} of {dtype_name(meta.dtype)} {list(meta.shape)} cannot lie at {begin} to {end}"
             )
         tensors.append(FileTensor(meta, start + begin))
         position = end
     if start + position != nbytes:
-        raise ContentError(f"{path} has {nbytes} bytes, its header accounts for {start + position}")
-    return SafetensorsFile(path, tuple(tensors), metadata, start, nbytes, stamp)
+        raise ContentError(f"{where} has {nbytes} bytes, its header accounts for {start + position}")
+    return Header(tuple(tensors), metadata, start)
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _parse_json(where: str, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise ContentError(f"{path}: the header is not JSON: {str(error)[:200]}") from None
+        raise ContentError(f"{where}: the header is not JSON: {str(error)[:200]}") from None
     if not isinstance(header, dict):
-        raise ContentError(f"{path}: the header is not an object")
+        raise ContentError(f"{where}: the header is not an object")
     return header
 
 
@@ -167,18 +179,21 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _extent(path: Path, name: str, entry: Any) -> tuple[int, int]:
+def _extent(where: str, name: str, entry: Any) -> tuple[int, int]:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
-        raise ContentError(f"{path}: {name[:200]!r} has no data_offsets")
+        raise ContentError(f"{where}: {name[:200]!r} has no data_offsets")
+    if not 0 <= offsets[0] <= offsets[1] < _MAX_OFFSET:
+        raise ContentError(f"{where}: {name[:200]!r} has data_offsets out of order or out of range")
     return offsets[0], offsets[1]
 
 
-def _meta(path: Path, name: str, entry: dict[str, Any]) -> TensorMeta:
+def _meta(where: str, name: str, entry: dict[str, Any]) -> TensorMeta:
     dtype, shape = entry.get("dtype"), entry.get("shape")
-    if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES or not isinstance(shape, list):
-        raise ContentError(f"{path}: {name[:200]!r} has dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}")
     try:
+        if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES or not isinstance(shape, list):
+            raise WeightRequestError("one of them is missing or unknown")
         return parse_meta(name, dtype_name(SAFETENSORS_DTYPES[dtype]), shape)
-    except WeightRequestError as error:
-        raise ContentError(f"{path}: {error}") from None
+    except WeightRequestError:
+        described = f"dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}"
+        raise ContentError(f"{where}: {name[:200]!r} has {described}") from None

@@ -13,8 +13,6 @@ What is left, edges, small storages and other devices, is exchanged by exclusive
 
 Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
 model's, padding and replicas included), in host memory or on the weights' device.
-
-Knows places and bytes.  Does not know names' meaning, coverage or versions.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Literal
 import torch
 
 from weight_sync.errors import StagingError
-from weight_sync.held_memory import ShadowMemory
+from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.staging import Content
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
@@ -36,17 +34,15 @@ _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 class ShadowStaging:
     """Staging in host memory (`mode="host"`) or on the device of the weights (`"device"`), in areas of `memory`."""
 
-    holds_steps = False
-
     def __init__(
         self,
         weights: LogicalWeights,
         mode: Literal["host", "device"] = "host",
-        memory: ShadowMemory | None = None,
+        memory: Areas | None = None,
     ) -> None:
         self.mode = mode
         self._weights = weights
-        self._memory = ShadowMemory() if memory is None else memory
+        self._memory = Areas() if memory is None else memory
         self._shadows: dict[int, _Shadow] = {}
         self._homes: dict[str, list[tuple[int, Place]]] = {}  # of every tensor: storage, place
         self._resident_bytes: dict[int, int] = {}  # of tensors, by storage
@@ -118,7 +114,7 @@ class ShadowStaging:
 
     def close(self) -> None:
         if self._is_lost:
-            self._memory.give_back()
+            self._memory.close()
         self._shadows.clear()
         self._memory.end()
         self._exchanged.clear()
@@ -148,7 +144,7 @@ class ShadowStaging:
         has_gaps = self._resident_bytes[key] != storage.untyped_storage().nbytes()
         live = _bytes_of(storage)
         device = torch.device("cpu") if self.mode == "host" else storage.device
-        return _Shadow(live, self._memory.take(live, device), copy=has_gaps)
+        return _Shadow(live, self._memory.take(live.data_ptr(), live.numel(), device, like=live), copy=has_gaps)
 
     def _homes_of(self, name: str) -> list[tuple[int, Place]]:
         """Where the tensor lives: looked up once for all, as nothing moves while an update is open."""

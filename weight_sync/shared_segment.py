@@ -10,7 +10,7 @@ Two kinds of segment:
                         holders, then the content.  Its pickler counts the future reader in, so a reader that has done
                         must count itself out, or the segment outlives its owner's use.
 
-Linux only: segments are the files of /dev/shm.  Knows files and bytes.  Does not know tensors.
+Linux only: segments are the files of /dev/shm.
 """
 
 from __future__ import annotations

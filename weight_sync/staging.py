@@ -5,12 +5,11 @@
                                                                                                    `-- a `Staging`
 
 Cold load goes straight into the model, a live refresh into the transaction's staging; nothing else differs.
-Knows `LogicalWeights`, the ledger and sinks.  Does not know transports or versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -29,6 +28,8 @@ from weight_sync.ledger import WeightLedger, listed
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
+HOLDING_MODES = ("journal", "in_place")
+"""`write` changes the model, so that no step may run from the first write to the end."""
 LogicalTensors = list[tuple[str, torch.Tensor]]
 Content = torch.Tensor | Part
 """A whole logical tensor, or what this rank holds of it."""
@@ -67,14 +68,6 @@ class Staging(WeightSink, Protocol):
     """
 
     @property
-    def mode(self) -> StagingMode:
-        """The name of the mode."""
-
-    @property
-    def holds_steps(self) -> bool:
-        """Whether `write` changes the model, so that no step may run from the first write to the end."""
-
-    @property
     def dirty(self) -> bool:
         """Whether the model holds anything of this transaction, or may."""
 
@@ -99,28 +92,29 @@ class Staging(WeightSink, Protocol):
 
 
 class DirectSink:
-    """Straight into the model; casts to the parameter's dtype."""
+    """Straight into every place of this rank; casts to the parameter's dtype."""
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
 
     def write(self, name: str, content: Content) -> None:
-        write_content(self._weights, name, content)
+        if isinstance(content, Part):
+            self._weights.put_back(name, content.content)
+        else:
+            self._weights.write(name, content)
 
     def read(self, name: str) -> Sequence[Part]:
         return parts_of(self._weights, name)
 
 
-def write_content(weights: LogicalWeights, name: str, content: Content) -> None:
-    """Straight to every place of this rank."""
-    if isinstance(content, Part):
-        weights.put_back(name, content.content)
-    else:
-        weights.write(name, content)
+Announced = Mapping[TensorMeta, list[Piece]]
+"""Wire tensors that were split before, and checked."""
 
 
-def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool) -> list[list[Piece]]:
-    """The logical tensors inside each wire tensor.
+def split_wire(
+    weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool, announced: Announced | None = None
+) -> list[list[Piece]]:
+    """The logical tensors inside each wire tensor; those that were `announced` are not looked at again.
 
     Raises one error that lists everything wrong with the call: `UnknownTensorError`, `ShapeMismatchError`, unless
     `cast` also `DtypeMismatchError`, or `WeightRequestError` where it is more than one kind.
@@ -129,6 +123,9 @@ def split_wire(weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool)
     problems: list[WeightRequestError] = []
     split: list[list[Piece]] = []
     for meta in metas:
+        if announced is not None and meta in announced:
+            split.append(announced[meta])
+            continue
         try:
             pieces = weights.split(meta)
         except (UnknownTensorError, ShapeMismatchError) as error:
@@ -152,6 +149,7 @@ def load_weights(
     sink: WeightSink,
     ledger: WeightLedger,
     cast: bool,
+    announced: Announced | None = None,
     check: Callable[[LogicalTensors], None] | None = None,
 ) -> None:
     """Validate wire tensors, split them, note them in the ledger and write them into the sink.
@@ -165,7 +163,7 @@ def load_weights(
     """
     named = list(named_tensors)
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    split = split_wire(weights, metas, cast)
+    split = split_wire(weights, metas, cast, announced)
     refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
     if refusals:
         raise CoverageError(listed(refusals))

@@ -5,11 +5,12 @@
 
 Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
 
-Knows layout.  Does not know pickles or transactions.  Shapes are torch's own; sizes are in bytes where they say so.
+Shapes are torch's own; sizes are in bytes where they say so.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -146,6 +147,14 @@ def name_tensor(name: object, place: TensorPlace) -> StoredTensor:
     if type(name) is not str or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise WeightRequestError(f"a tensor's name must be text of 1 to {MAX_NAME_LENGTH} printable characters")
     return StoredTensor(TensorMeta(name, place.dtype, place.shape), place)
+
+
+def require_apart(tensors: Sequence[StoredTensor], where: str) -> None:
+    """Raises `WeightRequestError` if two tensors of one storage share bytes; those of no bytes share none."""
+    spans = sorted((*tensor.place.span, tensor.meta.name) for tensor in tensors if tensor.meta.nbytes)
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise WeightRequestError(f"{name} and {other} overlap in {where}")
 
 
 def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:

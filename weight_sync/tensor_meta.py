@@ -12,6 +12,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from weight_sync.errors import WeightRequestError
+
+_MAX_DIMENSIONS = 8
+_MAX_ELEMENTS = 2**48
+
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -171,3 +176,36 @@ class LogicalWeights(Protocol):
 def parts_of(weights: LogicalWeights, name: str) -> list[Part]:
     """What every place of logical tensor `name` on this rank holds now; never to be written to."""
     return [Part(place.region, place.read()) for place in weights.places(name)]
+
+
+# --- what a control call says of tensors: checked here once --------------------------------------------------------
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """`"bfloat16"` or `"torch.bfloat16"`.  Raises `WeightRequestError` for a name that is not in `DTYPES`."""
+    dtype = DTYPES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
+    if dtype is None:
+        raise WeightRequestError(f"unknown dtype {text!r}; known: {', '.join(DTYPES)}")
+    return dtype
+
+
+def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
+    """One announced tensor.  Raises `WeightRequestError` for a bad dtype name, a negative or an absurd size."""
+    if not isinstance(name, str) or not name:
+        raise WeightRequestError(f"a tensor name must be non-empty text, got {name!r}")
+    sizes = tuple(shape)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+        raise WeightRequestError(f"{name}: sizes must be whole numbers of at least 0, got {list(sizes)}")
+    meta = TensorMeta(name, parse_dtype(dtype), sizes)
+    if len(sizes) > _MAX_DIMENSIONS or meta.numel > _MAX_ELEMENTS:
+        raise WeightRequestError(f"{name}: shape {list(sizes)} is out of range")
+    return meta
+
+
+def parse_metas(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
+    """The three parallel lists of `update_weights_from_distributed`.  Raises `WeightRequestError`."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise WeightRequestError(
+            f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"
+        )
+    return [parse_meta(*item) for item in zip(names, dtypes, shapes, strict=True)]

@@ -7,8 +7,6 @@ opened while reading.
 
 Pickled bytes of a storage are torch's legacy file format inside the pickle; they are read by the same reader, without
 `torch.load`.
-
-Knows names.  Does not know which shape a payload has: that is the receiver's.
 """
 
 from __future__ import annotations

@@ -18,17 +18,30 @@ Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, eng
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from weight_sync.content_check import check_content, matching
 from weight_sync.errors import CommitError, CoverageError, StagingError, TransactionStateError, WeightRequestError
+from weight_sync.fingerprint import parse_fingerprint
+from weight_sync.held_memory import Areas
+from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.ledger import Coverage, WeightLedger, listed
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import ProvenPart, Staging, load_part, load_weights, split_wire
-from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
-from weight_sync.wire import Manifest
+from weight_sync.staging import ProvenPart, Staging, StagingMode, load_part, load_weights, split_wire
+from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, parse_meta
+from weight_sync.update_book import other_version
+from weight_sync.waiting import Lease
+
+Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
+NAMES_SHOWN = 10
+STATUS_FIELDS = (
+    *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
+    *("num_bytes", "lease_s", "lease_left_s", "failed"),
+)
 
 
 class TransactionState(enum.Enum):
@@ -45,7 +58,8 @@ class WeightTransaction:
 
     `manifest`: what the sender says it will send, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
-    `staging`: a fresh one; by default a second copy in host memory.
+    `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
+    `is_implicit`: opened on behalf of a client that does not say begin and end.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -59,7 +73,11 @@ class WeightTransaction:
         coverage: Coverage = "full",
         manifest: Manifest | None = None,
         staging: Staging | None = None,
+        lease: Lease | None = None,
+        is_implicit: bool = False,
     ) -> None:
+        self.lease = Lease(math.inf) if lease is None else lease
+        self.is_implicit = is_implicit
         self.weight_version = weight_version
         self.coverage = coverage
         self.failure: str | None = None
@@ -69,6 +87,7 @@ class WeightTransaction:
         self._staging = ShadowStaging(weights) if staging is None else staging
         self._fingerprints: dict[str, int] = {}
         self._found: dict[str, int] = {}
+        self._announced: dict[TensorMeta, list[Piece]] = {}
         expected: Iterable[str] = weights.metas()
         if manifest is not None:
             self._fingerprints, announced = _read_manifest(weights, manifest)
@@ -115,9 +134,31 @@ class WeightTransaction:
         """Of the tensors that came, by logical name, as they came."""
         return self._found
 
-    def check_receivable(self) -> None:
-        """Raises `TransactionStateError` unless OPEN."""
+    def status(self) -> dict[str, Any]:
+        """What is told of it: counts, and the first names."""
+        return {
+            "state": self._state.value,
+            "weight_version": self.weight_version,
+            "coverage": self.coverage,
+            "received": len(self.received),
+            "missing": len(self.missing),
+            "received_names": self.received[:NAMES_SHOWN],
+            "missing_names": self.missing[:NAMES_SHOWN],
+            "num_bytes": self.num_bytes,
+            "lease_s": self.lease.seconds,
+            "lease_left_s": self.lease.left_s,
+            "failed": self.failure,
+        }
+
+    def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None) -> None:
+        """Check what is known of a bucket before it is received.
+
+        Raises `TransactionStateError` unless OPEN, or for another version than before, and what `split_wire` raises.
+        """
         self._require(TransactionState.OPEN, "receive")
+        if None not in (self.weight_version, weight_version) and self.weight_version != weight_version:
+            raise other_version(weight_version, self.weight_version)
+        self._announced = dict(zip(metas, split_wire(self._weights, metas, cast=False), strict=True))
 
     def check_committable(self) -> None:
         """Raises `TransactionStateError` unless VERIFIED."""
@@ -141,6 +182,7 @@ class WeightTransaction:
                     self._staging,
                     self._ledger,
                     cast=False,
+                    announced=self._announced,
                     check=lambda named: self._found.update(check_content(named, self._fingerprints)),
                 )
         except StagingError as error:
@@ -255,3 +297,37 @@ def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[st
         if fingerprints.setdefault(pieces[0].name, stated) != stated:
             raise WeightRequestError(f"manifest: two fingerprints for {pieces[0].name}")
     return fingerprints, {piece.name for pieces in split for piece in pieces}
+
+
+def parse_manifest(entries: Iterable[Mapping[str, Any]]) -> list[tuple[TensorMeta, int | None]]:
+    """Entries with `name`, `dtype`, `shape` and optionally `fingerprint` (16 hex digits).
+
+    Raises `WeightRequestError`.
+    """
+    manifest = []
+    for entry in entries:
+        absent = [key for key in ("name", "dtype", "shape") if entry.get(key) is None]
+        if absent:
+            raise WeightRequestError(f"a manifest entry lacks {', '.join(absent)}: {dict(entry)!r}")
+        text = entry.get("fingerprint")
+        meta = parse_meta(entry["name"], entry["dtype"], entry["shape"])
+        manifest.append((meta, None if text is None else parse_fingerprint(text)))
+    return manifest
+
+
+def new_staging(
+    weights: LogicalWeights,
+    mode: StagingMode,
+    journal_dir: str | None = None,
+    memory: Areas | None = None,
+) -> Staging:
+    """For one transaction.
+
+    `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
+    "device" take from; by default their own.
+    """
+    if mode == "journal":
+        return JournalStaging(weights, journal_dir)
+    if mode == "in_place":
+        return InPlaceStaging(weights)
+    return ShadowStaging(weights, mode, memory)

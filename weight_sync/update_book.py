@@ -7,8 +7,6 @@
 A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that said
 that it is of it: its lease ran out, its pause ended by itself, a call of unknown origin ended it.  Its sender may go on
 with its buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
-
-Knows ids, labels and reasons.  Does not know transactions.
 """
 
 from __future__ import annotations
@@ -19,9 +17,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError
-from weight_sync.status import UpdateFailure
 
 _REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What one commit put into force."""
+
+    weight_version: str | None  # None: the sender named none
+    names: list[str]  # logical tensors written
+    num_bytes: int
+    seconds: float  # time that the step thread spent
+    content_digest: str | None = None  # of the whole content now, as far as it is known
+    update_id: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateFailure:
+    """Why a weight update did not come into force.  `time`: seconds since 1970."""
+
+    reason: str
+    weight_version: str | None
+    time: float
 
 
 @dataclass(frozen=True)

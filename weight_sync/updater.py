@@ -1,7 +1,6 @@
 """`WeightUpdater`: the one open transaction of one rank, and the order of steps.
 
-    I/O side (blocking, one worker thread)     init_group  destroy_group  begin | open_implicit
-                                               receive*  verify | abort
+    I/O side (blocking, one worker thread)     begin | open_implicit  receive*  verify | abort
     step side (the thread that runs forwards)  commit
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
@@ -19,31 +18,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 
-from weight_sync.content import ContentBook
+from weight_sync.checker import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.group_member import GroupMember
+from weight_sync.groups import WeightUpdateGroups
 from weight_sync.held_memory import HeldMemory
-from weight_sync.lease import DEFAULT_LEASE_S, Lease
 from weight_sync.ledger import Coverage
 from weight_sync.rank_parts import Exchange, alone
-from weight_sync.receivers.base import BucketSource, deliver, refuse, turn_away
-from weight_sync.staging import StagingMode, split_wire
-from weight_sync.staging_modes import new_staging
-from weight_sync.status import CommitResult, update_status
+from weight_sync.receivers.base import BucketSource, Receiver, deliver, turn_away
+from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
-from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update_book import Outcome, UpdateBook, other_version
-from weight_sync.wire import Manifest
+from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
+from weight_sync.update_book import CommitResult, Outcome, UpdateBook
+from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
 
 _MIN_CALL_BYTES = 64 << 20
-_Announced = tuple[str | None, Coverage, Manifest | None]  # label, coverage, manifest
 
 
-class WeightUpdater(GroupMember):
+class WeightUpdater:
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
@@ -52,6 +48,8 @@ class WeightUpdater(GroupMember):
     where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
     back after each update.  `pace`: see `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a
     transaction opens: where it is staged, if that is not where `weights` lie now.
+
+    `torn`: why the model is neither the old version nor a new one, until a complete refresh is committed.
     """
 
     def __init__(
@@ -73,9 +71,11 @@ class WeightUpdater(GroupMember):
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
     ) -> None:
-        super().__init__(torch.device(device), timeout_s, memory or HeldMemory())
+        self.patience = Patience()
+        self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
+        self.groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
         self.rank, self.ranks, self._pace = rank, ranks, pace
-        self._weights = weights
+        self.weights = weights
         twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
         self._vote, self._commit_vote = vote, commit_vote or vote
@@ -87,14 +87,12 @@ class WeightUpdater(GroupMember):
         self._journal_dir = journal_dir
         self._clock = clock
         self._transaction: WeightTransaction | None = None
-        self._lease: Lease | None = None
-        self._is_implicit = False
         self.book = UpdateBook()
-        self._torn: str | None = None
+        self.torn: str | None = None
 
     def close(self) -> None:
         """Leave all groups and drop the open transaction."""
-        self._groups.close()
+        self.groups.close()
         if self._transaction is not None:
             self.abort()
 
@@ -115,14 +113,12 @@ class WeightUpdater(GroupMember):
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
         """
-        self._open((weight_version, coverage, manifest), lease_s, update_id, bound)
-        self._is_implicit = False
+        self._open((weight_version, coverage, manifest), lease_s, update_id, is_implicit=False, bound=bound)
         self.book.forget_loss()
 
     def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
-        self._open((None, coverage, None), DEFAULT_LEASE_S, update_id)
-        self._is_implicit = True
+        self._open((None, coverage, None), DEFAULT_LEASE_S, update_id, is_implicit=True)
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
         """Why a call is not of the open transaction; None where it is, or where it names none and none is open."""
@@ -160,7 +156,7 @@ class WeightUpdater(GroupMember):
             if self._transaction is not None:
                 self._transaction.fail(str(error))
                 self._note_failure(self._transaction, self._transaction.failure)
-            refuse(source, str(error))
+            source.refuse(str(error))
             raise
         if weight_version is not None:
             self.set_pending_version(weight_version)
@@ -212,7 +208,7 @@ class WeightUpdater(GroupMember):
             raise
         transaction = self._close("it was aborted", told=True, by_sender=update_id is not None)
         transaction.abort()
-        self._torn = transaction.torn or self._torn
+        self.torn = transaction.torn or self.torn
 
     def drop(self, reason: str, *, told: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
@@ -225,11 +221,11 @@ class WeightUpdater(GroupMember):
 
     def expire(self) -> bool:
         """Drop the open transaction if its lease has run out; whether it did."""
-        transaction, lease = self._transaction, self._lease
-        if transaction is None or lease is None or not lease.expired:
+        transaction = self._transaction
+        if transaction is None or not transaction.lease.expired:
             return False
-        num_received, num_missing = len(transaction.received), len(transaction.missing)
-        self.drop(f"the lease of {lease.seconds:g} s ran out after {num_received} tensors, {num_missing} were missing")
+        came = f"after {len(transaction.received)} tensors, {len(transaction.missing)} were missing"
+        self.drop(f"the lease of {transaction.lease.seconds:g} s ran out {came}")
         return True
 
     # --- transaction, step side --------------------------------------------------------------------------------
@@ -258,8 +254,8 @@ class WeightUpdater(GroupMember):
         self._held.let_go(transaction.close)
         self._transaction, self.book.last_failure, update_id = None, None, self.book.open_id
         self.book.close(Outcome("committed"))
-        if len(names) == len(self._weights.metas()):
-            self._torn = None
+        if len(names) == len(self.weights.metas()):
+            self.torn = None
         self.content.note(transaction.fingerprints)
         return CommitResult(
             transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest, update_id
@@ -268,14 +264,16 @@ class WeightUpdater(GroupMember):
     # --- state -------------------------------------------------------------------------------------------------
 
     @property
-    def weights(self) -> LogicalWeights:
-        """What a refresh writes."""
-        return self._weights
+    def receiver(self) -> Receiver:
+        """What a source of the next call is made with."""
+        memory = self._held.receive if self.is_open else None
+        # Whole: what is wrong with a bucket is found before any of it is written.
+        return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
 
     @property
     def target(self) -> LogicalWeights:
         """Where the open transaction is staged; `weights` unless it adopts a placement."""
-        return self._weights if self._transaction is None else self._transaction.target
+        return self.weights if self._transaction is None else self._transaction.target
 
     @property
     def is_open(self) -> bool:
@@ -289,7 +287,7 @@ class WeightUpdater(GroupMember):
     @property
     def is_implicit(self) -> bool:
         """Whether the open transaction was opened by `open_implicit`."""
-        return self._transaction is not None and self._is_implicit
+        return self._transaction is not None and self._transaction.is_implicit
 
     def outcome(self, update_id: str) -> Outcome:
         """What became of an update; on any thread."""
@@ -301,7 +299,7 @@ class WeightUpdater(GroupMember):
     @property
     def holds_steps(self) -> bool:
         """Whether receiving writes into the model, so that no step may run from the first bucket to the end."""
-        return self._staging in ("journal", "in_place")
+        return self._staging in HOLDING_MODES
 
     @property
     def is_dirty(self) -> bool:
@@ -311,11 +309,6 @@ class WeightUpdater(GroupMember):
             return False
         is_live = transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
         return transaction.dirty or (self.holds_steps and is_live and bool(transaction.received))
-
-    @property
-    def torn(self) -> str | None:
-        """Why the model is neither the old version nor a new one, until a complete refresh is committed."""
-        return self._torn
 
     @property
     def pending_version(self) -> str | None:
@@ -331,29 +324,39 @@ class WeightUpdater(GroupMember):
         return self._transaction.read_staged(name) if self._transaction is not None else None
 
     def status(self) -> dict[str, Any]:
-        """As `update_status` says."""
-        return update_status(
-            self._transaction,
-            self._lease,
-            update_id=self.book.open_id,
-            bound=self.book.is_bound,
-            implicit=self._is_implicit,
-            staging=self._staging,
-            last_failure=self.book.last_failure,
-        )
+        """The open transaction, its lease, the mode, and the last that failed; None for what there is not."""
+        transaction, failure = self._transaction, self.book.last_failure
+        data = dict.fromkeys(STATUS_FIELDS) if transaction is None else transaction.status()
+        return data | {
+            "open": transaction is not None,
+            "implicit": self.is_implicit,
+            "bound": self.book.is_bound,
+            "update_id": self.book.open_id,
+            "staging": self._staging,
+            "last_failure": None if failure is None else asdict(failure),
+        }
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _open(self, said: _Announced, lease_s: float, update_id: str | None, bound: bool = False) -> None:
+    def _open(
+        self,
+        announced: tuple[str | None, Coverage, Manifest | None],
+        lease_s: float,
+        update_id: str | None,
+        *,
+        is_implicit: bool,
+        bound: bool = False,
+    ) -> None:
+        """`announced`: label, coverage, manifest."""
         self._held.await_gone(self._timeout_s)
         if self._transaction is not None:
-            raise TransactionStateError(f"a weight update is open already ({self._lease}); end or abort it first")
+            lease = self._transaction.lease
+            raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        self._lease = Lease(lease_s, self._clock)
-        target = self._target(said[1])
+        lease, target = Lease(lease_s, self._clock), self._target(announced[1])
         staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
-        self._transaction = WeightTransaction(target, *said, staging)
+        self._transaction = WeightTransaction(target, *announced, staging, lease, is_implicit)
         self.book.open(update_id, bound=bound)
 
     def _close(self, reason: str, *, told: bool, by_sender: bool) -> WeightTransaction:
@@ -367,8 +370,8 @@ class WeightUpdater(GroupMember):
 
     def renew_lease(self) -> None:
         """A sign of life of the sender."""
-        if self._lease is not None:
-            self._lease.renew()
+        if self._transaction is not None:
+            self._transaction.lease.renew()
 
     def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
         told = reason or ""
@@ -377,7 +380,7 @@ class WeightUpdater(GroupMember):
                 told = more if told in more else f"{told}; {more}"
         if told:
             self.book.note_failure(told, transaction.weight_version)
-        self._torn = transaction.torn or self._torn
+        self.torn = transaction.torn or self.torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:
@@ -387,12 +390,7 @@ class WeightUpdater(GroupMember):
     def _refusal(self, metas: Sequence[TensorMeta], weight_version: str | None) -> WeightSyncError | None:
         """Why the bucket cannot be used, known before it is received."""
         try:
-            transaction = self._require_transaction("receive")
-            transaction.check_receivable()
-            pending = transaction.weight_version
-            if None not in (pending, weight_version) and pending != weight_version:
-                raise other_version(weight_version, pending)
-            split_wire(self._weights, metas, cast=False)
+            self._require_transaction("receive").announce(metas, weight_version)
         except WeightSyncError as error:
             return error
         return None

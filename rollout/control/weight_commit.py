@@ -11,8 +11,7 @@ from rollout.control.weight_queue import Answer
 from rollout.core.errors import FatalError
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import WeightSyncError
-from weight_sync.status import CommitResult
-from weight_sync.update_book import Outcome
+from weight_sync.update_book import CommitResult, Outcome
 from weight_sync.updater import WeightUpdater
 
 

@@ -48,9 +48,9 @@ from rollout.core.weight_io_struct import (
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import BaseMismatchError, TransactionStateError
-from weight_sync.lease import DEFAULT_LEASE_S
+from weight_sync.transaction import parse_manifest
 from weight_sync.updater import WeightUpdater
-from weight_sync.wire import parse_manifest
+from weight_sync.waiting import DEFAULT_LEASE_S
 
 __all__ = ["Answer", "Job", "WeightControl"]
 
@@ -212,7 +212,7 @@ class WeightControl:
 
     def _init_group(self, verb: InitWeightsUpdateGroupReqInput) -> Job:
         def io() -> None:
-            self._updater.init_group(
+            self._updater.groups.init(
                 master_address=verb.master_address,
                 master_port=verb.master_port,
                 rank=verb.rank_offset + self._scheduler.parallel.position.world_rank,
@@ -222,7 +222,7 @@ class WeightControl:
             )
 
         def leave(_: str) -> None:
-            self._updater.destroy_group(verb.group_name)
+            self._updater.groups.destroy(verb.group_name)
 
         return Job(
             verb,
@@ -235,7 +235,7 @@ class WeightControl:
     def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
         return Job(
             verb,
-            lambda: self._updater.destroy_group(verb.group_name),
+            lambda: self._updater.groups.destroy(verb.group_name),
             _says("Succeeded to destroy custom process group."),
         )
 

@@ -31,7 +31,7 @@ from rollout.core.errors import FatalError
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
 from rollout.scheduler.scheduler import Scheduler, failure
-from weight_sync.patience import Patience
+from weight_sync.waiting import Patience
 
 Answer = dict[str, Any]
 

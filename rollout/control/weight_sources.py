@@ -16,8 +16,10 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsReqInput,
 )
 from weight_sync.errors import WeightRequestError
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import BucketSource, RefusedSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
+from weight_sync.receivers.distributed import DistributedSource
+from weight_sync.receivers.ipc import IpcSource
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
 from weight_sync.receivers.tensor import TensorSource
 from weight_sync.shared_segment import SharedSegment
@@ -29,17 +31,17 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
     tensors, group = (verb.names, verb.dtypes, verb.shapes), verb.group_name
     if verb.load_format == DELTA:
-        inner = updater.distributed_source(*tensors, group)
+        inner = DistributedSource(tensors, group, updater.receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange)
-    return updater.distributed_source(*tensors, group, verb.load_format, verb.packed_buffer_size_bytes)
+    return DistributedSource(tensors, group, updater.receiver, verb.load_format, verb.packed_buffer_size_bytes)
 
 
 def _refused(verb: RefusedBucketReqInput, updater: WeightUpdater) -> BucketSource:
-    return updater.refused_source(verb.reason, verb.group_name)
+    return RefusedSource(verb.reason, verb.group_name, updater.receiver)
 
 
 def _ipc(verb: UpdateWeightsFromIPCReqInput, updater: WeightUpdater) -> BucketSource:
-    return updater.ipc_source(verb.zmq_handles)
+    return IpcSource(verb.zmq_handles, updater.receiver)
 
 
 def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> BucketSource:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 
 from rollout.scheduler.scheduler import Scheduler
-from weight_sync.lease import Lease
 from weight_sync.updater import WeightUpdater
+from weight_sync.waiting import Lease
 
 
 class WeightWatch:

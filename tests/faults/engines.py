@@ -27,9 +27,9 @@ from rollout.core.weight_io_struct import AbortWeightUpdateReqInput
 from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings
 from tests.local_refresh import updater_of
 from tests.scheduler_harness import Harness, Result
-from weight_sync.lease import DEFAULT_LEASE_S
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import parts_of
+from weight_sync.waiting import DEFAULT_LEASE_S
 
 Outcome = Literal["old", "new", "POISONED", "ENDED"]
 
@@ -65,7 +65,7 @@ class Engine(Harness):
         self.weights = self.scheduler.runner.state.model.weights
         self.now = 0.0  # of the clock that leases go by
         self.updater._clock = lambda: self.now
-        self.updater._groups._timeout_s = DEADLINE_S  # torch may take seconds to look up a host's name
+        self.updater.groups._timeout_s = DEADLINE_S  # torch may take seconds to look up a host's name
         self._numbers = itertools.count(1)
         self._exit = ExitStack()
 

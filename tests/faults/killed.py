@@ -144,7 +144,7 @@ class GroupSender(Sender):
         sent = SENDS[transport](engine, call)
         assert sent is not None
         verb, fields = sent
-        played = engine.updater._groups._groups.pop(fields["group_name"])
+        played = engine.updater.groups._groups.pop(fields["group_name"])
         assert isinstance(played, PlayedGroup)
         messages = [message.numpy().tobytes() for message in played.messages]
         self._pipe.send((stops, messages[: len(messages) // 2] if stops else messages))

@@ -29,6 +29,7 @@ from tests.faults.engines import Outcome, Wrong
 from tests.faults.killed import forkserver
 from tests.faults.matrix import Played
 from tests.logical_weights_fake import FakeWeights, version
+from tests.loopback_updater import broadcast_source
 from weight_sync.bucket import pack
 from weight_sync.errors import TransportError, WeightSyncError
 from weight_sync.in_model import InPlaceStaging, JournalStaging
@@ -272,18 +273,18 @@ class _Rank:
         self._updater = WeightUpdater(
             self._weights, device="cpu", timeout_s=_ENGINE_TIMEOUT_S, vote=self._vote, staging=staging
         )
-        self._updater._groups._timeout_s = _DEADLINE_S  # torch may take seconds to look up a host's name
+        self._updater.groups._timeout_s = _DEADLINE_S  # torch may take seconds to look up a host's name
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         if verb == "arm":
             self.trap.step, self.trap.how = arguments["step"], arguments["how"]
         elif verb == "join":
-            self._updater.init_group(
+            self._updater.groups.init(
                 "127.0.0.1", arguments["port"], 1 + self._number, 1 + self._ranks, arguments["group_name"], "gloo"
             )
         elif verb == "receive":
             self.bucket = arguments["point"]
-            self._updater.receive(self._updater.distributed_source(**arguments["fields"]))
+            self._updater.receive(broadcast_source(self._updater, **arguments["fields"]))
         elif verb == "commit":
             self.label = self._updater.commit().weight_version or ""
             self.trap.at("after the vote")

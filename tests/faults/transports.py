@@ -105,7 +105,7 @@ def _broadcast(
     engine: Engine, named: Named, messages: list[torch.Tensor], load_format: str | None, damage: Damage | None
 ) -> Verb:
     group_name = f"group{engine.number()}"
-    engine.updater._groups._groups[group_name] = PlayedGroup(group_name, messages, damage)
+    engine.updater.groups._groups[group_name] = PlayedGroup(group_name, messages, damage)
     return UpdateWeightsFromDistributedReqInput, {
         "names": [name for name, _ in named],
         "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],

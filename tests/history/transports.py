@@ -120,7 +120,7 @@ def delta(driver: Driver, call: Call) -> Verb:
 
 def _broadcast(driver: Driver, call: Call, named: Named, messages: list[torch.Tensor], load_format: str | None) -> Verb:
     group_name = f"group{call.number}"
-    driver.updater._groups._groups[group_name] = ScriptedGroup(group_name, messages, call)
+    driver.updater.groups._groups[group_name] = ScriptedGroup(group_name, messages, call)
     return UpdateWeightsFromDistributedReqInput, {
         "names": [name for name, _ in named],
         "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],

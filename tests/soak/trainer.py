@@ -32,7 +32,7 @@ from tests.trainer_process import TrainerProcess
 from weight_sync.errors import TransportError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import WeightSender
-from weight_sync.sender.errors import EngineError
+from weight_sync.sender.control import EngineError
 from weight_sync.tensor_meta import dtype_name
 
 Content = dict[str, torch.Tensor]

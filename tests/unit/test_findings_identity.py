@@ -344,7 +344,7 @@ def test_engine_03_an_older_continue_does_not_undo_a_pause(
     """It waits behind a rendezvous when the pause is answered."""
     harness = start()
     go = threading.Event()
-    monkeypatch.setattr(updater_of(harness), "init_group", lambda **_: go.wait(10))
+    monkeypatch.setattr(updater_of(harness).groups, "init", lambda **_: go.wait(10))
     assert harness.control(PauseGenerationReqInput).success
     fields = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     joining = harness.post(InitWeightsUpdateGroupReqInput, **fields)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from rollout.control import weight_sources
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
@@ -35,8 +36,8 @@ from weight_sync.delta.publisher import publish_encoded
 from weight_sync.errors import StagingError
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.in_model import JournalStaging
+from weight_sync.receivers.base import BucketSource
 from weight_sync.tensor_meta import Place, TensorMeta
-from weight_sync.updater import WeightUpdater
 
 Tensors = dict[str, torch.Tensor]
 
@@ -215,7 +216,7 @@ def fails_on(rank_weights: Any, kind: type, verb: str, at_call: int) -> Any:
     return mock.patch.object(kind, verb, faulty)
 
 
-class Delivered:
+class Delivered(BucketSource):
     """A transport that brings these bytes."""
 
     must_drain = True
@@ -236,7 +237,7 @@ DELTA = "delta"
 def send_delta(engine: ParallelHarness, delta: EncodedDelta) -> list[ControlReqOutput]:
     answers = []
     for payload in delta.payloads():
-        with mock.patch.object(WeightUpdater, "distributed_source", lambda *_, data=payload: Delivered(data)):
+        with mock.patch.object(weight_sources, "DistributedSource", lambda *_, data=payload: Delivered(data)):
             verb = {"names": [DELTA], "dtypes": ["uint8"], "shapes": [[len(payload)]], "group_name": "g"}
             answers.append(engine.control(UpdateWeightsFromDistributedReqInput, load_format=DELTA, **verb))
     return answers

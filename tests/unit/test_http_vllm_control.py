@@ -17,7 +17,7 @@ from rollout.tokenizer_manager.answers import merge_answers
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 from weight_sync.bucket import cut_packed
-from weight_sync.wire import parse_metas
+from weight_sync.tensor_meta import parse_metas
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2}
 TENSORS = {"names": ["a", "b"], "dtype_names": ["float32", "torch.bfloat16"], "shapes": [[4], [2, 3]]}

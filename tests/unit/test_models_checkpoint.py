@@ -201,17 +201,17 @@ def _truncate(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _remove(_second_shard(f)), "model-00002-of-00003.safetensors is missing"),
-    "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*is truncated"),
-    "empty shard": (lambda f: _second_shard(f).write_bytes(b""), "model-00002.*is truncated"),
+    "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*header accounts for .*; copy it again"),
+    "empty shard": (lambda f: _second_shard(f).write_bytes(b""), "model-00002.*has 0 bytes; copy it again"),
     "not safetensors": (lambda f: _second_shard(f).write_bytes(b"hello" * 100), "model-00002.*not a safetensors file"),
     "index names an absent tensor": (lambda f: _drop_tensor(_second_shard(f)), "has no tensor .*, which .*index.json"),
-    "index is not JSON": (lambda f: (f / INDEX).write_text("{"), "index.json cannot be read"),
-    "index has no map": (lambda f: (f / INDEX).write_text("{}"), "index.json cannot be read"),
+    "index is not JSON": (lambda f: (f / INDEX).write_text("{"), "index.json is not JSON.*; copy it again"),
+    "index has no map": (lambda f: (f / INDEX).write_text("{}"), "index.json lacks its weight_map; copy it again"),
     "index leaves the folder": (lambda f: _edit_index(f, x="../y.safetensors"), "same folder"),
     "no safetensors": (lambda f: _remove(*f.glob("model*")), "no \\*.safetensors"),
     "tensor in two files": (
         lambda f: (_remove(f / INDEX), shutil.copy(_second_shard(f), f / "extra.safetensors")),
-        "is both in extra.safetensors and in model-00002",
+        "is both in .*/extra.safetensors and in .*/model-00002",
     ),
     "tensor missing": (lambda f: (_remove(f / INDEX), _drop_tensor(_second_shard(f))), "1 of .* tensors missing"),
     "unknown tensor": (

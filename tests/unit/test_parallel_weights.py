@@ -26,9 +26,8 @@ from tests.ranks import run_ranks
 from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.rank_parts import first_rows
 from weight_sync.staging import StagingMode
-from weight_sync.staging_modes import new_staging
 from weight_sync.tensor_meta import Part, Region, TensorMeta
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 
 Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
 

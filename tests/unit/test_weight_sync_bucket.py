@@ -8,8 +8,8 @@ import torch
 from tests.logical_weights_fake import bits
 from weight_sync.bucket import end_to_end, pack, plan_buckets, unpack
 from weight_sync.errors import WeightRequestError
-from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
-from weight_sync.wire import parse_dtype, parse_manifest, parse_meta, parse_metas
+from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name, parse_dtype, parse_meta, parse_metas
+from weight_sync.transaction import parse_manifest
 
 
 def metas_of(named: list[tuple[str, torch.Tensor]]) -> list[TensorMeta]:

@@ -220,7 +220,7 @@ def test_a_folder_between_two_versions_is_not_read(
 # --- broadcast deltas ---------------------------------------------------------------------------------------------
 
 
-class Delivered:
+class Delivered(BucketSource):
     """A transport that brings these tensors."""
 
     must_drain = True

@@ -16,12 +16,13 @@ from weight_sync.block_sums import (
     UNSIGNED,
     block_sums,
     digit_block_sums,
-    registered_block_sums,
+    multipliers,
+    plain_block_sums,
     wrapping_block_sums,
 )
 from weight_sync.content_check import check_content
 from weight_sync.errors import ContentError, WeightRequestError
-from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice, fingerprint_update
+from weight_sync.fingerprint import _EXPONENTS, combine, fingerprint, fingerprint_slice, fingerprint_update
 
 BF16 = torch.bfloat16
 
@@ -42,8 +43,18 @@ def test_all_ways_give_the_same_sums(width: int, num_blocks: int) -> None:
     words = random_tensor((num_blocks, BLOCK), UNSIGNED[width], seed=width)
     want = wrapping_block_sums(words)
     assert torch.equal(digit_block_sums(words), want)
-    assert torch.equal(registered_block_sums(words)[0], want)
-    assert torch.equal(block_sums(words), want)
+    table = multipliers("cpu")
+    assert torch.equal(plain_block_sums(words, table, 0)[0], want)
+    assert torch.equal(torch.ops.lockstep.block_sums(words, table, 0)[0], want)
+    assert torch.equal(block_sums(words)[0], want + table.sum())
+
+
+def test_the_engine_brings_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_kernels().available
+    monkeypatch.setattr("weight_sync.block_sums.wrapping_block_sums", None)
+    block_sums(random_tensor((1, BLOCK), torch.uint16))
+    with pytest.raises(TypeError):
+        plain_block_sums(random_tensor((1, BLOCK), torch.uint16), multipliers("cpu"), 0)
 
 
 @pytest.mark.parametrize("width", UNSIGNED)
@@ -130,8 +141,20 @@ def test_the_largest_and_smallest_finite_values_pass(dtype: torch.dtype) -> None
 def test_a_mask_that_misses_a_bit_shows() -> None:
     """The comparisons above can fail: with one bit less the largest value counts as infinite."""
     words = torch.full((9, BLOCK), torch.finfo(BF16).max, dtype=BF16).view(torch.uint16)
-    assert not registered_block_sums(words, 0x7F80)[1].any()
-    assert registered_block_sums(words, 0x7F00)[1].all()
+    for operator in (torch.ops.weight_sync.block_sums, plain_block_sums):
+        assert not operator(words, multipliers("cpu"), 0x7F80)[1].any()
+        assert operator(words, multipliers("cpu"), 0x7F00)[1].all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_both_find_the_same_values_that_are_not_finite(dtype: torch.dtype) -> None:
+    assert load_kernels().available
+    tensor = torch.ones(150, BLOCK, dtype=dtype)
+    tensor[3, 5], tensor[149, 0], tensor[128, BLOCK - 1] = float("nan"), float("inf"), float("-inf")
+    words, exponent = tensor.view(UNSIGNED[dtype.itemsize]), _EXPONENTS[dtype]
+    for operator in (torch.ops.lockstep.block_sums, plain_block_sums):
+        masked_N = operator(words, multipliers("cpu"), exponent)[1]
+        assert masked_N.nonzero().view(-1).tolist() == [3, 128, 149]
 
 
 # --- slices -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tests.ipc_wire import cuda_handle, entry
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
 from tests.parameter_server_stand_in import Form, ParameterServerStandIn
-from weight_sync import ipc_peer
 from weight_sync.errors import (
     ContentError,
     CoverageError,
@@ -31,8 +30,7 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.ipc_messages import IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
-from weight_sync.ipc_peer import IpcPeer
-from weight_sync.receivers.ipc import IpcSource, choose_endpoint
+from weight_sync.receivers.ipc import IpcPeer, IpcSource, choose_endpoint
 from weight_sync.stored_tensors import read_in_parts
 from weight_sync.updater import WeightUpdater
 
@@ -104,7 +102,7 @@ def refresh(
     raised: Exception | None = None
     with Sending(lambda: server.update(named)) as sending:
         try:
-            updater.receive(updater.ipc_source(server.handles))
+            updater.receive(IpcSource(server.handles, updater.receiver))
         except Exception as error:
             raised = error
     return raised, sending.error
@@ -168,7 +166,7 @@ def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weig
     sent = version(1)
     updater.begin()
     with ParameterServerStandIn(form="json") as server, Sending(lambda: server.update(list(sent.items()))):
-        updater.receive(TooEarly(server.handles, device="cpu", timeout_s=10.0))
+        updater.receive(TooEarly(server.handles, updater.receiver))
     updater.verify()
     updater.commit()
     with pytest.raises(AssertionError):
@@ -284,7 +282,7 @@ def test_going_on_after_the_end_is_refused(updater: WeightUpdater) -> None:
         Sending(lambda: send(server)) as sending,
         pytest.raises(WeightRequestError, match="goes on after the end"),
     ):
-        updater.receive(updater.ipc_source(server.handles))
+        updater.receive(IpcSource(server.handles, updater.receiver))
     assert sending.error is None and server.answers == ["", "", *["the sender goes on after the end"] * 2]
 
 
@@ -360,7 +358,7 @@ def test_the_address_is_that_of_this_device(names: tuple[str, ...]) -> None:
 def test_only_unix_sockets_are_dialled(updater: WeightUpdater, endpoint: str) -> None:
     updater.begin()
     with pytest.raises(WeightRequestError, match="not the address of a Unix socket"):
-        updater.receive(updater.ipc_source({"cpu": endpoint}))
+        updater.receive(IpcSource({"cpu": endpoint}, updater.receiver))
 
 
 # --- senders that fail ----------------------------------------------------------------------------------------------
@@ -385,7 +383,7 @@ def test_an_exception_of_the_sender_ends_the_transaction(updater: WeightUpdater)
         with Sending(lambda: server.update(list(version(1).items()))):
             started = time.monotonic()
             with pytest.raises(TransportError, match="RuntimeError: another worker failed"):
-                updater.receive(updater.ipc_source(server.handles))
+                updater.receive(IpcSource(server.handles, updater.receiver))
             assert time.monotonic() - started < 5.0
     assert updater.status()["state"] == "failed"
 
@@ -405,7 +403,7 @@ def test_a_sender_that_is_gone_is_noticed_at_once(updater: WeightUpdater, num_bu
         with Sending(lambda: server.update(list(version(1).items()))) as sending:
             started = time.monotonic()
             with pytest.raises(TransportError, match="gone"):
-                updater.receive(updater.ipc_source(server.handles))
+                updater.receive(IpcSource(server.handles, updater.receiver))
             assert time.monotonic() - started < 5.0
     assert isinstance(sending.error, SystemExit)
 
@@ -417,15 +415,15 @@ def test_a_silent_sender_runs_into_the_deadline(weights: FakeWeights, monkeypatc
     with ParameterServerStandIn() as server, Sending(lambda: server.send(server.handle())):
         started = time.monotonic()
         with pytest.raises(TransportError, match="has said nothing until the deadline"):
-            updater.receive(updater.ipc_source(server.handles))
+            updater.receive(IpcSource(server.handles, updater.receiver))
         assert time.monotonic() - started < 3.0
 
 
 def test_nobody_at_the_address(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc_peer, "CONNECT_S", 0.3)
+    monkeypatch.setattr("weight_sync.receivers.ipc.CONNECT_S", 0.3)
     updater.begin()
     with pytest.raises(TransportError, match="nobody answers at ipc://@lockstep-nobody"):
-        updater.receive(updater.ipc_source({"cpu": "ipc://@lockstep-nobody"}))
+        updater.receive(IpcSource({"cpu": "ipc://@lockstep-nobody"}, updater.receiver))
 
 
 def test_a_message_over_the_cap_is_not_taken(updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +436,7 @@ def test_a_message_over_the_cap_is_not_taken(updater: WeightUpdater, monkeypatch
             Sending(lambda: server.update([])) as sending,
             pytest.raises(TransportError, match="more than a message may hold"),
         ):
-            updater.receive(updater.ipc_source(server.handles))
+            updater.receive(IpcSource(server.handles, updater.receiver))
         assert isinstance(sending.error, zmq.Again)
 
 
@@ -460,7 +458,7 @@ def test_after_any_failure_the_next_refresh_succeeds(
     with ParameterServerStandIn(bucket_bytes=256) as server:
         give_up_at(server, give_up_after)
         with Sending(lambda: server.update(list(version(1).items()))), pytest.raises(TransportError):
-            updater.receive(updater.ipc_source(server.handles))
+            updater.receive(IpcSource(server.handles, updater.receiver))
     updater.abort()
     assert weights.snapshot() == before
     updater.begin("v2")

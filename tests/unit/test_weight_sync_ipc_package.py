@@ -16,6 +16,7 @@ from checkpoint_engine import worker
 from tests.logical_weights_fake import NORM, FakeWeights, bits, version
 from tests.parameter_server_stand_in import ParameterServerStandIn
 from weight_sync.errors import WeightSyncError
+from weight_sync.receivers.ipc import IpcSource
 from weight_sync.updater import WeightUpdater
 
 
@@ -67,7 +68,7 @@ def run_ours(
     updater = WeightUpdater(weights, device="cpu", timeout_s=10.0, vote=lambda mine: mine)
     updater.begin(coverage="partial" if refuse else "full")
     errors = _together(
-        lambda: server.update(list(sent.items())), lambda: updater.receive(updater.ipc_source(server.handles))
+        lambda: server.update(list(sent.items())), lambda: updater.receive(IpcSource(server.handles, updater.receiver))
     )
     if errors[1] is None:
         updater.verify()

@@ -15,7 +15,7 @@ from rollout.kernels.ops import compiled_ops, plain_ops
 from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
-from weight_sync.held_memory import HeldMemory, ShadowMemory
+from weight_sync.held_memory import Areas, HeldMemory
 from weight_sync.shadow import ShadowStaging, _Shadow
 from weight_sync.tensor_meta import parts_of
 from weight_sync.transaction import WeightTransaction
@@ -40,7 +40,7 @@ def load(folder: Path, layout: str) -> DecoderForCausalLM:
     return load_tiny(folder, torch.bfloat16, ops=compiled_ops() if layout == "packed" else plain_ops())
 
 
-def take_part(weights: Any, memory: ShadowMemory, tensors: Tensors, end: str) -> None:
+def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str) -> None:
     """One update: committed, taken back after the write, or dropped before it."""
     transaction = WeightTransaction(weights, "v", "partial", staging=ShadowStaging(weights, memory=memory))
     transaction.receive(list(tensors.items()))
@@ -58,7 +58,7 @@ def take_part(weights: Any, memory: ShadowMemory, tensors: Tensors, end: str) ->
 def is_explained(folder: Path, contents: list[Tensors], layout: str, updates: list[tuple[int, set[str], str]]) -> bool:
     """Whether a model that takes all updates with one kept memory holds what was committed, and nothing else."""
     model, expected = load(folder, layout), dict(contents[0])
-    memory = ShadowMemory(keep=True)
+    memory = Areas(keep=True)
     for content, names, end in updates:
         sent = {name: contents[content][name] for name in names or expected}
         take_part(model.weights, memory, sent, end)
@@ -99,13 +99,13 @@ def test_an_area_that_is_taken_for_the_live_content_is_noticed(
     assert not is_explained(folder, versions, layout, updates)
 
 
-def areas_of(memory: ShadowMemory) -> dict[int, int]:
+def areas_of(memory: Areas) -> dict[int, int]:
     return {live: area.data_ptr() for live, area in memory._areas.items()}
 
 
 @pytest.mark.parametrize("end", ["commit", "undo", "abort"])
 def test_kept_areas_are_the_same_and_others_go(end: str) -> None:
-    weights, kept, given_back = FakeWeights(seed=0), ShadowMemory(keep=True), ShadowMemory()
+    weights, kept, given_back = FakeWeights(seed=0), Areas(keep=True), Areas()
     take_part(weights, kept, version(1), end)
     before = areas_of(kept)
     assert len(before) == 4
@@ -114,16 +114,18 @@ def test_kept_areas_are_the_same_and_others_go(end: str) -> None:
     assert areas_of(kept) == before
     take_part(weights, given_back, version(1), end)
     assert areas_of(given_back) == {}
-    kept.give_back()
+    kept.close()
     assert areas_of(kept) == {}
 
 
 def test_an_area_of_another_size_is_taken_anew() -> None:
-    memory, device = ShadowMemory(keep=True), torch.device("cpu")
+    memory, device = Areas(keep=True), torch.device("cpu")
     whole = torch.zeros(8192, dtype=torch.uint8)
-    first = memory.take(whole, device)
-    assert memory.take(whole, device) is first and first.numel() == 8192
-    assert memory.take(whole[:4096], device).numel() == 4096  # the same address
+    first = memory.take(1, 8192, device, like=whole)
+    assert memory.take(1, 8192, device, like=whole).data_ptr() == first.data_ptr() and first.numel() == 8192
+    assert memory.take(1, 4096, device, like=whole).numel() == 4096
+    larger = memory.take(1, 16384, device, like=whole)
+    assert larger.numel() == 16384 and larger.data_ptr() != first.data_ptr()
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -132,6 +134,6 @@ def test_what_messages_are_received_into_is_kept_too(keep: bool) -> None:
     area = held.receive.take(0, 1 << 16, "cpu")
     held.let_go(lambda: None)
     held.await_gone(5.0)
-    assert (held.receive.take(0, 1 << 16, "cpu") is area) == keep
+    assert (held.receive.take(0, 1 << 16, "cpu").data_ptr() == area.data_ptr()) == keep
     held.give_back(5.0)
-    assert held.receive.take(0, 1 << 16, "cpu") is not area
+    assert held.receive.take(0, 1 << 16, "cpu").data_ptr() != area.data_ptr()

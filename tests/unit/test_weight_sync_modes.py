@@ -23,9 +23,9 @@ from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.in_model import InPlaceStaging, Journal, JournalStaging
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
-from weight_sync.staging_modes import new_staging
 from weight_sync.tensor_meta import parts_of
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
+from weight_sync.updater import WeightUpdater
 
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
 LAYOUTS = ("packed", "plain")
@@ -313,5 +313,7 @@ def test_modes_by_name() -> None:
     weights = FakeWeights()
     kinds = [type(new_staging(weights, mode)) for mode in MODES]
     assert kinds == [ShadowStaging, ShadowStaging, JournalStaging, InPlaceStaging]
-    assert [new_staging(weights, mode).mode for mode in MODES] == list(MODES)
-    assert [new_staging(weights, mode).holds_steps for mode in MODES] == [False, False, True, True]
+    updaters = [
+        WeightUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode) for mode in MODES
+    ]
+    assert [updater.holds_steps for updater in updaters] == [False, False, True, True]

@@ -18,12 +18,15 @@ from rollout.control import weight_queue
 from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
+from weight_sync.groups import WeightUpdateGroups
+from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers import distributed
-from weight_sync.receivers.base import deliver
-from weight_sync.receivers.distributed import PACKED, PIECES, DistributedSource, ReceiveMemory
+from weight_sync.receivers.base import BucketSource, Receiver, deliver
+from weight_sync.receivers.distributed import PACKED, PIECES, DistributedSource
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.updater import WeightUpdater
+from weight_sync.waiting import Patience
 
 PIECE = 64  # bytes: a few tensors of the small model
 PACKED_BYTES = 8
@@ -66,15 +69,31 @@ def cut(tensors: dict[str, torch.Tensor], cutter: Any = cut_pieces) -> list[list
     ]
 
 
-def source_of(tensors: dict[str, torch.Tensor], group: GroupHandle, **options: Any) -> DistributedSource:
+class OneGroup(WeightUpdateGroups):
+    """A group that was joined already."""
+
+    def __init__(self, group: GroupHandle) -> None:
+        self._groups = {"g": group}
+
+    def destroy(self, group_name: str) -> None:
+        """It is the test's."""
+
+
+def source_of(
+    tensors: dict[str, torch.Tensor],
+    group: GroupHandle,
+    memory: Areas | None = None,
+    whole: bool = False,
+    **options: Any,
+) -> DistributedSource:
     named = [item for piece in cut(tensors) for item in piece]
     lists = (
         [name for name, _ in named],
         [dtype_name(tensor.dtype) for _, tensor in named],
         [list(tensor.shape) for _, tensor in named],
     )
-    options = {"load_format": PIECES, "device": "cpu", "timeout_s": 5.0} | options
-    return DistributedSource(lists, join=lambda: group, leave=lambda: None, **options)
+    receiver = Receiver(torch.device("cpu"), 5.0, OneGroup(group), Patience(), memory, whole)
+    return DistributedSource(lists, "g", receiver, **({"load_format": PIECES} | options))
 
 
 def messages_of(tensors: dict[str, torch.Tensor], cutter: Any = cut_pieces) -> list[torch.Tensor | None]:
@@ -192,7 +211,7 @@ def test_a_peer_that_goes_away_between_pieces(at: int) -> None:
     before = weights.snapshot()
     messages = messages_of(sent)
     messages[at] = None
-    memory = ReceiveMemory()
+    memory = Areas()
     updater = updater_of(weights)
     updater.begin("v1")
     with pytest.raises(TransportError, match="the peer is gone"):
@@ -202,7 +221,7 @@ def test_a_peer_that_goes_away_between_pieces(at: int) -> None:
 
 
 def test_a_bucket_that_is_received_whole_takes_no_more_than_itself() -> None:
-    memory, sent = ReceiveMemory(), version(1)
+    memory, sent = Areas(), version(1)
     source = source_of(sent, Messages(messages_of(sent)), memory=memory, whole=True)
     source.announce(1 << 20)
     ((part),) = source.receive()
@@ -213,7 +232,7 @@ def test_a_bucket_that_is_received_whole_takes_no_more_than_itself() -> None:
 
 
 def test_memory_is_kept_from_call_to_call() -> None:
-    memory, sent = ReceiveMemory(), version(1)
+    memory, sent = Areas(), version(1)
     places = []
     for _ in range(3):
         parts = source_of(sent, Messages(messages_of(sent)), memory=memory)
@@ -224,7 +243,7 @@ def test_memory_is_kept_from_call_to_call() -> None:
     assert not memory._areas
 
 
-class Counting:
+class Counting(BucketSource):
     """A source of three buckets that counts those that were asked for."""
 
     def __init__(self, must_drain: bool) -> None:

@@ -104,7 +104,7 @@ def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
     assert {name: part.meta.shape for name, part in plan.parts.items()} == {
         name: tuple(tensor.shape) for name, tensor in expected.items()
     }
-    assert {meta.dtype for meta in plan.metas} == {torch.float16} and not plan.is_sharded
+    assert {meta.dtype for meta in plan.metas} == {torch.float16}
     for name, part in plan.parts.items():
         assert torch.equal(plan.sources[part.source][part.index].to(expected[name].dtype), expected[name])
         assert plan.sources[part.source].data_ptr() == sources[part.source].data_ptr()

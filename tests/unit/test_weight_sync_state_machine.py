@@ -345,7 +345,7 @@ class ForgetsToRestore(LoopbackUpdater):
 class ForgetsToTell(LoopbackUpdater):
     """Wrong: weights that could not be restored are served."""
 
-    torn = None  # type: ignore[assignment]
+    torn = property(lambda self: None, lambda self, reason: None)  # type: ignore[assignment]
 
 
 class LetsStepsRun(LoopbackUpdater):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
-from tests.loopback_updater import LoopbackSource, LoopbackUpdater
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater, broadcast_source
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import (
     CoverageError,
@@ -194,10 +194,10 @@ def test_close_drops_what_is_open() -> None:
 def test_unknown_groups() -> None:
     updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     with pytest.raises(UnknownGroupError, match="'g' does not exist; joined groups: none"):
-        updater.destroy_group("g")
+        updater.groups.destroy("g")
     updater.begin()
     with pytest.raises(UnknownGroupError):
-        updater.receive(updater.distributed_source([NORM], ["float32"], [[4]], "g"))
+        updater.receive(broadcast_source(updater, [NORM], ["float32"], [[4]], "g"))
     with pytest.raises(TransactionStateError, match="failed"):
         updater.verify()
 
@@ -206,7 +206,7 @@ def test_one_call_cannot_announce_the_moon() -> None:
     updater = loopback()
     updater.begin()
     with pytest.raises(WeightRequestError, match="at most 67108864"):
-        updater.receive(updater.distributed_source(["a"], ["uint8"], [[67108865]], "group"))
+        updater.receive(broadcast_source(updater, ["a"], ["uint8"], [[67108865]], "group"))
 
 
 @pytest.mark.parametrize(

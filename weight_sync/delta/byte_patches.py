@@ -4,7 +4,7 @@
     overwrite  u32 count | u32 position of each changed byte | the new bytes
 
 Numbers are little-endian, positions ascend.  Neither says which tensor it starts from: only a checksum of the new
-content tells.  Knows bytes.  Does not know tensors' names, files or versions.
+content tells.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ An element is taken as a word, an integer of the dtype's own width.  A step is t
 around; a step of one is what most elements of a bfloat16 model make in one optimiser step, to the next number away from
 zero (+1) or towards it (-1).  Steps are differences, so the steps of the way back are the same ones negated.
 
-Knows tensors and integers.  Does not know how changes are written down.
-
 N changed elements.
 """
 
@@ -18,11 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from weight_sync.block_sums import SIGNED
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
 from weight_sync.fingerprint import fingerprint_update
 from weight_sync.tensor_meta import Region, dtype_name
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -101,4 +98,4 @@ def _look(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Te
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as signed integers [numel]; a copy where the tensor is not contiguous."""
-    return tensor.detach().contiguous().view(-1).view(_SIGNED[tensor.dtype.itemsize])
+    return tensor.detach().contiguous().view(-1).view(SIGNED[tensor.dtype.itemsize])

@@ -1,6 +1,6 @@
 """Checksums of tensor content under the names that trainers write into delta folders.
 
-Knows bytes.  None of these but BLAKE3 withstands someone who forges content.
+None of these but BLAKE3 withstands someone who forges content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""zstd with caps: nothing is allocated before it is known to be allowed.
-
-Knows bytes.  Does not know what they mean.
-"""
+"""zstd with caps: nothing is allocated before it is known to be allowed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files that are whole or not there: written beside, flushed to the disk, renamed.
-
-Knows files and folders.  Does not know what is in them.
-"""
+"""Files that are whole or not there: written beside, flushed to the disk, renamed."""
 
 from __future__ import annotations
 

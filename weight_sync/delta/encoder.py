@@ -1,11 +1,9 @@
 """`DeltaEncoder`, the sender's side: remembers what the engine has and writes what changed since.
 
-    encoder = DeltaEncoder(named_tensors)             what the engine serves now
-    delta = encoder.encode(named_tensors)             frames, ready to be sent or stored
-    ... the engine has committed ...  -> encoder.advance(delta)
-    ... it has not ...                -> nothing; the next delta starts from the same base
-
-Knows tensors by name.  Does not know engines or folders.
+encoder = DeltaEncoder(named_tensors)             what the engine serves now
+delta = encoder.encode(named_tensors)             frames, ready to be sent or stored
+... the engine has committed ...  -> encoder.advance(delta)
+... it has not ...                -> nothing; the next delta starts from the same base
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_sync.bucket import runs_of
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.frame import DeltaFrame, make_frame, write_frame
 from weight_sync.errors import CoverageError, TransactionStateError, WeightRequestError
@@ -84,10 +83,10 @@ class DeltaEncoder:
             results[name] = fingerprint_update(old_value, at, base.view(-1)[at], new.view(-1)[at])
         base_digest, result_digest = self.digest, self._digest(results)
         frames = []
-        for names in self._runs():
-            parts = [(self._meta(name), changes[name], self._fingerprints[name], results[name]) for name in names]
-            frames.append(make_frame(parts, base_digest, result_digest, self._level))
         metas = [self._meta(name) for name in self._base]
+        for run in runs_of(metas, self._frame_bytes):
+            parts = [(meta, changes[meta.name], self._fingerprints[meta.name], results[meta.name]) for meta in run]
+            frames.append(make_frame(parts, base_digest, result_digest, self._level))
         full_bytes, num_elements = sum(meta.nbytes for meta in metas), sum(meta.numel for meta in metas)
         return EncodedDelta(tuple(frames), base_digest, result_digest, full_bytes, num_elements, changes)
 
@@ -102,19 +101,6 @@ class DeltaEncoder:
             self._base[name], self._fingerprints[name] = apply_changes(
                 self._base[name], changes, self._fingerprints[name]
             )
-
-    def _runs(self) -> list[list[str]]:
-        """Names in order, in runs of at most `frame_bytes` of tensors."""
-        runs: list[list[str]] = []
-        room = 0
-        for name in self._base:
-            nbytes = self._meta(name).nbytes
-            if not runs or nbytes > room:
-                runs.append([])
-                room = self._frame_bytes
-            runs[-1].append(name)
-            room -= nbytes
-        return runs
 
     def _meta(self, name: str) -> TensorMeta:
         return TensorMeta(name, self._base[name].dtype, tuple(self._base[name].shape))

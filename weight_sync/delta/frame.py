@@ -7,8 +7,6 @@
 
 Numbers are little-endian.  Every tensor is fenced by its base fingerprint and proved by its result fingerprint; the
 digests are those of the whole versions, of which a frame may be a part.
-
-Knows bytes, caps and fingerprints.  Does not know models, transports or folders.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
 from weight_sync.delta.planes import PLANES, PlaneSizes, invert_planes, read_planes, write_planes
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import TensorMeta, dtype_name
-from weight_sync.wire import parse_meta
+from weight_sync.tensor_meta import TensorMeta, dtype_name, parse_meta
 
 MAGIC = b"LKSDELT1"
 MAX_INDEX_BYTES = 64 << 20

@@ -6,8 +6,6 @@
 Before "applying" is written, whatever goes wrong leaves the old version as it was; afterwards everything that is needed
 lies flushed on the disk, and the next call (or this one) goes forward from there, without the source.  The disk must
 hold the files that change twice.
-
-Knows folders and versions.  Does not know models.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     lock         held while the folder changes (exclusive) or is read (shared)
     next/        files of the next version; before `applying` is written they are scrap, afterwards they are durable
 
-Written whole or not at all.  Knows this file.  Does not know deltas.
+Written whole or not at all.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 A tensor of which so much changed that this is no shorter than its bytes is written densely: the difference of every
 word.  Turning the direction bits around, or negating dense differences, gives the way back.
 
-Knows arrays.  Does not know tensors, names or files.  All functions are vectorised.
+All functions are vectorised.
 
 N changed elements, G bytes of gaps, S changes larger than one step, W words in the wide plane.
 """

@@ -1,9 +1,7 @@
 """The trainer's side of delta folders: publishes versions that appear whole or not at all.
 
-    publish_bytes    xor or overwrite, as slime's and miles' receivers read them too
-    publish_encoded  ulp-gap, from a `DeltaEncoder`
-
-Knows the layout (`version_dir`).  Does not know who pulls.
+publish_bytes    xor or overwrite, as slime's and miles' receivers read them too
+publish_encoded  ulp-gap, from a `DeltaEncoder`
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
                        ulp-gap          one U8 tensor `frame`, see `frame`; it carries its own fingerprints
 
 The first two encodings are slime's and miles'.  A folder without `delta_encoding` is a full version.
-
-Knows the layout and checks it.  Does not know what deltas are applied to.
 """
 
 from __future__ import annotations

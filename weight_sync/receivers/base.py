@@ -9,24 +9,45 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NoReturn, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
+from weight_sync.groups import WeightUpdateGroups
+from weight_sync.held_memory import Areas
 from weight_sync.staging import ProvenPart
 from weight_sync.tensor_meta import TensorMeta
+from weight_sync.waiting import Patience
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Bucket = Named | ProvenPart
 
 
-class BucketSource(Protocol):
-    """The tensors of one control call.  Used once: `announce`, then `receive`."""
+@dataclass(frozen=True)
+class Receiver:
+    """The rank that receives, as a transport needs it.
 
-    @property
-    def must_drain(self) -> bool:
-        """Whether a refused call is still received, and thrown away: its sender sends before it can be told."""
+    `timeout_s`: deadline of one bucket.  `memory`: kept from call to call; None: the call's own.  `whole`: nothing is
+    handed on before everything is there.
+    """
+
+    device: torch.device
+    timeout_s: float
+    groups: WeightUpdateGroups
+    patience: Patience
+    memory: Areas | None
+    whole: bool
+
+
+class BucketSource:
+    """The tensors of one control call.  Used once: `announce`, then `receive`.
+
+    `must_drain`: a refused call is still received, and thrown away: its sender sends before it can be told.
+    """
+
+    must_drain = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """The wire tensors that are known to come, by any names; empty where only receiving tells.
@@ -34,6 +55,7 @@ class BucketSource(Protocol):
         Reads and checks what can be without taking memory for the content.  Raises `WeightRequestError` and its kinds,
         also for more than `max_bytes` of content.
         """
+        raise NotImplementedError
 
     def receive(self) -> Iterable[Bucket]:
         """The content as (name, tensor), in one or more buckets, or as this rank's parts of tensors.
@@ -41,43 +63,35 @@ class BucketSource(Protocol):
         A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
         kinds, `TransportError`.  Every wait has a deadline.
         """
-
-
-@runtime_checkable
-class RefusableSource(BucketSource, Protocol):
-    """A source whose sender can be told during the call that the call has failed."""
+        raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Tell the sender.  Called at most once, after any failure of the call, also of `announce` and `receive`.
+        """Tell the sender, if it can be told, and let go of what is held.
 
-        Raises nothing; every wait has a deadline.
+        Called at most once, after any failure of the call, also of `announce` and `receive`.  Raises nothing; every
+        wait has a deadline.
         """
 
 
-class RefusedSource:
-    """A call that is refused for what it asks: nothing of it is received.  `leave`: the groups that it may concern."""
+class RefusedSource(BucketSource):
+    """A call that is refused for what it asks: nothing of it is received.
 
-    must_drain = False
+    As its broadcast may be on its way, the group is left, or all (None).
+    """
 
-    def __init__(self, reason: str, leave: Callable[[], None]) -> None:
-        self._reason = reason
-        self._leave = leave
+    def __init__(self, reason: str, group_name: str | None, receiver: Receiver) -> None:
+        self._reason, self._group_name = reason, group_name
+        self._groups = receiver.groups
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         raise WeightRequestError(self._reason)
 
-    def receive(self) -> Iterable[Named]:
-        raise WeightRequestError(self._reason)
-
     def refuse(self, reason: str) -> None:
+        if self._group_name is None:
+            self._groups.close()
+            return
         with suppress(UnknownGroupError):
-            self._leave()
-
-
-def refuse(source: BucketSource, reason: str) -> None:
-    """Tell the source's sender, if it can be told."""
-    if isinstance(source, RefusableSource):
-        source.refuse(reason)
+            self._groups.destroy(self._group_name)
 
 
 def deliver(
@@ -114,6 +128,6 @@ def turn_away(source: BucketSource, refusal: Exception, max_bytes: int) -> NoRet
         source.announce(max_bytes)
         deliver(source, lambda _: None, refusal)
     except Exception as error:
-        refuse(source, str(error))
+        source.refuse(str(error))
         raise
     raise refusal

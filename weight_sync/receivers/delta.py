@@ -4,7 +4,6 @@
              before and after -> one exchange: they add up to what the delta says -> changes applied aside, part by part
 
 A rank needs no more of a tensor than its part, and nothing is given before all of a frame is proved on all ranks.
-Knows deltas and how to read a model's tensors.  Does not know transactions.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import digest
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
-from weight_sync.receivers.base import BucketSource, refuse
+from weight_sync.receivers.base import BucketSource
 from weight_sync.staging import ProvenPart, split_wire
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
 
 
-class DeltaSource:
+class DeltaSource(BucketSource):
     """A delta frame that comes as the one tensor of `inner`, uint8 [bytes], over the content of `weights`.
 
     `target`: where it is staged, which must be where its base lies.  `exchange`: with the other ranks, once a frame.
@@ -48,10 +47,7 @@ class DeltaSource:
         self._target = weights if target is None else target
         self._exchange = exchange
         self._max_bytes = 0
-
-    @property
-    def must_drain(self) -> bool:
-        return self._inner.must_drain
+        self.must_drain = inner.must_drain
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Nothing: which tensors a frame changes is known when it is here.  Raises as the inner source."""
@@ -100,7 +96,7 @@ class DeltaSource:
 
     def refuse(self, reason: str) -> None:
         """As the inner source."""
-        refuse(self._inner, reason)
+        self._inner.refuse(reason)
 
 
 def _check(entry: FrameEntry, held: Sequence[Held]) -> None:

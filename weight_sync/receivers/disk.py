@@ -2,8 +2,6 @@
 
 Everything that can be known without the content is checked first: the index, every header, names, shapes, dtypes, and
 that nothing is missing.  A folder that `/pull_weights` keeps is locked against a pull meanwhile.
-
-Knows folders.  Does not know transactions.
 """
 
 from __future__ import annotations
@@ -19,18 +17,17 @@ from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.ledger import WeightLedger
+from weight_sync.receivers.base import BucketSource
 from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
-class DiskSource:
+class DiskSource(BucketSource):
     """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.  `names`: take only these.
 
     Floating-point tensors are cast to the model's dtype, as at start.  `timeout_s`: how long to wait for a pull into
     the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
     """
-
-    must_drain = False
 
     def __init__(
         self,

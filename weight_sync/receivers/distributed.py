@@ -20,8 +20,6 @@ tried out: one member that gets its own from rank 0 and passes nothing on receiv
 the others, who have not begun, whether it was long.  If it was, all leave the group: nobody could pass it on.
 
 A message that is longer than the announced and the slack ends the process, and with it the engine.
-
-Knows groups and bytes.  Does not know models or transactions.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -38,10 +36,10 @@ import torch.distributed as dist
 
 from weight_sync.bucket import check_alignment, cut_packed, cut_pieces, unpack
 from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
-from weight_sync.pages import new_area
+from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
-from weight_sync.tensor_meta import TensorMeta
-from weight_sync.wire import parse_metas
+from weight_sync.receivers.base import BucketSource, Receiver
+from weight_sync.tensor_meta import TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"
@@ -61,32 +59,11 @@ _ALIGNMENT = 64
 _DRAIN_S = 5.0
 
 
-class ReceiveMemory:
-    """What messages are received into, kept from call to call until `close`.  Areas have numbers, from 0."""
+class DistributedSource(BucketSource):
+    """One bucket that rank 0 of a group broadcasts: `lists` are the names, dtypes and shapes of the call.
 
-    def __init__(self) -> None:
-        self._areas: dict[int, torch.Tensor] = {}
-
-    def take(self, number: int, num_bytes: int, device: torch.device | str) -> torch.Tensor:
-        """An area of at least so many bytes, uint8, with any content; the same as before if that will do."""
-        area = self._areas.get(number)
-        if area is None or area.numel() < num_bytes or area.device != torch.device(device):
-            self._areas.pop(number, None)
-            on_host = torch.device(device).type == "cpu"
-            area = new_area(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._areas[number] = area
-        return area
-
-    def close(self) -> None:
-        self._areas.clear()
-
-
-class DistributedSource:
-    """One bucket over a group: `lists` are the names, dtypes and shapes of the call.
-
-    `join` gives the group, or raises `UnknownGroupError`; `leave`, which may raise the same, is called when the group
-    broke, or is out of step with its sender.  `memory`: kept by the caller from call to call.  `whole`: nothing is
-    handed on before everything is there.  `packed_bytes`: of the buffers of the form `packed`.
+    A group that broke, or is out of step with its sender, is left.  `packed_bytes`: of the buffers of the form
+    `packed`.
     """
 
     must_drain = True
@@ -94,25 +71,18 @@ class DistributedSource:
     def __init__(
         self,
         lists: tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]],
-        load_format: str | None,
-        *,
-        join: Callable[[], GroupHandle],
-        leave: Callable[[], None],
-        device: torch.device | str,
-        timeout_s: float,
-        memory: ReceiveMemory | None = None,
-        whole: bool = False,
+        group_name: str,
+        receiver: Receiver,
+        load_format: str | None = None,
         packed_bytes: int | None = None,
     ) -> None:
         self._lists = lists
         self._load_format = load_format
         self._packed_bytes = packed_bytes
-        self._join = join
-        self._leave = leave
-        self._device = device
-        self._timeout_s = timeout_s
-        self._memory = ReceiveMemory() if memory is None else memory
-        self._whole = whole
+        self._group_name, self._groups = group_name, receiver.groups
+        self._device, self._timeout_s = receiver.device, receiver.timeout_s
+        self._memory = Areas() if receiver.memory is None else receiver.memory
+        self._whole = receiver.whole
         self._messages: list[Announced] = []
         self._is_begun = False
 
@@ -123,12 +93,12 @@ class DistributedSource:
         if total > max_bytes:
             raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
         self._messages = announced(metas, self._load_format, self._packed_bytes)
-        self._join()
+        self._groups.get(self._group_name)
         return metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
         """The tensors, in one or more parts.  Raises as `receive_distributed`."""
-        group = self._join()
+        group = self._groups.get(self._group_name)
         self._is_begun = True
         complete = False
         try:
@@ -141,7 +111,7 @@ class DistributedSource:
             if not complete:
                 self._memory.close()  # a broadcast that was given up may still write into it
             if group.broken:
-                self._leave()
+                self._groups.destroy(self._group_name)
 
     def refuse(self, reason: str) -> None:
         """The call failed.  If it was never received, its broadcast may be on its way all the same, and would be taken
@@ -149,7 +119,7 @@ class DistributedSource:
         """
         if not self._is_begun:
             with suppress(UnknownGroupError):
-                self._leave()
+                self._groups.destroy(self._group_name)
 
 
 @dataclass(frozen=True)
@@ -184,7 +154,7 @@ def receive_distributed(
     messages: Sequence[Announced],
     device: torch.device | str,
     timeout_s: float,
-    memory: ReceiveMemory | None = None,
+    memory: Areas | None = None,
     *,
     in_turns: bool = False,
 ) -> Iterator[Named]:
@@ -196,7 +166,7 @@ def receive_distributed(
     than announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
     """
     deadline = time.monotonic() + timeout_s
-    memory = ReceiveMemory() if memory is None else memory
+    memory = Areas() if memory is None else memory
     if in_turns:
         yield from _in_turns(group, messages, device, deadline, memory)
     else:
@@ -208,7 +178,7 @@ def _in_turns(
     messages: Sequence[Announced],
     device: torch.device | str,
     deadline: float,
-    memory: ReceiveMemory,
+    memory: Areas,
 ) -> Iterator[Named]:
     """Message by message, with the next ones on their way."""
     drain = _Drain(deadline)
@@ -231,7 +201,7 @@ def _all_at_once(
     messages: Sequence[Announced],
     device: torch.device | str,
     deadline: float,
-    memory: ReceiveMemory,
+    memory: Areas,
 ) -> Named:
     """One after the other into one area: more would save no time, as nothing is done between."""
     ends = [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
@@ -278,7 +248,7 @@ class _ReceiveArea:
     """Memory for messages, in order.  The part that is not yet received serves as slack."""
 
     def __init__(
-        self, group: GroupHandle, total: int, device: torch.device | str, memory: ReceiveMemory, number: int = 0
+        self, group: GroupHandle, total: int, device: torch.device | str, memory: Areas, number: int = 0
     ) -> None:
         self._group = group
         self._marked = group.backend == "gloo"  # NCCL needs equal counts on both ends
@@ -287,8 +257,7 @@ class _ReceiveArea:
         slack = 0
         if self._marked:
             slack = max(_SLACK, total) if self._has_slack else _MARK_BYTES
-        area = memory.take(number, total + slack, "cpu" if self._marked else device)
-        self._bytes = area[: total + slack]
+        self._bytes = memory.take(number, total + slack, "cpu" if self._marked else device)
 
     def start(self, offset: int, message: Announced, deadline: float) -> _Message:
         """Take the message without waiting for it; its area must not be used until it is finished.

@@ -7,12 +7,11 @@ Where the content is: in the payload itself; in shared memory that torch made wi
 in CUDA memory by IPC handle, where this process sees that device.  The strategy "file_descriptor", torch's default on
 Linux, hands descriptors over a connection that only processes of one family can open: refused, with what to do.
 
-Knows the payload's shape.  Pickles are `payload_reader`'s, names `torch_payload`'s.
+Pickles are `payload_reader`'s, names `torch_payload`'s.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from weight_sync.cuda_ipc import require_cuda
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Record
+from weight_sync.receivers.base import BucketSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
     MAX_NAME_LENGTH,
@@ -31,6 +31,7 @@ from weight_sync.stored_tensors import (
     contiguous_place,
     name_tensor,
     read_in_parts,
+    require_apart,
 )
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
@@ -38,14 +39,12 @@ from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCA
 FLATTENED = "flattened_bucket"
 
 
-class TensorSource:
+class TensorSource(BucketSource):
     """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.  `is_shared`: several ranks
     read the same one.
 
     Shared memory is let go when the content is read or refused, at the latest with the source itself.
     """
-
-    must_drain = False
 
     def __init__(
         self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1, is_shared: bool = False
@@ -134,21 +133,14 @@ def split_flattened(value: Any) -> list[StoredTensor]:
     flattened, metadata = fields.get("flattened_tensor"), fields.get("metadata")
     if not isinstance(flattened, TensorPlace) or not flattened.is_flat:
         raise WeightRequestError("malformed payload: a flattened bucket is a dict with a flat 'flattened_tensor'")
-    tensors: list[StoredTensor] = []
-    taken: list[tuple[int, int, str]] = []
-    for entry in _as_list(metadata, "the metadata of a flattened bucket"):
-        tensor, start, end = _cut(flattened, _metadata_fields(entry))
-        tensors.append(tensor)
-        taken.append((start, end, tensor.meta.name))
-    taken.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(taken):
-        if start < end:
-            raise WeightRequestError(f"{name} and {other} overlap in the flattened bucket")
+    entries = _as_list(metadata, "the metadata of a flattened bucket")
+    tensors = [_cut(flattened, _metadata_fields(entry)) for entry in entries]
+    require_apart(tensors, "the flattened bucket")
     return tensors
 
 
-def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> tuple[StoredTensor, int, int]:
-    """One tensor of the bucket, and its first and last element in it."""
+def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> StoredTensor:
+    """One tensor of the bucket."""
     start, end, numel = (fields.get(key) for key in ("start_idx", "end_idx", "numel"))
     shape, dtype = fields.get("shape"), fields.get("dtype")
     if type(start) is not int or type(end) is not int or not 0 <= start <= end <= flattened.numel:
@@ -165,7 +157,7 @@ def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> tuple[StoredTenso
             f"{tensor.meta.name}: shape {list(tensor.meta.shape)} has {tensor.meta.nbytes} bytes, "
             f"its place in the flattened bucket {(end - start) * unit}"
         )
-    return tensor, start, end
+    return tensor
 
 
 def _metadata_fields(entry: Any) -> Mapping[str, Any]:

@@ -12,8 +12,7 @@
 Needs torch only.
 """
 
-from weight_sync.sender.control import EngineControl
-from weight_sync.sender.errors import EngineError
+from weight_sync.sender.control import EngineControl, EngineError
 from weight_sync.sender.fleet import OnEngineFailure
 from weight_sync.sender.plan import NamedTensors, named_tensors_of, split_fused_experts
 from weight_sync.sender.report import EngineReport, ProgressBar, RefreshReport

@@ -1,13 +1,15 @@
-"""`EngineControl`: the engine's control calls as a sender asks for them, and what their refusals say.
+"""`EngineControl`: the engine's control calls as a sender asks for them; what refusals say, and `EngineError`.
 
-An HTTP client satisfies the protocol.  Knows no tensors and no groups.
+An HTTP client satisfies the protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
+
+from weight_sync.errors import WeightSyncError
 
 Phase = Literal["verify", "commit"]
 
@@ -64,3 +66,31 @@ def was_refused(error: BaseException) -> bool:
     """
     status = getattr(error, "status_code", getattr(error, "status", None))
     return isinstance(status, int) and 400 <= status < 500
+
+
+class EngineError(WeightSyncError):
+    """Engines failed a refresh, or a rendezvous.  `failures`: what each of them said, or how it fell silent.
+
+    `committed`: engines that have the new version all the same, as the failure came after their commit.  `unknown`:
+    engines that did not answer whether they do; `weight_update(update_id)` asks them again.
+    """
+
+    status_code = 502
+
+    def __init__(
+        self,
+        failures: Mapping[str, BaseException],
+        committed: Sequence[str] = (),
+        unknown: Sequence[str] = (),
+        update_id: str | None = None,
+    ) -> None:
+        said = [f"engine {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
+        if committed:
+            said.append(f"committed all the same: {', '.join(committed)}")
+        if unknown:
+            said.append(f"not known whether committed: {', '.join(unknown)} (update {update_id})")
+        super().__init__("; ".join(said))
+        self.failures = dict(failures)
+        self.committed = list(committed)
+        self.unknown = list(unknown)
+        self.update_id = update_id

@@ -6,8 +6,6 @@ An engine fails by refusing, by breaking its connection or by letting a deadline
 refresh is aborted (`abort_all`), or that engine is left out and the others go on (`leave_out`).  No engine commits
 before all that take part have verified.  An engine on its own verifies and commits in one call.  One that does not
 answer to its commit is asked what became of it: it may have the new version all the same.
-
-Knows links, calls and deadlines.  Does not know tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 from weight_sync.errors import TransactionStateError, TransportError
-from weight_sync.sender.control import refusal, was_refused
-from weight_sync.sender.errors import EngineError
+from weight_sync.sender.control import EngineError, refusal, was_refused
 from weight_sync.sender.link import Bucket, EngineLink, Sending
 from weight_sync.sender.report import EngineReport
 

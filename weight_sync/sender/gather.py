@@ -8,8 +8,6 @@
 So only the sending rank ever holds more than its own shards, and that is a bucket, never a tensor list or a model.
 Fingerprints add up over shards, so each rank computes those of its own and no tensor moves for them, but for the few
 that are sharded in such a way that a shard is not one run of the flat tensor.
-
-Knows plans, boxes and trainer ranks.  Does not know engines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One engine as the sender sees it: the group that both are in, control calls in threads, a bucket on its way.
 
 Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks nobody else's.
-Knows one engine.  Does not know what its failure means for others, nor what a transaction is.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
 from weight_sync.errors import TransactionStateError, TransportError
-from weight_sync.in_thread import in_thread
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
 from weight_sync.sender.control import EngineControl, refusal
 from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.waiting import in_thread
 
 GRACE_S = 2.0
 """Over a deadline, for an answer that says more than that it passed."""

@@ -50,10 +50,6 @@ class TensorPlan:
     def metas(self) -> list[TensorMeta]:
         return [part.meta for part in self.parts.values()]
 
-    @property
-    def is_sharded(self) -> bool:
-        return any(isinstance(tensor, DTensor) for tensor in self.sources.values())
-
 
 def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_experts: bool = True) -> TensorPlan:
     """`source`: a model, its state dict, or (name, tensor) pairs; of the first two, tied tensors are sent once.

@@ -2,7 +2,7 @@
 
 Every step is a collective in which all ranks take part in the same order; rank 0 of the group is the one that talks to
 engines.  Before bytes move, the ranks agree that all of them are well, so that a rank that failed never leaves the
-others waiting in a collective.  Knows bytes and integers.  Does not know tensors, names or engines.
+others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from weight_sync.block_sums import signed
 from weight_sync.errors import TransportError, WeightRequestError
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class TrainerRanks:
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
         """Sums modulo 2^64, over the ranks, of numbers in [0, 2^64); equally many on every rank."""
-        mine = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=self.device)
+        mine = torch.tensor([signed(value) for value in values], dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in self._global_ranks]
         self._wait(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True))
         total = torch.zeros_like(mine)
@@ -128,7 +129,3 @@ class TrainerRanks:
         except RuntimeError as error:
             self._broken = f"the trainer ranks lost one another: {str(error).strip().splitlines()[0][:300]}"
             raise TransportError(self._broken) from error
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

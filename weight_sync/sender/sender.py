@@ -19,8 +19,7 @@ from weight_sync.bucket import plan_buckets
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint_hex
 from weight_sync.process_group import resolve_backend
-from weight_sync.sender.control import EngineControl
-from weight_sync.sender.errors import EngineError
+from weight_sync.sender.control import EngineControl, EngineError
 from weight_sync.sender.fleet import Fleet, OnEngineFailure
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket, EngineLink

@@ -1,7 +1,7 @@
 """Which trainer rank holds which box of a tensor, told from its DTensor placements without asking anybody.
 
 A box is a (start, stop) for each dimension of the whole tensor.  `Shard` splits as `torch.chunk` does; where a mesh
-dimension replicates, the rank at its coordinate 0 speaks for all.  Knows no bytes and no collectives.
+dimension replicates, the rank at its coordinate 0 speaks for all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """`WeightUpdate`: one weight version on its way to a fleet, as a context manager.
 
-    with sender.update("7") as update:        begin on all engines
-        update.send(named_tensors)            any number of buckets
-                                              verify on all, commit on all; on any error: abort, never end
-
-Knows the order of steps.  Does not know where buckets come from.
+with sender.update("7") as update:        begin on all engines
+    update.send(named_tensors)            any number of buckets
+                                          verify on all, commit on all; on any error: abort, never end
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Sums of words times 64-bit multipliers, block by block, mod 2^64: what the fingerprint of a tensor is made of
-// (`weight_sync/block_sums.py`, which also does it without this operator).  On the way it is noticed in which blocks a
+// (`weight_sync/block_sums.py`, which defines the operator and does without this kernel).  On the way it is noticed in which blocks a
 // word has all bits of a mask: with the exponent's, a value that is not finite.
 //
 // Shapes: N blocks, J words of a block.
@@ -130,3 +130,6 @@ std::tuple<at::Tensor, at::Tensor> block_sums(const at::Tensor& words, const at:
 TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("block_sums(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)"); }
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("block_sums", &lockstep::block_sums); }
+
+// The operator that `weight_sync` defines, on a CPU.
+TORCH_LIBRARY_IMPL(weight_sync, CPU, m) { m.impl("block_sums", &lockstep::block_sums); }

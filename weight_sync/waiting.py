@@ -1,0 +1,92 @@
+"""Waits that end: `Patience` with a sender that may be gone, `Lease` on its next sign of life, calls in threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from weight_sync.errors import TransportError, WeightRequestError
+
+DEFAULT_LEASE_S = 600.0
+POLL_S = 0.1
+
+
+class Patience:
+    """Of one engine.  `give_up` may be called on any thread; who waits learns of it within `POLL_S`."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def renew(self) -> None:
+        """Another call begins; none waits."""
+        self._reason = None
+
+    def give_up(self, reason: str) -> None:
+        """End the waits of this call.  The first reason counts."""
+        self._reason = self._reason or reason
+
+    def check(self) -> None:
+        """Raises `TransportError` once it was given up."""
+        if self._reason is not None:
+            raise TransportError(f"the wait for the sender was given up: {self._reason}")
+
+    def wait(self, is_over: Callable[[float], bool], deadline: float) -> bool:
+        """Ask `is_over(seconds)`, which waits so long itself, until it says yes or the deadline (`time.monotonic()`).
+
+        Whether it said yes.  Raises what it raises, and as `check`.
+        """
+        while True:
+            self.check()
+            left_s = deadline - time.monotonic()
+            if is_over(max(min(left_s, POLL_S), 0.001)):
+                return True
+            if left_s <= POLL_S:
+                return False
+
+
+class Lease:
+    """Runs out `seconds` after the last `renew`; `math.inf` never does.  `clock` is monotonic, in seconds.
+
+    Raises `WeightRequestError` unless `seconds` is positive.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not seconds > 0:
+            raise WeightRequestError(f"a lease must be longer than 0 s, got {seconds}")
+        self.seconds = seconds
+        self._clock = clock
+        self._deadline = math.inf
+        self.renew()
+
+    def __str__(self) -> str:
+        return f"{self.left_s:.0f} s left of its lease"
+
+    def renew(self) -> None:
+        self._deadline = self._clock() + self.seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._deadline - self._clock())
+
+    @property
+    def expired(self) -> bool:
+        return self.left_s == 0.0
+
+
+def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run in a daemon thread: a call that hangs can neither hold up the next one nor the end of the process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-call", daemon=True).start()
+    return future
