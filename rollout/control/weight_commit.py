@@ -12,7 +12,7 @@ import msgspec
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_labels import PartialLabel, successor
 from rollout.core.errors import FatalError
-from rollout.core.weight_io_struct import CommitReply
+from rollout.core.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import WeightSyncError
 from weight_sync.status import CommitResult

@@ -35,16 +35,15 @@ from rollout.control.weight_watch import WeightWatch
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.message import ControlReqInput, ControlReqOutput, NoReply, Reply
+from rollout.core.update_state import CommitReply, UpdateStateReply
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginReply,
     BeginWeightUpdateReqInput,
     BucketReply,
-    CommitReply,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     GetWeightUpdateReqInput,
-    UpdateStateReply,
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
     VersionReply,

@@ -29,7 +29,7 @@ from rollout.core.message import (
 )
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.scheduler_state import SchedulerState
-from rollout.core.weight_io_struct import CommitReply
+from rollout.core.update_state import CommitReply
 
 # --- main -> scheduler: requests ---------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import CommitReply
+from rollout.core.update_state import CommitReply
 from rollout.tokenizer_manager.answers import merge_ready
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
