@@ -13,7 +13,12 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.weight_io_struct import CheckerReply, WeightsCheckerReqInput
+from rollout.core.weight_io_struct import (
+    CheckerReply,
+    DropSnapshotReply,
+    DropWeightSnapshotReqInput,
+    WeightsCheckerReqInput,
+)
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import (
     Difference,
@@ -50,7 +55,7 @@ class WeightChecker:
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
-        return {WeightsCheckerReqInput: self._plan}
+        return {WeightsCheckerReqInput: self._plan, DropWeightSnapshotReqInput: self._drop_snapshot}
 
     def _plan(self, verb: WeightsCheckerReqInput) -> Job:
         return self._actions[verb.action](verb)
@@ -134,6 +139,15 @@ class WeightChecker:
             return message, CheckerReply(num_tensors=len(names), poisoned=RESET_REASON)
 
         return Job(verb, io, step)
+
+    def _drop_snapshot(self, verb: DropWeightSnapshotReqInput) -> Job:
+        def step(_: None) -> tuple[str, DropSnapshotReply]:
+            held, self._snapshot = self._snapshot, None
+            if held is None:
+                return "There is no snapshot.", DropSnapshotReply(num_bytes=0)
+            return "Snapshot dropped.", DropSnapshotReply(num_bytes=held.num_bytes)
+
+        return Job(verb, lambda: None, step)
 
     def _digest(self, fingerprints: Mapping[str, int]) -> str:
         metas = self._weights.metas()

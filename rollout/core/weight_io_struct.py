@@ -320,6 +320,18 @@ class WeightsCheckerReqInput(ControlReqInput[CheckerReply]):
     skip_tensor_list: list[str] | None = None
 
 
+class DropSnapshotReply(Reply, kw_only=True):
+    """`num_bytes`: of host memory that the snapshot held on a rank."""
+
+    num_bytes: int
+
+
+class DropWeightSnapshotReqInput(ControlReqInput[DropSnapshotReply]):
+    """Forget the snapshot of `/weights_checker`, and give its memory back; without one nothing happens."""
+
+    endpoint = Endpoint(path="/drop_weight_snapshot", tag="weights")
+
+
 VERBS: tuple[type[ControlReqInput], ...] = (
     InitWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqInput,
@@ -336,4 +348,5 @@ VERBS: tuple[type[ControlReqInput], ...] = (
     UpdateWeightVersionReqInput,
     GetWeightsByNameReqInput,
     WeightsCheckerReqInput,
+    DropWeightSnapshotReqInput,
 )

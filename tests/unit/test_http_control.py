@@ -122,6 +122,7 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
             {"phase": "verify"},
         ),
         ("abort_weight_update", {}, weight_io_struct.AbortWeightUpdateReqInput, {}),
+        ("drop_weight_snapshot", {}, weight_io_struct.DropWeightSnapshotReqInput, {}),
         (
             "update_weights_from_distributed",
             {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "load_format": "flattened_bucket"},
