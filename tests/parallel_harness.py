@@ -23,7 +23,7 @@ from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
 from rollout.tokenizer_manager.answers import merge_answers
-from tests.scheduler_harness import Harness, Result, check_decodes
+from tests.scheduler_harness import Harness, Result, check_decodes, plain
 
 T = TypeVar("T")
 COLLECTIVE_S = 30.0
@@ -150,7 +150,7 @@ class ParallelHarness(Harness):
         answers = self._partial.setdefault(message.request_id, [])
         answers.append(message)
         if len(answers) == self.num_dp_ranks:
-            self.answers[message.request_id] = merge_answers(self._partial.pop(message.request_id))
+            self.answers[message.request_id] = plain(merge_answers(self._partial.pop(message.request_id)))
 
     def _on_all_until_all_rest(self, turn: Callable[[int], bool]) -> list[bool]:
         """A turn on every rank, and further ones on those that are done while another is not."""

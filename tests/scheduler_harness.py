@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, FinishedRecord, TokenizedGenerateReqInput
@@ -19,6 +20,12 @@ from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
+
+
+def plain(answer: ControlReqOutput) -> ControlReqOutput:
+    """With the reply as it travels; an answer without one has an empty reply."""
+    answer.data = {} if answer.data is None else msgspec.to_builtins(answer.data, builtin_types=(bytes,))
+    return answer
 
 
 @dataclass
@@ -144,7 +151,7 @@ class Harness:
                 for output in message.outputs:
                     self._append(output)
             else:
-                self.answers[message.request_id] = message
+                self.answers[message.request_id] = plain(message)
 
     def _append(self, output: Any) -> None:
         result = self.results[output.rid]

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
+import msgspec
 import zmq
 from tokenizers import Tokenizer
 
@@ -40,7 +42,7 @@ from rollout.core.io_struct import (
     decode_input,
     encode,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.message import ControlReqInput, reply_type
 
 SLOW_STEP_S = 0.02
 NUM_MOE_LAYERS, TOP_K, NUM_EXPERTS, VOCAB_SIZE = 1, 2, 8, 300
@@ -128,6 +130,8 @@ class StandInScheduler:
     def _control(self, verb: ControlReqInput) -> None:
         answer = self.answers.get(type(verb), self._default_answer)(verb)
         if answer is not None:
+            if answer.success:
+                answer.data = _blank(verb) | (answer.data or {})
             self._send(answer)
 
     def _default_answer(self, verb: ControlReqInput) -> ControlReqOutput:
@@ -275,6 +279,19 @@ class StandInScheduler:
             finished=record,
         )
         self._send(BatchTokenOutput(outputs=[output]))
+
+
+def _blank(verb: ControlReqInput) -> dict[str, Any]:
+    """What a reply to the verb must have: the verb's own values of the same names, else nothing of the right type."""
+    blank: dict[str, Any] = {}
+    for item in msgspec.structs.fields(reply_type(type(verb))):
+        if item.required:
+            arms = get_args(item.type) if get_origin(item.type) in (Union, UnionType, Annotated) else (item.type,)
+            plain = [get_origin(arm) or arm for arm in arms]
+            kinds = [kind for kind in (bool, int, float, str, list, dict) if kind in plain and type(None) not in plain]
+            own = getattr(verb, item.name, None)
+            blank[item.name] = kinds[0]() if own is None and kinds else own
+    return blank
 
 
 def main() -> None:

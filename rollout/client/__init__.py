@@ -1,4 +1,4 @@
-"""Clients of a rollout server, synchronous and asynchronous.  Needs httpx and numpy, not torch."""
+"""Clients of a rollout server, synchronous and asynchronous.  Needs httpx, msgspec and numpy, not torch."""
 
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.client import RolloutClient

@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts
 from rollout.client.errors import ResponseFormatError, ServerError
+from rollout.client.sse import DONE, SseDecoder
 from rollout.client.types import (
     FinishReason,
     GenerateOptions,
@@ -76,6 +77,29 @@ def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call
 
     body = generate_body(prompt, options) | {"stream": True}
     return Call("POST", "/generate", refuse, body, timeout="generate", timeout_s=options.get("timeout"))
+
+
+class Events:
+    """The events of a streamed generation out of its bytes; `done` once the last one came."""
+
+    def __init__(self, body: Mapping[str, Any], layout: RouteLayout | None) -> None:
+        self.done = False
+        self._body = body
+        self._layout = layout
+        self._decoder = SseDecoder()
+
+    def feed(self, chunk: bytes) -> Iterator[GenerationOutput]:
+        """The outputs that `chunk` completes."""
+        for event in self._decoder.feed(chunk):
+            if event == DONE:
+                self.done = True
+                return
+            yield parse_event(event, self._body, self._layout)
+
+    def require_done(self) -> None:
+        """Raises `ResponseFormatError` for a stream that ended too early."""
+        if not self.done:
+            raise ResponseFormatError("the stream ended before it was done")
 
 
 def num_samples(body: Mapping[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ Knows httpx's arguments and exceptions.  Sends nothing.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -15,6 +15,7 @@ from rollout.client.types import Timeouts
 from rollout.client.wire import Call
 from rollout.core.errors import BadRequest
 
+T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.
 _KEEPALIVE_S = 2.0
 
@@ -53,6 +54,13 @@ def request_arguments(
         headers["authorization"] = f"Bearer {key}"
     timeout = httpx.Timeout(call.deadline(timeouts), connect=min(timeouts.connect, call.deadline(timeouts)))
     return {"method": call.method, "url": call.path, "headers": headers, "content": content, "timeout": timeout}
+
+
+def no_answer(error: httpx.HTTPError, call: Call[T], timeouts: Timeouts, base_url: str) -> T:
+    """The result of a call that nobody answered, if it has one for that.  Raises `ClientError` otherwise."""
+    if call.unanswered is None:
+        raise client_error(error, call, timeouts, base_url) from error
+    return call.unanswered
 
 
 def client_error(error: httpx.HTTPError, call: Call[Any], timeouts: Timeouts, base_url: str) -> ClientError:

@@ -15,13 +15,16 @@ from rollout.control.memory_control import MemoryControl
 from rollout.control.weight_control import WeightControl
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import (
-    ControlReqOutput,
     FlushCacheReqInput,
     GetStateReqInput,
+    GiveUpPauseReply,
     GiveUpPauseReqInput,
     PauseGenerationReqInput,
+    PauseReply,
     ShutdownReqInput,
 )
+from rollout.core.message import ControlReqOutput, NoReply
+from rollout.core.scheduler_state import PublishedWeights, SchedulerState
 from rollout.scheduler.scheduler import Scheduler, failure
 
 
@@ -58,7 +61,7 @@ class Control:
             ShutdownReqInput: self._begin_shutdown,
         }
 
-    def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput | None:
+    def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput[PauseReply] | None:
         """No step runs after this until continue; the answer means that this has happened."""
         scheduler = self._scheduler
         if verb.mode == "wait":
@@ -100,7 +103,7 @@ class Control:
             self._waited = {verb.wait_id for _, verb in waiting if verb.wait_id is not None}
         self._end_waiting()
 
-    def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput:
+    def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput[GiveUpPauseReply]:
         """The others that wait, or that made the same pause, keep theirs."""
         scheduler = self._scheduler
         given_up = [one for _, one in self._awaited if one.wait_id == verb.wait_id]
@@ -112,7 +115,7 @@ class Control:
             if not self._waited:
                 scheduler.serving.give_up_pause()
         self._end_waiting()
-        return ControlReqOutput(request_id=verb.request_id, success=True, data={"paused": scheduler.serving.is_paused})
+        return verb.answer(GiveUpPauseReply(paused=scheduler.serving.is_paused))
 
     def _end_waiting(self) -> None:
         """Nobody waits any more for what did not come: as it was before."""
@@ -122,24 +125,20 @@ class Control:
             if not serving.is_paused:
                 self._weights.on_pause_given_up()
 
-    def _paused(self, verb: PauseGenerationReqInput, aborted: int = 0) -> ControlReqOutput:
+    def _paused(self, verb: PauseGenerationReqInput, aborted: int = 0) -> ControlReqOutput[PauseReply]:
         scheduler = self._scheduler
         scheduler.serving.pause()
         self._weights.on_paused()
-        return ControlReqOutput(
-            request_id=verb.request_id,
-            success=True,
-            message="Generation paused successfully.",
-            data={
-                "paused": True,
-                "mode": verb.mode,
-                "num_running": len(scheduler.queues.holding_kv()),
-                "num_waiting": len(scheduler.queues.waiting),
-                "num_aborted": aborted,
-            },
+        reply = PauseReply(
+            paused=True,
+            mode=verb.mode,
+            num_running=len(scheduler.queues.holding_kv()),
+            num_waiting=len(scheduler.queues.waiting),
+            num_aborted=aborted,
         )
+        return verb.answer(reply, "Generation paused successfully.")
 
-    def _flush_cache(self, verb: FlushCacheReqInput) -> ControlReqOutput:
+    def _flush_cache(self, verb: FlushCacheReqInput) -> ControlReqOutput[NoReply]:
         scheduler = self._scheduler
         if verb.retract:
             scheduler.retract(scheduler.queues.holding_kv())
@@ -147,55 +146,56 @@ class Control:
         if running or waiting:
             raise BadRequest(f"Flush cache failed: {running} requests running, {waiting} waiting.")
         scheduler.cache.flush()
-        return ControlReqOutput(request_id=verb.request_id, success=True, message="Cache flushed.")
+        return verb.answer(NoReply(), "Cache flushed.")
 
-    def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput:
+    def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput[SchedulerState]:
         scheduler = self._scheduler
         scheduler.parallel.tp.all_agree(True)  # an answer says that all ranks are there
         queues, cache, stats = scheduler.queues, scheduler.cache, scheduler.stats
         serving, state = scheduler.serving, scheduler.runner.state
         total = cache.allocator.num_slots
         used = total - cache.num_available
-        data = {
-            "num_running_reqs": len(queues.holding_kv()),
-            "num_waiting_reqs": len(queues.waiting),
-            "num_used_tokens": used,
-            "num_cached_tokens": cache.prefix_cache.num_cached,
-            "num_pinned_tokens": cache.prefix_cache.num_pinned,
-            "num_running_sessions": len({req.source.session_id for req in queues.holding_kv()} - {None}),
-            "num_total_tokens": sum(req.num_tokens for req in queues.all()),
-            "max_total_num_tokens": total,
-            "token_usage": used / total,
-            "gen_throughput": stats.gen_throughput,
-            "cache_hit_rate": stats.cache_hit_rate,
-            "num_retracted_reqs": stats.num_retractions,
-            "num_generated_tokens": stats.num_generated,
-            "num_prompt_tokens": stats.num_prompt_tokens,
-            "num_prompt_tokens_reused": stats.num_cached_tokens,
-            "num_kv_event_batches": None if scheduler.kv_events is None else scheduler.kv_events.num_batches,
-            "step_time_ms": stats.step_time_ms(),
-            "paused": serving.is_paused or serving.is_pausing,
-            "withheld": serving.withheld,
-            "memory": self._memory.status(),
-            "poisoned": serving.poisoned,
-            "weights_path": state.model_path,
-            "weight_version": state.epoch.weight_version,
-            "weight_epoch": state.epoch.weight_epoch,
-            "placement_epoch": state.epoch.placement_epoch,
-            "content_digest": state.epoch.content_digest,
-            "weight_versions": [
-                {
-                    "weight_version": epoch.weight_version,
-                    "weight_epoch": epoch.weight_epoch,
-                    "content_digest": epoch.content_digest,
-                }
+        found = SchedulerState(
+            num_running_reqs=len(queues.holding_kv()),
+            num_waiting_reqs=len(queues.waiting),
+            num_used_tokens=used,
+            num_cached_tokens=cache.prefix_cache.num_cached,
+            num_pinned_tokens=cache.prefix_cache.num_pinned,
+            num_running_sessions=len({req.source.session_id for req in queues.holding_kv()} - {None}),
+            num_total_tokens=sum(req.num_tokens for req in queues.all()),
+            max_total_num_tokens=total,
+            token_usage=used / total,
+            gen_throughput=stats.gen_throughput,
+            cache_hit_rate=stats.cache_hit_rate,
+            num_retracted_reqs=stats.num_retractions,
+            num_generated_tokens=stats.num_generated,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_prompt_tokens_reused=stats.num_cached_tokens,
+            num_kv_event_batches=None if scheduler.kv_events is None else scheduler.kv_events.num_batches,
+            step_time_ms=stats.step_time_ms(),
+            paused=serving.is_paused or serving.is_pausing,
+            withheld=serving.withheld,
+            memory=self._memory.status(),
+            poisoned=serving.poisoned,
+            weights_path=state.model_path,
+            weight_version=state.epoch.weight_version,
+            weight_epoch=state.epoch.weight_epoch,
+            placement_epoch=state.epoch.placement_epoch,
+            content_digest=state.epoch.content_digest,
+            weight_versions=[
+                PublishedWeights(
+                    weight_version=epoch.weight_version,
+                    weight_epoch=epoch.weight_epoch,
+                    content_digest=epoch.content_digest,
+                )
                 for epoch in state.recent_epochs
             ],
-            "weight_update": self._weights.status(),
-            "expert_distribution": self._experts.status(),
-            "eplb": self._eplb.status(),
-        }
-        return ControlReqOutput(request_id=verb.request_id, success=True, data=self._static_state | data)
+            weight_update=self._weights.status(),
+            expert_distribution=self._experts.status(),
+            eplb=self._eplb.status(),
+            **self._static_state,
+        )
+        return verb.answer(found)
 
     def _begin_shutdown(self, verb: ShutdownReqInput) -> None:
         """Answered by `drain` once everything has ended."""
@@ -213,4 +213,4 @@ class Control:
             scheduler.abort(None)
         if scheduler.num_active(waiting=True) == (0, 0) and (is_late or not self._weights.has_verbs):
             scheduler.serving.stop()
-            scheduler.reply(ControlReqOutput(request_id=self._shutdown.request_id, success=True, message="stopped"))
+            scheduler.reply(self._shutdown.answer(NoReply(), "stopped"))

@@ -32,8 +32,8 @@ from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.io_struct import ControlReqOutput
+from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
+from rollout.core.message import ControlReqOutput
 from rollout.scheduler.scheduler import Scheduler, failure
 
 _OVERDUE = 10  # looks that may be missed, as while a weight update is open, before the engine is not well
@@ -252,7 +252,7 @@ class EplbControl:
         if verb.dry_run and decision.plan is not None:
             data["physical_to_logical_map"] = decision.plan.physical_to_logical_LP.tolist()
             data["split"] = decision.plan.split_LP.tolist()
-        return ControlReqOutput(request_id=verb.request_id, success=True, message=decision.reason, data=data)
+        return verb.answer(msgspec.convert(data, EplbRebalanceReply), decision.reason)
 
 
 class NoExpertsToMove:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
 from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
@@ -18,8 +20,7 @@ from rollout.core.expert_io_struct import (
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
 )
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.message import ControlReqInput, ControlReqOutput, reply_type
 from rollout.core.model_config import ModelConfig
 from rollout.scheduler.scheduler import Scheduler
 
@@ -126,4 +127,4 @@ class ExpertDistribution:
 
 
 def _done(verb: ControlReqInput, message: str, data: dict[str, Any]) -> ControlReqOutput:
-    return ControlReqOutput(request_id=verb.request_id, success=True, message=message, data=data)
+    return verb.answer(msgspec.convert(data, reply_type(type(verb))), message)

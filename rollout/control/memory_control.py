@@ -17,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.control.weight_control import Answer, Job
+from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, UnsupportedFeature
-from rollout.core.io_struct import MemoryTag, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.core.io_struct import (
+    MemoryTag,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseReply,
+    ResumeMemoryOccupationReqInput,
+    ResumeReply,
+)
 from rollout.model_executor.memory_saver import TAGS, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.held_memory import HeldMemory
@@ -77,7 +83,7 @@ class MemoryControl:
             if "weights" in tags and keeps:
                 self._require_saver().keep_copy("weights")
 
-        def step(_: None) -> tuple[str, Answer]:
+        def step(_: None) -> tuple[str, ReleaseReply]:
             try:
                 self._require_idle()
             except Conflict:  # a request came while the copy was being made
@@ -87,7 +93,7 @@ class MemoryControl:
 
         return Job(verb, io, step)
 
-    def _discard(self, tags: list[MemoryTag]) -> tuple[str, Answer]:
+    def _discard(self, tags: list[MemoryTag]) -> tuple[str, ReleaseReply]:
         scheduler, saver = self._scheduler, self._require_saver()
         state = scheduler.runner.state
         with state.mutate("memory release"):
@@ -104,7 +110,7 @@ class MemoryControl:
         self._updater.book.forget_loss()
         self._withhold()
         num_bytes = sum(saver.nbytes(tag) for tag in tags)
-        return f"Released {', '.join(tags)}.", {"released": tags, "num_bytes": num_bytes, "memory": self.status()}
+        return f"Released {', '.join(tags)}.", ReleaseReply(released=tags, num_bytes=num_bytes, memory=self.status())
 
     def _resume(self, verb: ResumeMemoryOccupationReqInput) -> Job:
         self.notice_refresh()
@@ -115,7 +121,7 @@ class MemoryControl:
             if restores:
                 saver.restore("weights")
 
-        def step(_: None) -> tuple[str, Answer]:
+        def step(_: None) -> tuple[str, ResumeReply]:
             if restores:
                 self._scheduler.serving.regain_content()
                 self._epoch_released = None
@@ -125,7 +131,7 @@ class MemoryControl:
             self._updater.book.forget_loss()
             withheld = self._withhold()
             message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")
-            return message, {"resumed": tags, "memory": self.status()}
+            return message, ResumeReply(resumed=tags, memory=self.status())
 
         return Job(verb, io, step)
 

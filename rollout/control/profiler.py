@@ -31,7 +31,12 @@ from torch.profiler import ProfilerActivity, supported_activities
 
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import BadRequest, Conflict, status_of
-from rollout.core.io_struct import MAX_PROFILED_STEPS, ControlReqOutput, StartProfileReqInput, StopProfileReqInput
+from rollout.core.profile_io_struct import (
+    MAX_PROFILED_STEPS,
+    ProfileReply,
+    StartProfileReqInput,
+    StopProfileReqInput,
+)
 from rollout.scheduler.scheduler import Scheduler, failure
 
 T = TypeVar("T")
@@ -85,7 +90,7 @@ class StepProfiler:
             raise BadRequest(f"nothing of {', '.join(verb.activities) or 'no activity'} can be recorded here")
         folder = _writable(verb.output_dir)
         position, layout = self._scheduler.parallel.position, self._scheduler.parallel.layout
-        name = f"{folder}/{verb.prefix}-{verb.request_id}-rank"
+        name = f"{folder}/{verb.profile_prefix}-{verb.request_id}-rank"
         files = [f"{name}-{rank}.trace.json.gz" for rank in range(layout.world_size)]
         profile = torch.profiler.profile(
             activities=activities, record_shapes=verb.record_shapes, with_stack=verb.with_stack
@@ -102,7 +107,7 @@ class StepProfiler:
             return
         self._trace, self._num_steps = trace, self._scheduler.stats.num_steps
         self._steps_left = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
-        self._scheduler.reply(_answer(verb.request_id, "Profile started.", trace))
+        self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile started."))
 
     def _stop(self, verb: StopProfileReqInput) -> None:
         """Answered when the files of all ranks are there."""
@@ -129,7 +134,7 @@ class StepProfiler:
         elif error is not None:
             self._scheduler.reply(failure(verb.request_id, error))
         else:
-            self._scheduler.reply(_answer(verb.request_id, "Profile written.", trace))
+            self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile written."))
         del trace  # so that nothing holds it
         self._thread.submit(_give_memory_back)
 
@@ -183,11 +188,6 @@ def _import_early() -> None:
     """torch's profiler imports torch's compiler when it first starts: seconds in which no step could run."""
     with suppress(ImportError):
         importlib.import_module("torch._inductor.config")
-
-
-def _answer(request_id: str, message: str, trace: _Trace) -> ControlReqOutput:
-    data: dict[str, Any] = {"files": trace.files}
-    return ControlReqOutput(request_id=request_id, success=True, message=message, data=data)
 
 
 def _writable(output_dir: str | None) -> str:

@@ -7,9 +7,15 @@ decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from rollout.core.io_struct import ControlReqOutput, FinishSessionReqInput, GetSessionsReqInput
+from rollout.core.message import ControlReqOutput
+from rollout.core.session_io_struct import (
+    FinishSessionReply,
+    FinishSessionReqInput,
+    GetSessionsReqInput,
+    SessionReport,
+    SessionsReply,
+)
 from rollout.mem_cache.radix_cache import RadixNode
 from rollout.scheduler.scheduler import Scheduler
 
@@ -28,7 +34,7 @@ class SessionControl:
         scheduler = self._scheduler
         scheduler.cache.pins.advance(scheduler.now, scheduler.runner.state.epoch.weight_epoch)
 
-    def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput:
+    def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput[SessionsReply]:
         """Of each session that keeps KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""
         cache = self._scheduler.cache
         nodes: dict[str, set[RadixNode]] = {}
@@ -41,23 +47,21 @@ class SessionControl:
             if owner is not None and req.prefix_node is not None:
                 nodes.setdefault(owner, set()).update(cache.prefix_cache.path(req.prefix_node))
                 private[owner] = private.get(owner, 0) + req.device_len - req.cached_len
-        sessions: dict[str, Any] = {
-            session_id: {
-                "kv_tokens": sum(map(len, path)) + private.get(session_id, 0),
-                "pinned_tokens": pinned.get(session_id, 0),
-                "expires_in_s": cache.pins.expires_in(session_id),
-            }
+        sessions = {
+            session_id: SessionReport(
+                kv_tokens=sum(map(len, path)) + private.get(session_id, 0),
+                pinned_tokens=pinned.get(session_id, 0),
+                expires_in_s=cache.pins.expires_in(session_id),
+            )
             for session_id, path in nodes.items()
         }
-        data = {"sessions": sessions, "num_pinned_tokens": cache.prefix_cache.num_pinned}
-        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+        return verb.answer(SessionsReply(sessions=sessions, num_pinned_tokens=cache.prefix_cache.num_pinned))
 
-    def _finish(self, verb: FinishSessionReqInput) -> ControlReqOutput:
+    def _finish(self, verb: FinishSessionReqInput) -> ControlReqOutput[FinishSessionReply]:
         cache = self._scheduler.cache
         pinned = cache.prefix_cache.num_pinned
         cache.pins.drop(verb.session_id)
         for req in self._scheduler.queues.all():
             if req.source.session_id == verb.session_id:
                 req.may_pin = False
-        data = {"num_released_tokens": pinned - cache.prefix_cache.num_pinned}
-        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+        return verb.answer(FinishSessionReply(num_released_tokens=pinned - cache.prefix_cache.num_pinned))

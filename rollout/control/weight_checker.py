@@ -11,11 +11,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.control.weight_control import Answer, Job
+from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.weight_io_struct import WeightsCheckerReqInput
+from rollout.core.weight_io_struct import (
+    CheckerReply,
+    DropSnapshotReply,
+    DropWeightSnapshotReqInput,
+    WeightsCheckerReqInput,
+)
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import (
+    Difference,
     WeightSnapshot,
     compare,
     live_fingerprints,
@@ -49,7 +55,7 @@ class WeightChecker:
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
-        return {WeightsCheckerReqInput: self._plan}
+        return {WeightsCheckerReqInput: self._plan, DropWeightSnapshotReqInput: self._drop_snapshot}
 
     def _plan(self, verb: WeightsCheckerReqInput) -> Job:
         return self._actions[verb.action](verb)
@@ -66,18 +72,14 @@ class WeightChecker:
             self._require_content()
             return live_fingerprints(self._weights, self._updater.exchange)
 
-        def step(fingerprints: dict[str, int]) -> tuple[str, Answer]:
+        def step(fingerprints: dict[str, int]) -> tuple[str, CheckerReply]:
             live = self._digest(fingerprints)
             expected = self._state.epoch.content_digest
             if expected is None and self._scheduler.serving.poisoned is None:
                 self._updater.content.note(fingerprints)
                 self._state.note_digest(live)
-            data = {
-                "checksums": {name: fingerprint_hex(value) for name, value in fingerprints.items()},
-                "digest": live,
-                "expected_digest": expected,
-            }
-            return "Success.", data
+            checksums = {name: fingerprint_hex(value) for name, value in fingerprints.items()}
+            return "Success.", CheckerReply(checksums=checksums, digest=live, expected_digest=expected)
 
         return Job(verb, io, step)
 
@@ -88,38 +90,38 @@ class WeightChecker:
             self._snapshot = None  # its memory is free before the next one is taken
             return take_snapshot(self._weights, verb.keep_content, self._updater.exchange)
 
-        def step(snapshot: WeightSnapshot) -> tuple[str, Answer]:
+        def step(snapshot: WeightSnapshot) -> tuple[str, CheckerReply]:
             self._snapshot = snapshot
             self._snapshot_version = self._state.epoch.weight_version
-            return "Snapshot taken.", {
-                "num_tensors": len(snapshot.fingerprints),
-                "num_bytes": snapshot.num_bytes,
-                "digest": self._digest(snapshot.fingerprints),
-                "weight_version": self._snapshot_version,
-            }
+            return "Snapshot taken.", CheckerReply(
+                num_tensors=len(snapshot.fingerprints),
+                num_bytes=snapshot.num_bytes,
+                digest=self._digest(snapshot.fingerprints),
+                weight_version=self._snapshot_version,
+            )
 
         return Job(verb, io, step)
 
     def _compare(self, verb: WeightsCheckerReqInput) -> Job:
-        def io() -> Answer:
+        def io() -> list[Difference]:
             self._require_content()
             if self._snapshot is None:
                 raise Conflict("there is no snapshot to compare with; take one with action snapshot")
-            skipped = verb.skip_tensor_list or ()
-            differences = compare(self._weights, self._snapshot, skipped, self._updater.exchange)
-            return {
-                "equal": not differences,
-                "num_compared": len(self._weights.metas()) - len(set(skipped)),
-                "differing": [dataclasses.asdict(difference) for difference in differences],
-                "snapshot_weight_version": self._snapshot_version,
-            }
+            return compare(self._weights, self._snapshot, verb.skip_tensor_list or (), self._updater.exchange)
 
-        def step(data: Answer) -> tuple[str, Answer]:
-            if data["equal"]:
-                return "All tensors are equal to the snapshot.", data
-            names = [", ".join([entry["name"], *entry["places"]]) for entry in data["differing"]]
-            count = f"{len(names)} of {data['num_compared']}"
-            return f"{count} tensors differ from the snapshot: {listed(names, 3)}.", data
+        def step(differing: list[Difference]) -> tuple[str, CheckerReply]:
+            num_compared = len(self._weights.metas()) - len(set(verb.skip_tensor_list or ()))
+            reply = CheckerReply(
+                equal=not differing,
+                num_compared=num_compared,
+                differing=[dataclasses.asdict(difference) for difference in differing],
+                snapshot_weight_version=self._snapshot_version,
+            )
+            if not differing:
+                return "All tensors are equal to the snapshot.", reply
+            names = [", ".join([difference.name, *difference.places]) for difference in differing]
+            count = f"{len(names)} of {num_compared}"
+            return f"{count} tensors differ from the snapshot: {listed(names, 3)}.", reply
 
         return Job(verb, io, step)
 
@@ -129,14 +131,23 @@ class WeightChecker:
                 raise Conflict("a weight update is open; end or abort it before the tensors are reset")
             return resettable(self._weights, verb.skip_tensor_list or ())
 
-        def step(names: list[str]) -> tuple[str, Answer]:
+        def step(names: list[str]) -> tuple[str, CheckerReply]:
             with self._state.mutate("tensor reset"):
                 self._scheduler.poison(RESET_REASON)
                 reset_tensors(self._weights, names)
             message = f"{len(names)} tensors hold NaN until a complete refresh."
-            return message, {"num_tensors": len(names), "poisoned": RESET_REASON}
+            return message, CheckerReply(num_tensors=len(names), poisoned=RESET_REASON)
 
         return Job(verb, io, step)
+
+    def _drop_snapshot(self, verb: DropWeightSnapshotReqInput) -> Job:
+        def step(_: None) -> tuple[str, DropSnapshotReply]:
+            held, self._snapshot = self._snapshot, None
+            if held is None:
+                return "There is no snapshot.", DropSnapshotReply(num_bytes=0)
+            return "Snapshot dropped.", DropSnapshotReply(num_bytes=held.num_bytes)
+
+        return Job(verb, lambda: None, step)
 
     def _digest(self, fingerprints: Mapping[str, int]) -> str:
         metas = self._weights.metas()

@@ -5,10 +5,14 @@ Knows the order of a commit.  Does not know verbs, or who opened the transaction
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_labels import PartialLabel, successor
-from rollout.control.weight_queue import Answer
 from rollout.core.errors import FatalError
+from rollout.core.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import WeightSyncError
 from weight_sync.update_book import CommitResult, Outcome
@@ -24,10 +28,10 @@ class WeightCommit:
         self._adoption = adoption
         self._partial = PartialLabel()
 
-    def run(self, *, alone: bool = False) -> tuple[str, Answer]:
+    def run(self, *, alone: bool = False) -> tuple[str, CommitReply]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
 
-        Nothing came: only the label changes, and all prefixes stay.  Message and data of the answer.
+        Nothing came: only the label changes, and all prefixes stay.  Message and reply.
 
         `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
         force on any rank; `FatalError`, in doubt.
@@ -40,7 +44,7 @@ class WeightCommit:
                 total = len(state.model.weights.metas())
                 if len(result.names) == total:
                     scheduler.serving.heal()
-                placement = self._adoption.adopt()
+                placement: dict[str, Any] = self._adoption.adopt()
                 version = self._label(result, total, alone)
                 whole = scheduler.serving.has_whole_weights
                 if result.names:
@@ -52,18 +56,18 @@ class WeightCommit:
         except Exception as error:
             raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        answer = {
-            "weight_version": version,
-            "weight_epoch": state.epoch.weight_epoch,
-            "content_digest": state.epoch.content_digest,
-            "placement_epoch": state.epoch.placement_epoch,
+        reply = CommitReply(
+            weight_version=version,
+            weight_epoch=state.epoch.weight_epoch,
+            content_digest=state.epoch.content_digest,
+            placement_epoch=state.epoch.placement_epoch,
+            num_tensors=len(result.names),
+            num_bytes=result.num_bytes,
+            stall_seconds=result.seconds,
             **placement,
-            "num_tensors": len(result.names),
-            "num_bytes": result.num_bytes,
-            "stall_seconds": result.seconds,
-        }
-        self._updater.book.note(result.update_id, Outcome("committed", answer=answer))
-        return committed(answer), answer
+        )
+        self._updater.book.note(result.update_id, Outcome("committed", answer=msgspec.to_builtins(reply)))
+        return committed(reply), reply
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
         """What is in force from now on is called."""
@@ -75,6 +79,6 @@ class WeightCommit:
         return self._partial.after(label, result.names, total, epoch.weight_epoch) if alone else label
 
 
-def committed(answer: Answer) -> str:
+def committed(reply: CommitReply) -> str:
     """What its sender is told."""
-    return f"Succeeded to update parameter online. Weight version updated to {answer['weight_version']}."
+    return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."

@@ -26,24 +26,27 @@ from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed
+from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_labels import successor
-from rollout.control.weight_queue import Answer, Job, WeightQueue
+from rollout.control.weight_queue import Job, WeightQueue
 from rollout.control.weight_reading import shown_weights
 from rollout.control.weight_sources import SOURCES
 from rollout.control.weight_watch import WeightWatch
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.io_struct import ContinueGenerationReqInput, ContinueReply
+from rollout.core.message import ControlReqInput, ControlReqOutput, NoReply, Reply
+from rollout.core.update_state import CommitReply, UpdateStateReply
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
+    BeginReply,
     BeginWeightUpdateReqInput,
-    DestroyWeightsUpdateGroupReqInput,
+    BucketReply,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     GetWeightUpdateReqInput,
-    InitWeightsUpdateGroupReqInput,
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
+    VersionReply,
 )
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
@@ -51,8 +54,6 @@ from weight_sync.errors import BaseMismatchError, TransactionStateError
 from weight_sync.transaction import parse_manifest
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
-
-__all__ = ["Answer", "Job", "WeightControl"]
 
 CONTINUE_WAITS_S = 10.0
 """A continue waits so long for a bucket on its way: of a trainer that is there, it is short of that by far."""
@@ -88,11 +89,10 @@ class WeightControl:
         self._starts_anew = False  # by a pause that came amid a verb
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
-        self._last_status: Answer = updater.status()
+        self._last_status = updater.status()
         self._queue.add(
             {
-                InitWeightsUpdateGroupReqInput: self._init_group,
-                DestroyWeightsUpdateGroupReqInput: self._destroy_group,
+                **WeightGroups(updater, scheduler.parallel.position).jobs,
                 BeginWeightUpdateReqInput: self._begin,
                 EndWeightUpdateReqInput: self._end,
                 AbortWeightUpdateReqInput: self._abort,
@@ -125,8 +125,8 @@ class WeightControl:
         """A refresh of another file's is about to be opened; on the scheduler's thread."""
         self._adoption.opening()
 
-    def commit(self) -> tuple[str, Answer]:
-        """Put the verified transaction in force, at a step boundary; message and data of the answer."""
+    def commit(self) -> tuple[str, CommitReply]:
+        """Put the verified transaction in force, at a step boundary; message and reply."""
         return self._commit.run()
 
     @property
@@ -174,13 +174,13 @@ class WeightControl:
         """It ends no pause that comes while it waits for its turn."""
         self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._num_pauses))
 
-    def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput:
+    def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput[UpdateStateReply]:
         if verb.update_id is None:
-            data = self.status()
-        else:
-            found = self._updater.outcome(verb.update_id)
-            data = {"update_id": verb.update_id, "outcome": found.kind, "reason": found.reason, **found.answer}
-        return ControlReqOutput(request_id=verb.request_id, success=True, data=data)
+            return verb.answer(UpdateStateReply(**self.status()))
+        found = self._updater.outcome(verb.update_id)
+        return verb.answer(
+            UpdateStateReply(update_id=verb.update_id, outcome=found.kind, reason=found.reason, **found.answer)
+        )
 
     def _hurry(self, verb: ControlReqInput) -> float | None:
         """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
@@ -188,7 +188,7 @@ class WeightControl:
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
-    def status(self) -> Answer:
+    def status(self) -> dict[str, Any]:
         """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
         if not self._queue.busy:
             self._last_status = self._updater.status()
@@ -210,38 +210,9 @@ class WeightControl:
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
-    def _init_group(self, verb: InitWeightsUpdateGroupReqInput) -> Job:
-        def io() -> None:
-            self._updater.groups.init(
-                master_address=verb.master_address,
-                master_port=verb.master_port,
-                rank=verb.rank_offset + self._scheduler.parallel.position.world_rank,
-                world_size=verb.world_size,
-                group_name=verb.group_name,
-                backend=verb.backend,
-            )
-
-        def leave(_: str) -> None:
-            self._updater.groups.destroy(verb.group_name)
-
-        return Job(
-            verb,
-            io,
-            _says("Succeeded to initialize custom process group."),
-            take_back=leave,
-            waits=self._updater.patience,
-        )
-
-    def _destroy_group(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
-        return Job(
-            verb,
-            lambda: self._updater.groups.destroy(verb.group_name),
-            _says("Succeeded to destroy custom process group."),
-        )
-
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
-        begun = _says("Weight update begun.", update_id=update_id)
+        begun = _says("Weight update begun.", BeginReply(update_id=update_id))
         if update_id == self._updater.book.open_id:  # sent again, as its answer did not arrive
             return Job(verb, _nothing, begun)
         if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
@@ -300,7 +271,9 @@ class WeightControl:
             refusal = updater.book.against_loss()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
-            return Job(verb, lambda: updater.turn_away(source(), refusal), _says(""), waits=updater.patience)
+            return Job(
+                verb, lambda: updater.turn_away(source(), refusal), _says("", BucketReply()), waits=updater.patience
+            )
         if verb.abort_all_requests:
             self._scheduler.abort(None)
         if opens:
@@ -328,10 +301,11 @@ class WeightControl:
                 updater.verify(verb.request_id if settles else verb.update_id)
             return is_whole
 
-        def step(is_whole: bool) -> tuple[str, Answer]:
+        def step(is_whole: bool) -> tuple[str, BucketReply]:
             if is_whole:
-                return self._commit.run(alone=settles)
-            return "Succeeded to receive weights.", {"weight_update": updater.status()}  # I/O thread is idle
+                message, commit = self._commit.run(alone=settles)
+                return message, BucketReply(**msgspec.structs.asdict(commit))
+            return "Succeeded to receive weights.", BucketReply(weight_update=updater.status())  # I/O thread is idle
 
         drop = functools.partial(updater.drop, told=True)
         take_back = drop if adds_up else updater.fail
@@ -341,8 +315,8 @@ class WeightControl:
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
-            answer = dict(ended.answer)
-            return Job(verb, _nothing, lambda _: (committed(answer), answer))
+            reply = CommitReply(**ended.answer)
+            return Job(verb, _nothing, _says(committed(reply), reply))
 
         def verify() -> None:
             if verb.weight_version is not None:
@@ -350,7 +324,7 @@ class WeightControl:
             self._updater.verify(update_id)
 
         if verb.phase == "verify":
-            return Job(verb, verify, _says("Weight update verified; commit or abort it."))
+            return Job(verb, verify, _says("Weight update verified; commit or abort it.", CommitReply()))
         if verb.phase == "commit":
             take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
@@ -358,7 +332,7 @@ class WeightControl:
         return Job(verb, verify, lambda _: self._commit.run())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
-        says = _says("Weight update aborted; the previous weights serve.")
+        says = _says("Weight update aborted; the previous weights serve.", NoReply())
         return Job(verb, lambda: self._updater.abort(verb.update_id), says)
 
     def _continue(self, verb: _Continue) -> Job:
@@ -373,20 +347,22 @@ class WeightControl:
             if settles:
                 self._updater.verify()
 
-        def step(_: Any) -> tuple[str, Answer]:
+        def step(_: Any) -> tuple[str, ContinueReply]:
             serving = self._scheduler.serving
-            data = self._commit.run()[1] if settles else {}
+            facts = msgspec.structs.asdict(self._commit.run()[1]) if settles else {}
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
             if verb.pauses != self._num_pauses:
                 message = "Generation stays paused: another pause came after this call."
-                return message, data | {"paused": serving.is_paused or serving.is_pausing, "num_aborted": aborted}
+                return message, ContinueReply(
+                    **facts, paused=serving.is_paused or serving.is_pausing, num_aborted=aborted
+                )
             serving.resume()
-            return "Generation continued successfully.", data | {"paused": False, "num_aborted": aborted}
+            return "Generation continued successfully.", ContinueReply(**facts, paused=False, num_aborted=aborted)
 
         return Job(verb, io, step)
 
     def _relabel(self, verb: UpdateWeightVersionReqInput) -> Job:
-        def step(_: Any) -> tuple[str, Answer]:
+        def step(_: Any) -> tuple[str, VersionReply]:
             if verb.abort_all_requests:
                 self._scheduler.abort(None)
             if self._updater.is_open:
@@ -395,7 +371,7 @@ class WeightControl:
                 state = self._scheduler.runner.state
                 with state.mutate("version update"):
                     state.relabel(verb.new_version)
-            return f"Weight version updated to {verb.new_version}.", {"new_version": verb.new_version}
+            return f"Weight version updated to {verb.new_version}.", VersionReply(new_version=verb.new_version)
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
 
@@ -404,5 +380,5 @@ def _nothing() -> None:
     """The I/O part of a verb that has none; it still takes its turn in the queue."""
 
 
-def _says(message: str, **data: Any) -> Callable[[Any], tuple[str, Answer]]:
-    return lambda _: (message, data)
+def _says(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
+    return lambda _: (message, reply)

@@ -13,14 +13,21 @@ import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from rollout.control.weight_control import WeightControl
 from rollout.control.weight_folders import WeightFolders
-from rollout.control.weight_queue import Answer, Job
+from rollout.control.weight_queue import Job
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
-from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.core.weight_io_struct import (
+    DiskReply,
+    PullReply,
+    PullWeightsReqInput,
+    UpdateWeightsFromDiskReqInput,
+)
 from rollout.models.registry import load_model_config
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checkpoint_folder import require_folder
@@ -33,6 +40,7 @@ from weight_sync.receivers.disk import DiskSource, check_against_model
 from weight_sync.safetensors_file import read_small
 from weight_sync.updater import WeightUpdater
 
+HowPulled = Literal["delta", "full", "unchanged"]
 LOAD_FORMATS = (None, "auto", "safetensors")
 _MAX_CONFIG_BYTES = 16 << 20
 # What may differ between two checkpoints of one model.
@@ -108,16 +116,17 @@ class DiskRefresh:
                 source.close()
             return source.local_version
 
-        def step(local_version: LocalVersion | None) -> tuple[str, Answer]:
+        def step(local_version: LocalVersion | None) -> tuple[str, DiskReply]:
             if not opens:
-                return "Succeeded to receive weights.", {"weight_update": self._updater.status()}
-            message, data = self._weights.commit()
+                return "Succeeded to receive weights.", DiskReply(weight_update=self._updater.status())
+            message, commit = self._weights.commit()
             self._scheduler.runner.state.model_path = verb.model_path
             if local_version is not None:
                 self._note_origin(local_version.version, local_version.source)
             queues = self._scheduler.queues
             num_paused = len(queues.all()) if self._scheduler.serving.is_paused else 0
-            return message, data | {"num_paused_requests": num_paused, "model_path": verb.model_path}
+            facts = msgspec.structs.asdict(commit)
+            return message, DiskReply(**facts, num_paused_requests=num_paused, model_path=verb.model_path)
 
         take_back = None if opens else self._updater.fail
         holds = self._updater.holds_steps
@@ -132,7 +141,7 @@ class DiskRefresh:
             self._weights.opening()
         weights = self._scheduler.runner.state.model.weights
 
-        def io() -> tuple[PullResult, str | None]:
+        def io() -> tuple[PullResult, HowPulled | None]:
             if foreign is not None:
                 raise foreign
             if verb.update_memory and is_open:
@@ -149,18 +158,18 @@ class DiskRefresh:
             )
             return result, self._pull_into_memory(verb, local, source) if verb.update_memory else None
 
-        def step(done: tuple[PullResult, str | None]) -> tuple[str, Answer]:
+        def step(done: tuple[PullResult, HowPulled | None]) -> tuple[str, PullReply]:
             result, memory = done
-            data: Answer = dataclasses.asdict(result) | {"memory": memory}
+            facts: dict[str, Any] = {}
             if memory in ("delta", "full"):
-                data |= self._weights.commit()[1]
+                facts = msgspec.structs.asdict(self._weights.commit()[1])
                 self._note_origin(verb.target_version, str(Path(verb.source_dir).resolve()))
-            return "Success.", data
+            return "Success.", PullReply(**dataclasses.asdict(result), memory=memory, **facts)
 
         holds = verb.update_memory and self._updater.holds_steps
         return Job(verb, io, step, holds_steps=holds)
 
-    def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> str:
+    def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> HowPulled:
         """Stage and verify what leads memory to the target: by "delta", by a "full" load, or "unchanged"."""
         version = str(verb.target_version) if verb.weight_version is None else verb.weight_version
         weights = self._scheduler.runner.state.model.weights

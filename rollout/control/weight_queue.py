@@ -28,13 +28,9 @@ import torch
 
 from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.message import ControlReqInput, Reply
 from rollout.scheduler.scheduler import Scheduler, failure
 from weight_sync.waiting import Patience
-
-Answer = dict[str, Any]
-
 
 _NICENESS = 15
 _PAUSE = 2.5
@@ -73,14 +69,14 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
-    `step` returns message and data.  `holds_steps`: no step may run beside `io`.  `take_back(reason)`, on the I/O
-    thread: `io` went well here and failed on another rank.  `renews_lease`: it is a sign of life of an update's sender.
-    `waits`: for a sender, with this patience, which ends when a verb behind it must not wait for that.
+    `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `take_back(reason)`, on the
+    I/O thread: `io` went well here and failed on another rank.  `renews_lease`: it is a sign of life of an update's
+    sender.  `waits`: for a sender, with this patience, which ends when a verb behind it must not wait for that.
     """
 
     verb: ControlReqInput
     io: Callable[[], Any]
-    step: Callable[[Any], tuple[str, Answer]]
+    step: Callable[[Any], tuple[str, Reply]]
     holds_steps: bool = False
     take_back: Callable[[str], None] | None = None
     renews_lease: bool = False
@@ -202,8 +198,8 @@ class WeightQueue:
         assert job is not None and future is not None
         self._job = self._future = None
         try:
-            message, data = job.step(future.result())
-            answer = ControlReqOutput(request_id=job.verb.request_id, success=True, message=message, data=data)
+            message, reply = job.step(future.result())
+            answer = job.verb.answer(reply, message)
         except FatalError:
             raise
         except Exception as error:
@@ -219,7 +215,7 @@ def _refused(verb: ControlReqInput, error: Exception) -> Job:
     def io() -> None:
         raise error
 
-    def step(_: Any) -> tuple[str, Answer]:
+    def step(_: Any) -> tuple[str, Reply]:
         raise AssertionError("it has failed")
 
     return Job(verb, io, step)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rollout.control.weight_queue import Answer, Job
+from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
-from rollout.core.weight_io_struct import GetWeightsByNameReqInput
+from rollout.core.weight_io_struct import GetWeightsByNameReqInput, WeightsReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_parts import first_rows
@@ -46,8 +46,8 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
         rows = first_rows(meta, parts, count, updater.exchange)
         return rows.double().tolist(), staged is not None
 
-    def step(result: Any) -> tuple[str, Answer]:
+    def step(result: Any) -> tuple[str, WeightsReply]:
         parameter, is_staged = result
-        return "", {"parameter": parameter, "staged": is_staged}
+        return "", WeightsReply(parameter=parameter, staged=is_staged)
 
     return Job(verb, io, step)

@@ -1,55 +1,121 @@
-"""The control verbs that concern experts: the load recorder and the placement, as messages to the scheduler.
-
-A verb is a struct here and a member of `ExpertVerb`; how it is carried out is `rollout.scheduler`'s business.
-"""
+"""The control verbs that concern experts: the load recorder and the placement."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from rollout.core.message import ControlReqInput
+from msgspec import UNSET, UnsetType
+
+from rollout.core.message import ControlReqInput, Endpoint, Int64, Limits, Method, Name, Reply
 
 RecorderModeName = Literal["stat", "per_pass", "per_token"]
+_BOTH: tuple[Method, ...] = ("GET", "POST")
+_TIMEOUT_S = 60.0
 
 
-class StartExpertDistributionReqInput(ControlReqInput):
-    mode: RecorderModeName | None = None  # None: the server's
+class StartExpertDistributionReply(Reply, kw_only=True):
+    mode: RecorderModeName
+    num_passes_dropped: int | UnsetType = UNSET
 
 
-class StopExpertDistributionReqInput(ControlReqInput):
-    pass
+class StartExpertDistributionReqInput(ControlReqInput[StartExpertDistributionReply]):
+    """Count the experts that tokens choose, from the next step on.  `mode` null: the server's."""
+
+    endpoint = Endpoint(path="/start_expert_distribution_record", methods=_BOTH, tag="experts", timeout_s=_TIMEOUT_S)
+
+    mode: RecorderModeName | None = None
 
 
-class DumpExpertDistributionReqInput(ControlReqInput):
-    """Answered by `eplb.load_dump.LoadDump.to_message` under `dump`; more than `most_numbers` are refused."""
+class StopExpertDistributionReply(Reply, kw_only=True):
+    mode: RecorderModeName
+    num_passes: int
+
+
+class StopExpertDistributionReqInput(ControlReqInput[StopExpertDistributionReply]):
+    """Count no further; what was recorded stays until it is dumped."""
+
+    endpoint = Endpoint(path="/stop_expert_distribution_record", methods=_BOTH, tag="experts", timeout_s=_TIMEOUT_S)
+
+
+class DumpExpertDistributionReply(Reply, kw_only=True):
+    """`dump`: of `eplb.load_dump.LoadDump.to_message`."""
+
+    dump: dict[str, Any]
+
+
+class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply]):
+    """What was recorded: in the reply, or in a new file on the server's machine.
+
+    More than `most_numbers` are refused.  `path` must not exist.
+    """
+
+    endpoint = Endpoint(
+        path="/dump_expert_distribution_record",
+        methods=_BOTH,
+        tag="experts",
+        timeout_s=_TIMEOUT_S,
+        hidden=frozenset({"most_numbers"}),
+        accepts={"format": (Literal["json", "safetensors"] | None, None), "path": (Name | None, None)},
+    )
 
     reset: bool = True
     most_numbers: int | None = None
 
 
-class GetExpertLocationReqInput(ControlReqInput):
-    """The map in force, with its epoch and the weights' of the same moment."""
+class ExpertLocationReply(Reply, kw_only=True):
+    placement_epoch: int
+    weight_version: str
+    weight_epoch: int
+    ep_size: int
+    num_logical_experts: int
+    num_physical_experts: int
+    moe_layer_ids: list[int]
+    physical_to_logical_map: list[list[int]]
+    logical_to_physical_map: list[list[int]]  # first slot of each expert
 
 
-class EplbRebalanceReqInput(ControlReqInput):
-    """Plan from the loads so far, or take the given placement, and move experts unless it is a `dry_run`.
+class GetExpertLocationReqInput(ControlReqInput[ExpertLocationReply]):
+    """The expert map in force: which logical expert every slot holds, and since which epoch."""
 
-    None: as the server was started.  `physical_to_logical_map` [L, P], `split` [L, P]: how an expert's tokens are
-    divided over its slots.
+    endpoint = Endpoint(
+        path="/expert_location", methods=("GET",), query=("GET",), tag="experts", timeout_s=_TIMEOUT_S, shape="bare"
+    )
+
+
+class EplbRebalanceReply(Reply, kw_only=True):
+    """`decision`, `outcome`: facts of the plan and of the moves.  The map and its split come with a dry run."""
+
+    rebalanced: bool
+    dry_run: bool
+    decision: dict[str, Any]
+    placement_epoch: int
+    outcome: dict[str, Any] | UnsetType = UNSET
+    physical_to_logical_map: list[list[int]] | UnsetType = UNSET
+    split: list[list[float]] | UnsetType = UNSET
+
+
+class EplbRebalanceReqInput(ControlReqInput[EplbRebalanceReply]):
+    """Move experts to where their load is even, or say what would be moved; the reason is in the reply.
+
+    By the loads so far, or to the given placement, unless it is a `dry_run`.  Null: as the server was started.
+    `physical_to_logical_map` [L, P], `split` [L, P] (how an expert's tokens are divided over its slots): as
+    `lockstep eplb-plan --output` writes them.
     """
+
+    endpoint = Endpoint(path="/eplb_rebalance", tag="experts", timeout_s=300.0)
 
     dry_run: bool = False
     algorithm: str | None = None
-    layers_per_chunk: int | None = None
-    most_stall_s: float | None = None
-    physical_to_logical_map: list[list[int]] | None = None
+    layers_per_chunk: Annotated[int, Limits(ge=1, lt=2**63)] | None = None
+    most_stall_s: Annotated[float, Limits(gt=0, allow_inf_nan=False)] | None = None
+    physical_to_logical_map: list[list[Int64]] | None = None
     split: list[list[float]] | None = None
 
 
-ExpertVerb = (
-    StartExpertDistributionReqInput
-    | StopExpertDistributionReqInput
-    | DumpExpertDistributionReqInput
-    | GetExpertLocationReqInput
-    | EplbRebalanceReqInput
+VERBS: tuple[type[ControlReqInput], ...] = (
+    StartExpertDistributionReqInput,
+    StopExpertDistributionReqInput,
+    DumpExpertDistributionReqInput,
+    GetExpertLocationReqInput,
+    EplbRebalanceReqInput,
 )

@@ -5,20 +5,31 @@ Knows shapes of messages and how to encode them.  Does not know sockets.  Nothin
     main -> scheduler   SchedulerInput  = requests, aborts, control verbs, in one order
     scheduler -> main   SchedulerOutput = token deltas and finished records, replies to control verbs
 
-A control verb is one `*ReqInput` here, one route, and one handler; every verb is answered by one `ControlReqOutput`
-that carries the verb's `request_id`.
+A control verb is declared here or in one of the files whose `VERBS` are taken in, see `message`; every verb is answered
+by one `ControlReqOutput` that carries the verb's `request_id`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import msgspec
 
-from rollout.core.expert_io_struct import ExpertVerb
-from rollout.core.message import ControlReqInput, Message
+from rollout.core import expert_io_struct, profile_io_struct, session_io_struct, weight_io_struct
+from rollout.core.message import (
+    AnyRank,
+    ControlReqInput,
+    ControlReqOutput,
+    Endpoint,
+    Message,
+    Method,
+    NoReply,
+    Reply,
+    Total,
+)
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.weight_io_struct import WeightVerb
+from rollout.core.scheduler_state import SchedulerState
+from rollout.core.update_state import CommitReply
 
 # --- main -> scheduler: requests ---------------------------------------------------------------------------------
 
@@ -76,109 +87,145 @@ class AbortReqInput(Message):
 
 # --- main -> scheduler: control verbs ----------------------------------------------------------------------------
 
-
+_BOTH: tuple[Method, ...] = ("GET", "POST")
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 
-class PauseGenerationReqInput(ControlReqInput):
-    """`wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins.
+class PauseReply(Reply, kw_only=True):
+    """`num_running`, `num_waiting`: requests that hold KV, and that wait; `num_aborted`: by this pause."""
 
+    paused: AnyRank
+    mode: PauseMode
+    num_running: Total
+    num_waiting: Total
+    num_aborted: Total
+
+
+class PauseGenerationReqInput(ControlReqInput[PauseReply]):
+    """Stop stepping; the answer comes once that has happened.  What becomes of the requests that run is `mode`'s.
+
+    `wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins.
     `wait_id` names such a pause for whoever gives it up.
     """
+
+    endpoint = Endpoint(
+        path="/pause_generation",
+        timeout_s=60.0,
+        client_waits="weights",
+        shape="status",
+        hidden=frozenset({"wait_s", "wait_id"}),
+    )
 
     mode: PauseMode = "abort"
     wait_s: float = 600.0
     wait_id: str | None = None
 
 
-class GiveUpPauseReqInput(ControlReqInput):
+class GiveUpPauseReply(Reply, kw_only=True):
+    paused: AnyRank
+
+
+class GiveUpPauseReqInput(ControlReqInput[GiveUpPauseReply]):
     """Take back a pause of mode `wait` whose caller is gone, or which failed on another replica."""
+
+    endpoint = Endpoint(timeout_s=60.0)
 
     wait_id: str
 
 
-class ContinueGenerationReqInput(ControlReqInput):
-    """Requests whose tokens or KV began under weights older than `abort_below_weight_version` are aborted first."""
+class ContinueReply(CommitReply, kw_only=True):
+    """With what a commit says, where a weight update that was sent without begin and end was settled."""
+
+    paused: AnyRank
+    num_aborted: Total
+
+
+class ContinueGenerationReqInput(ControlReqInput[ContinueReply]):
+    """End a pause.  Also settles a weight update that was sent without begin and end.
+
+    Requests whose tokens or KV began under weights older than `abort_below_weight_version` are aborted first.
+    """
+
+    endpoint = Endpoint(path="/continue_generation", shape="status")
 
     abort_below_weight_version: str | None = None
 
 
-class FlushCacheReqInput(ControlReqInput):
-    retract: bool = False  # requests that hold KV give it back and compute it again, instead of being in the way
+class FlushCacheReqInput(ControlReqInput[NoReply]):
+    """Empty the prefix cache.  Text; 400 unless idle or paused within `timeout` seconds.
+
+    `retract`: requests that hold KV give it back and compute it again, instead of being in the way.
+    """
+
+    endpoint = Endpoint(path="/flush_cache", methods=_BOTH, timeout_s=30.0, hidden=frozenset({"retract"}))
+
+    retract: bool = False
 
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
-class ReleaseMemoryOccupationReqInput(ControlReqInput):
-    """Give the memory of `tags` back to the system; None or empty: of all that have theirs."""
+class ReleaseReply(Reply, kw_only=True):
+    """`memory`: the state of every tag."""
+
+    released: list[MemoryTag]
+    num_bytes: int
+    memory: dict[str, str]
+
+
+class ReleaseMemoryOccupationReqInput(ControlReqInput[ReleaseReply]):
+    """Give the memory of `tags` back to the system; null or empty: of all that have theirs.
+
+    409 while requests run or if it was released already.
+    """
+
+    endpoint = Endpoint(path="/release_memory_occupation", methods=_BOTH)
 
     tags: list[MemoryTag] | None = None
 
 
-class ResumeMemoryOccupationReqInput(ControlReqInput):
-    """Take the memory of `tags` again; None or empty: of all that were released."""
+class ResumeReply(Reply, kw_only=True):
+    resumed: list[MemoryTag]
+    memory: dict[str, str]
+
+
+class ResumeMemoryOccupationReqInput(ControlReqInput[ResumeReply]):
+    """Take the memory of `tags` again; null or empty: of all that were released.  409 if it is not released."""
+
+    endpoint = Endpoint(path="/resume_memory_occupation", methods=_BOTH)
 
     tags: list[MemoryTag] | None = None
 
 
-class GetSessionsReqInput(ControlReqInput):
-    """What KV each session keeps."""
+class GetStateReqInput(ControlReqInput[SchedulerState]):
+    """Counts, memory, version and health of the scheduler."""
+
+    endpoint = Endpoint(timeout_s=10.0)
 
 
-class FinishSessionReqInput(ControlReqInput):
-    """Nothing needs to be kept for this session any more; one that is not known is no mistake."""
-
-    session_id: str
-
-
-class GetStateReqInput(ControlReqInput):
-    """Counts, memory, version and health of the scheduler: feeds /server_info, /get_load, /v1/loads, /metrics."""
-
-
-MAX_PROFILED_STEPS = 50
-
-
-class StartProfileReqInput(ControlReqInput):
-    """Trace the next `num_steps` steps (None: all, up to `MAX_PROFILED_STEPS`), into `output_dir` (None: the system's
-    temporary folder)."""
-
-    prefix: str
-    activities: list[Literal["CPU", "GPU"]]
-    output_dir: str | None = None
-    num_steps: int | None = None
-    with_stack: bool = False
-    record_shapes: bool = False
-
-
-class StopProfileReqInput(ControlReqInput):
-    """Write the trace; answered when it is there."""
-
-
-class ShutdownReqInput(ControlReqInput):
+class ShutdownReqInput(ControlReqInput[NoReply]):
     """Finish what runs within `drain_s` seconds, abort the rest, answer, and exit 0."""
 
     drain_s: float = 5.0
 
 
-SchedulerInput = (
-    TokenizedGenerateReqInput
-    | AbortReqInput
-    | PauseGenerationReqInput
-    | GiveUpPauseReqInput
-    | ContinueGenerationReqInput
-    | FlushCacheReqInput
-    | GetSessionsReqInput
-    | FinishSessionReqInput
-    | ReleaseMemoryOccupationReqInput
-    | ResumeMemoryOccupationReqInput
-    | GetStateReqInput
-    | StartProfileReqInput
-    | StopProfileReqInput
-    | ShutdownReqInput
-    | WeightVerb
-    | ExpertVerb
+VERBS: tuple[type[ControlReqInput], ...] = (
+    PauseGenerationReqInput,
+    GiveUpPauseReqInput,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    GetStateReqInput,
+    ShutdownReqInput,
+    *session_io_struct.VERBS,
+    *profile_io_struct.VERBS,
+    *weight_io_struct.VERBS,
+    *expert_io_struct.VERBS,
 )
+"""Every control verb."""
+
+SchedulerInput = TokenizedGenerateReqInput | AbortReqInput | ControlReqInput
 
 # --- scheduler -> main -------------------------------------------------------------------------------------------
 
@@ -274,17 +321,6 @@ class BatchTokenOutput(Message):
     outputs: list[ReqOutput]
 
 
-class ControlReqOutput(Message):
-    """Answer of one data-parallel rank to one control verb.  `data` is plain JSON-like content specific to the verb."""
-
-    request_id: str
-    success: bool
-    message: str = ""
-    status_code: int = 200
-    data: dict[str, Any] = {}
-    dp_rank: int = 0
-
-
 class SchedulerReady(Message):
     """Sent once by every data-parallel rank, when it can serve."""
 
@@ -308,8 +344,10 @@ SchedulerOutput = BatchTokenOutput | ControlReqOutput | SchedulerReady | Schedul
 
 
 _encoder = msgspec.msgpack.Encoder()
-_input_decoder = msgspec.msgpack.Decoder(SchedulerInput)
-_output_decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+_input_decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(
+    Union[(TokenizedGenerateReqInput, AbortReqInput, *VERBS)]
+)
+_output_decoder = msgspec.msgpack.Decoder(BatchTokenOutput | ControlReqOutput[Any] | SchedulerReady | SchedulerFailed)
 
 
 def encode(message: Any) -> bytes:

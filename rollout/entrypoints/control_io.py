@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from rollout.core.errors import status_of
-from rollout.core.io_struct import ControlReqOutput
+from rollout.core.message import ControlReqOutput
 from rollout.entrypoints import protocol
 from rollout.entrypoints.http_io import body_schema, describe_query, error_content, json_response, logger
 
@@ -40,27 +41,26 @@ class ControlRoute(APIRoute):
 
 
 def add_route(
-    router: APIRouter, path: str, handler: Callable[..., Any], body: type[protocol.Body], *methods: str
+    router: APIRouter, path: str, handler: Callable[..., Any], body: type[protocol.Body], *methods: str, **options: Any
 ) -> None:
-    """Add `handler`, POST unless told otherwise: one route per method, so that each has an operation id of its own."""
+    """Add `handler`, POST unless other `methods` are given: one route per method, so that each has an operation id of
+    its own.  `options`: further arguments of FastAPI's.
+    """
     for method in methods or ("POST",):
         extra = body_schema(body) if method == "POST" else None
-        router.add_api_route(path, handler, methods=[method], openapi_extra=extra)
+        router.add_api_route(path, handler, methods=[method], openapi_extra=extra, **options)
 
 
 def reply(answer: ControlReqOutput, extra: dict[str, Any] | None = None) -> Response:
-    """The common reply; what the scheduler adds is at the top level."""
+    """The common shape: the fields of the verb's reply are at the top level."""
     if answer.success:
-        return json_response(answer.data | (extra or {}) | {"success": True, "message": answer.message})
-    kind = str(answer.data.get("error_type", "ControlError"))
-    return refusal(kind, answer.message, failed_status(answer))
+        return json_response(reply_fields(answer) | (extra or {}) | {"success": True, "message": answer.message})
+    return refusal(answer.error_type, answer.message, failed_status(answer))
 
 
-def status_reply(answer: ControlReqOutput, message: str) -> Response:
-    if not answer.success:
-        return reply(answer)
-    status = {"message": answer.message or message, "status": "ok", "success": True}
-    return json_response(answer.data | status)
+def reply_fields(answer: ControlReqOutput) -> dict[str, Any]:
+    """The reply of a verb that succeeded, as JSON has it."""
+    return msgspec.to_builtins(answer.reply)  # type: ignore[no-any-return]
 
 
 def refusal(kind: str, message: str, status_code: int) -> Response:

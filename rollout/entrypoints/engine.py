@@ -62,7 +62,7 @@ class Engine:
 
     def control(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
         """One control verb of `rollout.core.io_struct`; its answer.  Raises what a server would answer with."""
-        return self._run(self._manager.control(verb, _CONTROL_TIMEOUT_S, **fields))
+        return self._run(self._manager.control(verb, timeout_s=_CONTROL_TIMEOUT_S, **fields))
 
     def close(self) -> None:
         self._loop.close()

@@ -1,82 +1,43 @@
-"""Endpoints that concern experts: the load recorder, its dump, the expert map.  All may demand the admin key.
-
-Knows bodies, replies and files.  What is recorded is the scheduler's business.
-"""
+"""The dump of the load recorder as JSON or as a safetensors file, in the reply or in a new file."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Request
 from starlette.responses import Response
 
 from eplb.load_dump import LoadDump
 from rollout.core.errors import BadRequest, Conflict, LockstepError
-from rollout.core.expert_io_struct import (
-    DumpExpertDistributionReqInput,
-    EplbRebalanceReqInput,
-    GetExpertLocationReqInput,
-    StartExpertDistributionReqInput,
-    StopExpertDistributionReqInput,
-)
-from rollout.entrypoints import protocol
-from rollout.entrypoints.control_io import ControlRoute, add_route, reply
-from rollout.entrypoints.http_io import json_body, json_response
-from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.core.expert_io_struct import DumpExpertDistributionReqInput
+from rollout.entrypoints.control_io import reply
+from rollout.entrypoints.http_io import json_response
+from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.tokenizer_manager.response import encode_json
 
-TIMEOUT_S = 60.0
-REBALANCE_TIMEOUT_S = 300.0
 MOST_JSON_NUMBERS = 4_000_000
-
-StartBody = Annotated[
-    protocol.StartExpertDistributionRequest, Depends(json_body(protocol.StartExpertDistributionRequest))
-]
-RebalanceBody = Annotated[protocol.EplbRebalanceRequest, Depends(json_body(protocol.EplbRebalanceRequest))]
-DumpBody = Annotated[protocol.DumpExpertDistributionRequest, Depends(json_body(protocol.DumpExpertDistributionRequest))]
 
 
 class ExpertRoutes:
-    """SGLang's recorder endpoints, and our own."""
+    """SGLang's."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
-        self._manager = manager
+    def __init__(self, verbs: VerbRoutes) -> None:
+        self._verbs = verbs
 
-    def router(self) -> APIRouter:
-        router = APIRouter(route_class=ControlRoute, tags=["experts"])
-        both = "GET", "POST"
-        start, dump = protocol.StartExpertDistributionRequest, protocol.DumpExpertDistributionRequest
-        add_route(router, "/start_expert_distribution_record", self.start, start, *both)
-        add_route(router, "/stop_expert_distribution_record", self.stop, protocol.EmptyRequest, *both)
-        add_route(router, "/dump_expert_distribution_record", self.dump, dump, *both)
-        add_route(router, "/eplb_rebalance", self.rebalance, protocol.EplbRebalanceRequest)
-        router.add_api_route("/expert_location", self.location, methods=["GET"])
-        return router
-
-    async def start(self, body: StartBody) -> Response:
-        """Count the experts that tokens choose, from the next step on."""
-        return reply(await self._manager.control(StartExpertDistributionReqInput, TIMEOUT_S, mode=body.mode))
-
-    async def stop(self) -> Response:
-        """Count no further; what was recorded stays until it is dumped."""
-        return reply(await self._manager.control(StopExpertDistributionReqInput, TIMEOUT_S))
-
-    async def dump(self, body: DumpBody) -> Response:
-        """What was recorded: in the reply, or in a new file on the server's machine."""
+    async def dump(self, _: Request, body: Any) -> Response:
+        """In the reply, or in a new file on the server's machine."""
         path = None if body.path is None else Path(body.path)
         form = _form(body.format, path)
         target = None if path is None else await asyncio.to_thread(_NewFile, path)
         try:
             most = MOST_JSON_NUMBERS if form == "json" else None
-            answer = await self._manager.control(
-                DumpExpertDistributionReqInput, TIMEOUT_S, reset=body.reset, most_numbers=most
-            )
+            answer = await self._verbs.ask(DumpExpertDistributionReqInput, reset=body.reset, most_numbers=most)
             if not answer.success:
                 return reply(answer)
-            dump = LoadDump.from_message(answer.data["dump"])
+            dump = LoadDump.from_message(answer.reply.dump)
             if target is None:
                 return await asyncio.to_thread(_in_reply, dump, form)
             num_bytes = await asyncio.to_thread(lambda: target.write(_encoded(dump, form)))
@@ -85,16 +46,6 @@ class ExpertRoutes:
                 target.close()
         facts = {"path": str(path), "num_bytes": num_bytes, "num_passes": dump.header["num_passes"]}
         return json_response(facts | {"success": True, "message": answer.message})
-
-    async def rebalance(self, body: RebalanceBody) -> Response:
-        """Move experts to where their load is even, or say what would be moved; the reason is in the reply."""
-        fields = {name: getattr(body, name) for name in protocol.EplbRebalanceRequest.model_fields}
-        return reply(await self._manager.control(EplbRebalanceReqInput, REBALANCE_TIMEOUT_S, **fields))
-
-    async def location(self) -> Response:
-        """Which logical expert every slot holds, and since which epoch."""
-        answer = await self._manager.control(GetExpertLocationReqInput, TIMEOUT_S)
-        return json_response(answer.data) if answer.success else reply(answer)
 
 
 def _form(wanted: str | None, path: Path | None) -> str:

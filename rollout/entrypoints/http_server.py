@@ -17,6 +17,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError
+from rollout.core.expert_io_struct import DumpExpertDistributionReqInput
+from rollout.core.io_struct import FlushCacheReqInput, PauseGenerationReqInput
+from rollout.core.weight_io_struct import (
+    GetWeightsByNameReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
 from rollout.entrypoints.auth import KeyMiddleware
 from rollout.entrypoints.control_routes import ControlRoutes
 from rollout.entrypoints.expert_routes import ExpertRoutes
@@ -25,9 +33,9 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
-from rollout.entrypoints.profile_routes import ProfileRoutes
 from rollout.entrypoints.server_info import num_ranks
 from rollout.entrypoints.session_routes import SessionRoutes
+from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_routes import VllmControlRoutes
 from rollout.entrypoints.vllm_generate_routes import VllmGenerateRoutes
 from rollout.entrypoints.vllm_rpc_routes import RpcRoutes
@@ -43,16 +51,28 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
     app.state.heavy_bodies = asyncio.Lock()
-    weights, vllm_weights = WeightRoutes(manager, metrics), VllmWeightRoutes(manager, metrics)
+    verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
+    weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
     vllm_control = VllmControlRoutes(manager)
+    admin_verbs, api_verbs = verbs.routers(
+        {
+            PauseGenerationReqInput: sglang.pause_generation,
+            GetWeightsByNameReqInput: weights.get_weights,
+            WeightsCheckerReqInput: weights.check_weights,
+            DumpExpertDistributionReqInput: ExpertRoutes(verbs).dump,
+        },
+        {
+            FlushCacheReqInput: sglang.flush_cache,
+            UpdateWeightsFromDistributedReqInput: weights.bucket,
+            UpdateWeightsFromTensorReqInput: weights.from_tensor,
+        },
+    )
     control = [
-        ControlRoutes(manager).router(),
-        weights.router(),
-        ExpertRoutes(manager).router(),
+        admin_verbs,
+        sglang.router(),
         vllm_control.router(),
         vllm_weights.router(),
-        RpcRoutes(weights, vllm_weights, vllm_control, num_ranks(args)).router(),
-        ProfileRoutes(manager).router(),
+        RpcRoutes(verbs, weights, vllm_weights, vllm_control, num_ranks(args)).router(),
     ]
     open_to_clients = [
         NativeRoutes(manager).router(),
@@ -60,6 +80,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
         SessionRoutes(manager).router(),
+        api_verbs,
     ]
     for router in (*open_to_clients, *control):
         app.include_router(router)

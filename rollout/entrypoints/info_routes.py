@@ -13,11 +13,13 @@ import uuid
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query, Response
 from starlette.responses import PlainTextResponse
 
 from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
+from rollout.core.scheduler_state import SchedulerState
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.server_info import (
@@ -27,13 +29,11 @@ from rollout.entrypoints.server_info import (
     running_facts,
     vllm_config,
 )
-from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.communicator import SchedulerTimeout
 from rollout.tokenizer_manager.handle import RefusedByScheduler
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 
-STATE_TIMEOUT_S = 10.0
 HEALTH_STATE_S = 4.0
 """A rank that is stopped stops all of them; whoever asks for health gives up after a few seconds."""
 HEALTH_TIMEOUT_S = 20.0
@@ -41,12 +41,12 @@ LIVENESS_TIMEOUT_S = 30.0
 """Longer than any step: whoever asks ends the server."""
 
 
-async def state_of(manager: TokenizerManager, timeout_s: float | None = None) -> dict[str, Any]:
-    """What the scheduler says of itself.  Raises `SchedulerTimeout`, by default after `STATE_TIMEOUT_S`."""
-    answer = await manager.control(GetStateReqInput, timeout_s or STATE_TIMEOUT_S)
+async def state_of(manager: TokenizerManager, timeout_s: float | None = None) -> SchedulerState:
+    """What the scheduler says of itself.  Raises `SchedulerTimeout`."""
+    answer = await manager.control(GetStateReqInput, timeout_s=timeout_s)
     if not answer.success:
         raise LockstepError(answer.message)
-    return answer.data
+    return answer.reply
 
 
 class InfoRoutes:
@@ -76,7 +76,7 @@ class InfoRoutes:
             add("/metrics", self.metrics, response_class=PlainTextResponse)
         return router
 
-    async def _state(self, timeout_s: float | None = None) -> dict[str, Any]:
+    async def _state(self, timeout_s: float | None = None) -> SchedulerState:
         return await state_of(self._manager, timeout_s)
 
     # --- health --------------------------------------------------------------------------------------------------
@@ -86,23 +86,23 @@ class InfoRoutes:
         await self._healthy_state()
         return Response(status_code=200)
 
-    async def _healthy_state(self) -> dict[str, Any]:
+    async def _healthy_state(self) -> SchedulerState:
         try:
             state = await self._state(HEALTH_STATE_S)
         except SchedulerTimeout:
             reason = "a rank is stopped or lost, or a step takes that long"
             raise Unavailable(f"the scheduler has not answered for {HEALTH_STATE_S:g} s: {reason}") from None
-        if state.get("poisoned"):
-            raise Unavailable(f"the weights are poisoned: {state['poisoned']}; only a complete refresh heals them")
+        if state.poisoned is not None:
+            raise Unavailable(f"the weights are poisoned: {state.poisoned}; only a complete refresh heals them")
         return state
 
     async def health_generate(self) -> Response:
         """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
         state = await self._healthy_state()
-        stuck = (state.get("eplb") or {}).get("stuck")
+        stuck = (state.eplb or {}).get("stuck")
         if stuck:
             raise Unavailable(stuck)
-        if not state.get("paused"):
+        if not state.paused:
             await self._generate_one()
         return Response(status_code=200)
 
@@ -127,10 +127,10 @@ class InfoRoutes:
     async def ready(self) -> Response:
         """200 when a request would be worked on now; 503 while starting, stopping, paused or without memory."""
         state = await self._healthy_state()
-        if state["paused"]:
+        if state.paused:
             raise Unavailable("generation is paused")
-        if state.get("withheld") is not None:
-            raise Unavailable(state["withheld"])
+        if state.withheld is not None:
+            raise Unavailable(state.withheld)
         return Response(status_code=200)
 
     async def liveness(self, timeout: Annotated[float, Query(gt=0, le=600)] = LIVENESS_TIMEOUT_S) -> Response:
@@ -160,14 +160,14 @@ class InfoRoutes:
         state = await self._state()
         return json_response(
             {
-                "model_path": state.get("weights_path") or args.model_path,
+                "model_path": state.weights_path or args.model_path,
                 "served_model_name": args.name,
                 "tokenizer_path": args.tokenizer_path or args.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": state["weight_version"],
-                "content_digest": state.get("content_digest"),
-                "weight_versions": state.get("weight_versions", []),
+                "weight_version": state.weight_version,
+                "content_digest": state.content_digest,
+                "weight_versions": msgspec.to_builtins(state.weight_versions),
                 "load_format": "auto",
                 "reasoning_parser": args.reasoning_parser,
                 "tool_call_parser": args.tool_call_parser,
@@ -192,21 +192,21 @@ class InfoRoutes:
         manager = self._manager
         args, state = manager.server_args, await self._state()
         resolved = resolved_args(args)
-        internal = resolved | state
+        internal = resolved | msgspec.to_builtins(state)
         internal |= {
             "world_size": 1,
-            "effective_max_running_requests_per_dp": state.get("max_running_requests"),
-            "last_gen_throughput": state.get("gen_throughput"),
+            "effective_max_running_requests_per_dp": state.max_running_requests,
+            "last_gen_throughput": state.gen_throughput,
             "memory_usage": {
-                "weight": state.get("model_bytes", 0) / 2**30,
-                "kvcache": state.get("kv_bytes", 0) / 2**30,
-                "token_capacity": state.get("max_total_num_tokens"),
+                "weight": state.model_bytes / 2**30,
+                "kvcache": state.kv_bytes / 2**30,
+                "token_capacity": state.max_total_num_tokens,
                 "graph": 0.0,
             },
         }
         scheduler_info = {
             "status": "ready",
-            "max_total_num_tokens": state.get("max_total_num_tokens"),
+            "max_total_num_tokens": state.max_total_num_tokens,
             "max_req_input_len": manager.limits.context_length - 1,
             "startup_time": manager.started_at,
         }
@@ -223,7 +223,7 @@ class InfoRoutes:
                 "scheduler_info": scheduler_info,
                 "startup_time": manager.started_at,
                 "internal_states": [internal],
-                "kv_events": kv_events_facts(args, by_dp_rank(state)),
+                "kv_events": kv_events_facts(args, state.of_ranks),
                 "frontend": "python",
                 "version": version("lockstep-rl"),
             }
@@ -232,32 +232,32 @@ class InfoRoutes:
     async def weight_version(self) -> Response:
         """The version in force, and the digest of its content where one was computed."""
         state = await self._state()
-        facts = {"weight_version": state["weight_version"], "weight_epoch": state.get("weight_epoch")}
-        return json_response(facts | {"content_digest": state.get("content_digest")})
+        facts = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
+        return json_response(facts | {"content_digest": state.content_digest})
 
     async def get_load(self) -> Response:
         """One entry per data-parallel rank."""
         loads = [
             {
                 "dp_rank": dp_rank,
-                "num_reqs": state["num_running_reqs"] + state["num_waiting_reqs"],
-                "num_running_reqs": state["num_running_reqs"],
-                "num_waiting_reqs": state["num_waiting_reqs"],
-                "num_tokens": state.get("num_total_tokens"),
+                "num_reqs": state.num_running_reqs + state.num_waiting_reqs,
+                "num_running_reqs": state.num_running_reqs,
+                "num_waiting_reqs": state.num_waiting_reqs,
+                "num_tokens": state.num_total_tokens,
             }
-            for dp_rank, state in enumerate(by_dp_rank(await self._state()))
+            for dp_rank, state in enumerate((await self._state()).of_ranks)
         ]
         return json_response(loads)
 
     async def loads(self) -> Response:
         """SGLang's /v1/loads: one entry per data-parallel rank, all sections always."""
         state, now = await self._state(), time.time()
-        loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(by_dp_rank(state))]
+        loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(state.of_ranks)]
         return json_response(
             {
                 "timestamp": now,
                 "version": version("lockstep-rl"),
-                "accelerator": state.get("device"),
+                "accelerator": state.device,
                 "num_accelerators": self._manager.server_args.tp_size,
                 "loads": loads,
             }
@@ -273,8 +273,8 @@ class InfoRoutes:
         return Response(self._metrics.render(), media_type=self._metrics.content_type)
 
 
-def _load_of(dp_rank: int, state: dict[str, Any], now: float) -> dict[str, Any]:
-    running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
+def _load_of(dp_rank: int, state: SchedulerState, now: float) -> dict[str, Any]:
+    running, waiting = state.num_running_reqs, state.num_waiting_reqs
     same = (
         "num_used_tokens", "num_total_tokens", "max_total_num_tokens", "max_running_requests", "token_usage",
         "gen_throughput", "cache_hit_rate",
@@ -285,7 +285,7 @@ def _load_of(dp_rank: int, state: dict[str, Any], now: float) -> dict[str, Any]:
         "num_reqs": running + waiting,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
-        **{name: state.get(name) for name in same},
-        "num_active_tokens": state.get("num_used_tokens"),
-        "utilization": running / max(1, state.get("max_running_requests") or 1),
+        **{name: getattr(state, name) for name in same},
+        "num_active_tokens": state.num_used_tokens,
+        "utilization": running / max(1, state.max_running_requests),
     }

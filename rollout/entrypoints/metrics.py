@@ -10,17 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from rollout.core.scheduler_state import SchedulerState
 from rollout.entrypoints.eplb_metrics import EplbMetrics
 from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.entrypoints.session_metrics import SessionMetrics
-from rollout.tokenizer_manager.answers import by_dp_rank
 from rollout.tokenizer_manager.sample import SampleRecord
 
 logger = logging.getLogger(__name__)
@@ -190,11 +189,11 @@ class Metrics:
     def on_weight_load(self, source: str, seconds: float) -> None:
         self._weight_load.labels(self._model_name, source).observe(seconds)
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: SchedulerState) -> None:
         """Take the gauges from the scheduler's state."""
-        self._state.by_rank = by_dp_rank(state)
-        self._experts.update(state.get("expert_distribution"))
-        self._eplb.update(state.get("eplb"))
+        self._state.by_rank = state.of_ranks
+        self._experts.update(state.expert_distribution)
+        self._eplb.update(state.eplb)
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:
@@ -231,7 +230,7 @@ class _SchedulerState(Collector):
     """What each data-parallel rank last said of itself."""
 
     def __init__(self, labels: Sequence[tuple[str, ...]]) -> None:
-        self.by_rank: list[dict[str, Any]] = []
+        self.by_rank: list[SchedulerState] = []
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
@@ -240,8 +239,7 @@ class _SchedulerState(Collector):
                 for name in names:
                     family = kind(name, text, labels=_LABELS)
                     for labels, state in zip(self._labels, self.by_rank):
-                        if key in state:
-                            family.add_metric(labels, float(state[key]))
+                        family.add_metric(labels, float(getattr(state, key)))
                     yield family
         yield self._waiting_by_reason()
         yield from self._cache_config()
@@ -251,9 +249,9 @@ class _SchedulerState(Collector):
         text = "Requests that wait, by the reason"
         family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=[*_LABELS, "reason"])
         for labels, state in zip(self._labels, self.by_rank):
-            stands_still = bool(state.get("paused") or state.get("withheld"))
+            stands_still = state.paused or state.withheld is not None
             for reason, counts in (("capacity", not stands_still), ("deferred", stands_still)):
-                family.add_metric([*labels, reason], float(state["num_waiting_reqs"]) if counts else 0.0)
+                family.add_metric([*labels, reason], float(state.num_waiting_reqs) if counts else 0.0)
         return family
 
     def _cache_config(self) -> Iterator[Metric]:
@@ -264,5 +262,5 @@ class _SchedulerState(Collector):
         ):
             family = GaugeMetricFamily(name, "The KV pool, as labels", labels=[*_LABELS, block_size, *num_blocks])
             for labels, state in zip(self._labels, self.by_rank):
-                family.add_metric([*labels, "1", *[str(state["max_total_num_tokens"])] * len(num_blocks)], 1.0)
+                family.add_metric([*labels, "1", *[str(state.max_total_num_tokens)] * len(num_blocks)], 1.0)
             yield family

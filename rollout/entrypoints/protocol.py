@@ -1,6 +1,7 @@
-"""Bodies of the native and control endpoints, as pydantic models; these are what /openapi.json shows.
+"""Bodies of the native endpoints, as pydantic models, and the base of all bodies; /openapi.json shows them.
 
-Knows names, types and defaults.  Does not check values against a model: `TokenizerManager` and the scheduler do.
+Those of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
+here: `TokenizerManager` and the scheduler do that.
 
 Rules for all bodies: unknown fields are ignored, null means the default, numeric strings count as numbers (but not as
 token ids), and a field that asks for a feature this server lacks is refused, not ignored.
@@ -8,7 +9,7 @@ token ids), and a field that asks for a feature this server lacks is refused, no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
@@ -19,8 +20,6 @@ from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqIn
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
-Size = Annotated[int, Field(ge=0, lt=2**63)]
-PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
@@ -204,167 +203,9 @@ class AbortRequest(Body):
     abort_all: bool = False
 
 
-class PauseGenerationRequest(Body):
-    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
-
-
-class ContinueGenerationRequest(Body):
-    abort_below_weight_version: str | None = None
-
-
-class MemoryOccupationRequest(Body):
-    """Release or resume; null or empty: every tag to which it applies."""
-
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
-
-
-class StartExpertDistributionRequest(Body):
-    mode: Literal["stat", "per_pass", "per_token"] | None = None
-
-
-class DumpExpertDistributionRequest(Body):
-    """POST /dump_expert_distribution_record.  `path` is on the server's machine and must not exist."""
-
-    format: Literal["json", "safetensors"] | None = None
-    path: str | None = Field(default=None, min_length=1)
-    reset: bool = True
-
-
-class EplbRebalanceRequest(Body):
-    """POST /eplb_rebalance.  `physical_to_logical_map` and `split` as `lockstep eplb-plan --output` writes them."""
-
-    dry_run: bool = False
-    algorithm: str | None = None
-    layers_per_chunk: int | None = Field(default=None, ge=1, lt=2**63)
-    most_stall_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    physical_to_logical_map: list[list[Int64]] | None = None
-    split: list[list[float]] | None = None
-
-
-class InitWeightsUpdateGroupRequest(Body):
-    master_address: str
-    master_port: int = Field(ge=0, le=65535)
-    rank_offset: int = Field(ge=0, lt=2**31)
-    world_size: int = Field(ge=1, lt=2**31)
-    group_name: str = "weight_update_group"
-    backend: str | None = None
-
-
-class DestroyWeightsUpdateGroupRequest(Body):
-    group_name: str = "weight_update_group"
-
-
-class ManifestEntryBody(Body):
-    name: str
-    dtype: str
-    shape: list[Size]
-    fingerprint: str | None = None
-
-
-class OfUpdateRequest(Body):
-    """A call that may say to which weight update it belongs."""
-
-    update_id: str | None = Field(default=None, min_length=1, max_length=64)
-
-
-class BeginWeightUpdateRequest(OfUpdateRequest):
-    weight_version: str | None = None
-    coverage: Literal["full", "partial"] = "full"
-    manifest: list[ManifestEntryBody] | None = None
-    base_version: str | None = None
-    base_digest: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
-    lease_s: float | None = Field(default=None, gt=0, le=86400)
-    placement_epoch: Size | None = None
-    adopt_placement: bool | None = None
-    selector: Literal["all", "target"] = "all"
-
-
-class EndWeightUpdateRequest(OfUpdateRequest):
-    phase: Literal["verify", "commit"] | None = None
-
-
-class AbortWeightUpdateRequest(OfUpdateRequest):
-    pass
-
-
-class BucketAddress(OfUpdateRequest):
+class BucketAddress(Body):
     """Where a broadcast bucket belongs: what is read first of a body that is wrong elsewhere."""
 
+    update_id: str | None = Field(default=None, min_length=1, max_length=64)
     group_name: str = "weight_update_group"
     weight_version: str | None = None
-
-
-class UpdateWeightsFromDistributedRequest(BucketAddress):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[Size]]
-    load_format: str | None = None
-    packed_buffer_size_bytes: PackedBytes | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    selector: Literal["all", "target"] = "all"
-
-
-class UpdateWeightsFromIPCRequest(OfUpdateRequest):
-    zmq_handles: dict[str, str]
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    selector: Literal["all", "target"] = "all"
-
-
-class UpdateWeightsFromDiskRequest(OfUpdateRequest):
-    """POST /update_weights_from_disk.  The fields from `is_async` on are SGLang's and change nothing here."""
-
-    model_path: str = Field(min_length=1)
-    load_format: str | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    is_async: bool = False
-    torch_empty_cache: bool = False
-    keep_pause: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
-    selector: Literal["all", "target"] = "all"
-
-
-class PullWeightsRequest(OfUpdateRequest):
-    """POST /pull_weights, as slime and miles send it; the last two fields are our own."""
-
-    local_checkpoint_dir: str = Field(min_length=1)
-    source_dir: str = Field(min_length=1)
-    target_version: Size
-    update_memory: bool = False
-    weight_version: str | None = None
-
-
-class UpdateWeightsFromTensorRequest(OfUpdateRequest):
-    serialized_named_tensors: list[str] | None = None
-    load_format: str | None = None
-    format: Literal["safetensors"] | None = None
-    shm_name: str | None = None
-    shm_bytes: int | None = Field(default=None, ge=8, lt=2**48)
-    shm_unlink: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    selector: Literal["all", "target"] = "all"
-
-
-class UpdateWeightVersionRequest(OfUpdateRequest):
-    new_version: str = Field(min_length=1)
-    abort_all_requests: bool = True
-
-
-class GetWeightsByNameRequest(Body):
-    name: str
-    truncate_size: int = Field(default=100, ge=0, lt=2**31)
-
-
-class WeightsCheckerRequest(Body):
-    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
-    keep_content: bool = False
-    skip_tensor_list: list[str] | None = None
-    allow_quant_error: bool = False
-    selector: Literal["all", "target"] = "all"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
 
 
@@ -18,13 +19,13 @@ def num_ranks(args: ServerArgs) -> int:
     return args.tp_size * (1 if args.enable_dp_attention else args.dp_size)
 
 
-def vllm_config(args: ServerArgs, state: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+def vllm_config(args: ServerArgs, state: SchedulerState, context_length: int) -> dict[str, Any]:
     """What clients of vLLM's /server_info look for, under vLLM's names."""
     return {
         "model_config": {
             "model": args.model_path,
             "served_model_name": args.name,
-            "dtype": f"torch.{state['dtype']}",
+            "dtype": f"torch.{state.dtype}",
             "max_model_len": context_length,
             "logprobs_mode": "processed_logprobs",
             "enable_return_routed_experts": args.captures_routes,
@@ -36,7 +37,7 @@ def vllm_config(args: ServerArgs, state: Mapping[str, Any], context_length: int)
             "world_size": args.tp_size,
             "world_size_across_dp": num_ranks(args),
         },
-        "cache_config": {"block_size": 1, "num_gpu_blocks": state["max_total_num_tokens"]},
+        "cache_config": {"block_size": 1, "num_gpu_blocks": state.max_total_num_tokens},
         "lora_config": None,
         "weight_transfer_config": {"backend": "nccl"},
     }
@@ -66,17 +67,17 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
     }
 
 
-def running_facts(state: Mapping[str, Any]) -> dict[str, Any]:
+def running_facts(state: SchedulerState) -> dict[str, Any]:
     """What only the running engine knows and clients look for at the top; the rest is in `internal_states`."""
     names = ("weight_version", "weight_update", "batch_invariant", "batch_invariance_note")
-    return {name: state[name] for name in names}
+    return {name: getattr(state, name) for name in names}
 
 
-def kv_events_facts(args: ServerArgs, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[str, Any] | None:
     """Where events of the prefix cache are published, and how many batches each data-parallel rank has sent."""
     if args.kv_events is None:
         return None
-    return args.kv_events.description(args.dp_size) | {"num_batches": [rank["num_kv_event_batches"] for rank in ranks]}
+    return args.kv_events.description(args.dp_size) | {"num_batches": [rank.num_kv_event_batches for rank in ranks]}
 
 
 def launch_command(args: ServerArgs) -> str:

@@ -11,13 +11,13 @@ import time
 from collections import Counter
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from rollout.core.errors import BadRequest, NotFound
-from rollout.core.io_struct import FinishSessionReqInput, GetSessionsReqInput
-from rollout.entrypoints.control_io import reply
+from rollout.core.errors import BadRequest, LockstepError, NotFound
+from rollout.core.session_io_struct import GetSessionsReqInput, SessionReport
 from rollout.entrypoints.http_io import json_response
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
@@ -25,7 +25,6 @@ from rollout.tokenizer_manager.session_book import MAX_SESSIONS, Session
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 RANK_HEADER = "x-data-parallel-rank"
-SESSIONS_TIMEOUT_S = 10.0
 
 
 def addressed(wanted: GenerateReqInput, headers: Headers) -> GenerateReqInput:
@@ -53,7 +52,6 @@ class SessionRoutes:
         router = APIRouter(tags=["sessions"])
         router.add_api_route("/sessions", self.sessions)
         router.add_api_route("/sessions/{session_id:path}", self.session)
-        router.add_api_route("/finish_session", self.finish_session, methods=["POST"])
         return router
 
     async def sessions(self, limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 100) -> Response:
@@ -70,30 +68,30 @@ class SessionRoutes:
             raise NotFound(f"no session {session_id[:80]!r} is known")
         return json_response(found[session_id])
 
-    async def finish_session(self, session_id: Annotated[str, Query(min_length=1)]) -> Response:
-        """Keep nothing for this session any more.  One that is not known is no mistake."""
-        answer = await self._manager.control(FinishSessionReqInput, SESSIONS_TIMEOUT_S, session_id=session_id)
-        return reply(answer)
-
     async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:
         """What is known of each session, and the tokens that are pinned for all of them."""
-        answer = await self._manager.control(GetSessionsReqInput, SESSIONS_TIMEOUT_S)
-        kept: dict[str, dict[str, Any]] = {}
-        for rank in answer.data.get("dp_ranks", [answer.data]):
-            for session_id, report in rank["sessions"].items():
-                other = kept.get(session_id, {"kv_tokens": 0, "pinned_tokens": 0, "expires_in_s": None})
-                ends = [end for end in (other["expires_in_s"], report["expires_in_s"]) if end is not None]
-                sums = {name: other[name] + report[name] for name in ("kv_tokens", "pinned_tokens")}
-                kept[session_id] = sums | {"expires_in_s": max(ends, default=None)}
+        answer = await self._manager.control(GetSessionsReqInput)
+        if not answer.success:
+            raise LockstepError(answer.message)
+        reply = answer.reply
+        kept: dict[str, SessionReport] = {}
+        for rank in reply.of_ranks:
+            for session_id, report in rank.sessions.items():
+                other = kept.get(session_id, SessionReport())
+                ends = [end for end in (other.expires_in_s, report.expires_in_s) if end is not None]
+                kept[session_id] = SessionReport(
+                    kv_tokens=other.kv_tokens + report.kv_tokens,
+                    pinned_tokens=other.pinned_tokens + report.pinned_tokens,
+                    expires_in_s=max(ends, default=None),
+                )
         book = self._manager.sessions.sessions
         running = Counter(self._manager.sessions_in_flight())
-        nothing = {"kv_tokens": 0, "pinned_tokens": 0, "expires_in_s": None}
         return {
             session_id: {"session_id": session_id, "num_running": running[session_id]}
-            | kept.get(session_id, nothing)
+            | msgspec.structs.asdict(kept.get(session_id, SessionReport()))
             | _history(book.get(session_id))
             for session_id in dict.fromkeys([*kept, *running, *reversed(book)])
-        }, answer.data["num_pinned_tokens"]
+        }, reply.num_pinned_tokens
 
 
 def _history(session: Session | None) -> dict[str, Any]:

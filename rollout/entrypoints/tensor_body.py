@@ -11,8 +11,9 @@ from typing import Any
 from fastapi import Request
 
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.entrypoints import protocol
+from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
 from rollout.entrypoints.http_io import parse_body, parsed, read_limited
+from rollout.entrypoints.verb_body import body_of, fields_of
 
 _BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
 
@@ -31,10 +32,10 @@ async def read_tensor_body(
 
 
 def _fields(data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
-    body = parse_body(protocol.UpdateWeightsFromTensorRequest, data)
+    body: Any = parse_body(body_of(UpdateWeightsFromTensorReqInput), data)
     if body.format == "safetensors" and body.load_format is not None:
         raise BadRequest("load_format goes with payloads of SGLang's clients, not with format 'safetensors'")
-    fields = body.model_dump(exclude={"serialized_named_tensors", "selector"})
+    fields = fields_of(UpdateWeightsFromTensorReqInput, body)
     if body.shm_name is not None:
         if body.format != "safetensors" or body.shm_bytes is None or body.serialized_named_tensors is not None:
             raise BadRequest("shm_name goes with format 'safetensors' and shm_bytes, without serialized_named_tensors")

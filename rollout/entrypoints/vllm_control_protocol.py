@@ -5,15 +5,19 @@ Knows names, types and defaults.  Does not know what an endpoint does.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rollout.core.errors import UnsupportedFeature
-from rollout.entrypoints.protocol import Body, InitWeightsUpdateGroupRequest, PackedBytes, Size
+from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput
+from rollout.entrypoints.protocol import Body
+from rollout.entrypoints.verb_body import body_of
 
 SleepTag = Literal["weights", "kv_cache"]
 DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
+PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class AbortRequestsRequest(Body):
@@ -42,7 +46,7 @@ class _Info(Body):
         return raw
 
 
-class InitInfo(_Info, InitWeightsUpdateGroupRequest):
+class InitInfo(_Info, body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
     """How tensors will come: by which group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
 
     unsupported = frozenset({"nccl_unique_id_b64"})

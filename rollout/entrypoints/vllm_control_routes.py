@@ -15,15 +15,16 @@ from starlette.types import Receive
 from rollout.core.errors import UnsupportedFeature
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
-    ControlReqOutput,
+    ContinueReply,
     FlushCacheReqInput,
     MemoryTag,
     PauseMode,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
+from rollout.core.message import ControlReqOutput
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
-from rollout.entrypoints.control_routes import FLUSH_TIMEOUT_S, pause
+from rollout.entrypoints.control_routes import pause
 from rollout.entrypoints.http_io import json_body, json_response
 from rollout.entrypoints.info_routes import state_of
 from rollout.entrypoints.protocol import EmptyRequest
@@ -35,7 +36,6 @@ from rollout.entrypoints.vllm_control_protocol import (
     SleepTag,
     WakeForWeightSync,
 )
-from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 VllmPauseMode = Literal["abort", "wait", "keep"]
@@ -51,7 +51,6 @@ class VllmControlRoutes:
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
-        self._weight_timeout_s = manager.server_args.weight_update_timeout + WEIGHT_MARGIN_S
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM control"])
@@ -80,9 +79,9 @@ class VllmControlRoutes:
         `wait_for_inflight_requests` is the old name of mode wait.
         """
         mode = "wait" if wait_for_inflight_requests else mode
-        answer = await pause(self._manager, _PAUSES[mode], request.receive)
+        answer: ControlReqOutput = await pause(self._manager, _PAUSES[mode], request.receive)
         if answer.success and clear_cache and mode != "keep":
-            flushed = await self._manager.control(FlushCacheReqInput, FLUSH_TIMEOUT_S)
+            flushed = await self._manager.control(FlushCacheReqInput)
             answer = answer if flushed.success else flushed
         return reply(answer, {"status": "paused"})
 
@@ -92,7 +91,7 @@ class VllmControlRoutes:
 
     async def is_paused(self) -> Response:
         """True from the call of a pause on, also while it waits for requests."""
-        return json_response({"is_paused": (await state_of(self._manager))["paused"]})
+        return json_response({"is_paused": (await state_of(self._manager)).paused})
 
     async def abort_requests(self, body: AbortBody) -> Response:
         """End requests with what they have, all unless some are named; does not pause."""
@@ -142,12 +141,12 @@ class VllmControlRoutes:
     async def _release(self, tags: list[SleepTag], mode: PauseMode, receive: Receive | None = None) -> ControlReqOutput:
         """Pause, then release what is in use of `tags`.  A refused release leaves no pause behind."""
         state = await state_of(self._manager)
-        in_use: list[MemoryTag] = [tag for tag in tags if state["memory"][tag] != "released"]
-        answer = await pause(self._manager, mode, receive)
+        in_use: list[MemoryTag] = [tag for tag in tags if state.memory[tag] != "released"]
+        answer: ControlReqOutput = await pause(self._manager, mode, receive)
         if not answer.success or not in_use:
             return answer
-        answer = await self._manager.control(ReleaseMemoryOccupationReqInput, self._weight_timeout_s, tags=in_use)
-        if not answer.success and not state["paused"]:
+        answer = await self._manager.control(ReleaseMemoryOccupationReqInput, tags=in_use)
+        if not answer.success and not state.paused:
             await self._continue()
         return answer
 
@@ -155,6 +154,7 @@ class VllmControlRoutes:
         self, tags: Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()] = None
     ) -> Response:
         """Take memory again, and go on once nothing sleeps any more.  What is awake already stays so."""
+        answer: ControlReqOutput | None
         answer, asleep = await self._take_back(tags)
         if answer is None or answer.success:
             answer = answer if asleep else await self._continue()
@@ -168,16 +168,16 @@ class VllmControlRoutes:
 
     async def _take_back(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
         """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on."""
-        memory = (await state_of(self._manager))["memory"]
+        memory = (await state_of(self._manager)).memory
         asleep: list[MemoryTag] = [tag for tag in _SLEEPS if memory[tag] == "released"]
         wanted = [tag for tag in asleep if not tags or tag in tags]
         if not wanted:
             return None, asleep
-        answer = await self._manager.control(ResumeMemoryOccupationReqInput, self._weight_timeout_s, tags=wanted)
+        answer = await self._manager.control(ResumeMemoryOccupationReqInput, tags=wanted)
         return answer, [tag for tag in asleep if tag not in wanted]
 
     async def is_sleeping(self) -> Response:
-        return json_response({"is_sleeping": "released" in (await state_of(self._manager))["memory"].values()})
+        return json_response({"is_sleeping": "released" in (await state_of(self._manager)).memory.values()})
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class VllmControlRoutes:
         With `reset_running_requests` they give it up and compute it again.  `reset_external`: there is no other cache.
         """
         retract = reset_running_requests or body.reset_running_requests
-        answer = await self._manager.control(FlushCacheReqInput, FLUSH_TIMEOUT_S, retract=retract)
+        answer = await self._manager.control(FlushCacheReqInput, retract=retract)
         if not answer.success and answer.status_code != 400:
             return reply(answer)
         return json_response({"success": answer.success, "message": answer.message})
@@ -199,5 +199,5 @@ class VllmControlRoutes:
         args = self._manager.server_args
         return json_response({"world_size": num_ranks(args) if include_dp else args.tp_size})
 
-    async def _continue(self) -> ControlReqOutput:
-        return await self._manager.control(ContinueGenerationReqInput, self._weight_timeout_s)
+    async def _continue(self) -> ControlReqOutput[ContinueReply]:
+        return await self._manager.control(ContinueGenerationReqInput)

@@ -9,6 +9,7 @@ Knows names and arguments.  Does not know what a verb does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -16,10 +17,13 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, Conflict, LockstepError
+from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput, UpdateWeightsFromIPCReqInput
 from rollout.entrypoints import protocol
 from rollout.entrypoints import vllm_control_protocol as bodies
 from rollout.entrypoints.control_io import ControlRoute, add_route
 from rollout.entrypoints.http_io import json_body, json_response, parse_body
+from rollout.entrypoints.verb_body import body_of
+from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_routes import VllmControlRoutes
 from rollout.entrypoints.vllm_weight_routes import VllmWeightRoutes
 from rollout.entrypoints.weight_routes import WeightRoutes
@@ -40,16 +44,25 @@ class RpcRoutes:
     """`num_ranks`: how many workers answer."""
 
     def __init__(
-        self, weights: WeightRoutes, vllm_weights: VllmWeightRoutes, control: VllmControlRoutes, num_ranks: int
+        self,
+        verbs: VerbRoutes,
+        weights: WeightRoutes,
+        vllm_weights: VllmWeightRoutes,
+        control: VllmControlRoutes,
+        num_ranks: int,
     ) -> None:
         self._weights = weights
         self._vllm_weights = vllm_weights
         self._control = control
         self._num_ranks = num_ranks
-        self._announced: protocol.UpdateWeightsFromDistributedRequest | None = None
+        self._announced: protocol.Body | None = None
         self._methods = {
             # checkpoint-engine's
-            "update_weights_from_ipc": _Method("zmq_handles", protocol.UpdateWeightsFromIPCRequest, weights.from_ipc),
+            "update_weights_from_ipc": _Method(
+                "zmq_handles",
+                body_of(UpdateWeightsFromIPCReqInput),
+                functools.partial(verbs.respond, UpdateWeightsFromIPCReqInput),
+            ),
             # SkyRL's
             "skyrl_start_weight_update": _Method(
                 "is_checkpoint_format", bodies.StartWeightUpdateRequest, vllm_weights.start_update
@@ -64,16 +77,12 @@ class RpcRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM workers"])
-        bucket = protocol.UpdateWeightsFromDistributedRequest
-        group = protocol.InitWeightsUpdateGroupRequest
-        disk = protocol.UpdateWeightsFromDiskRequest
+        bucket = body_of(UpdateWeightsFromDistributedReqInput)
         add_route(router, "/collective_rpc", self.collective_rpc, bodies.CollectiveRpcRequest)
         add_route(router, "/areal_pause_generation", self._control.pause, protocol.EmptyRequest)
         add_route(router, "/areal_continue_generation", self._control.resume, protocol.EmptyRequest)
-        add_route(router, "/areal_init_weights_update_group", self._weights.init_group, group)
         add_route(router, "/areal_set_update_weight_meta", self.announce, bucket)
         add_route(router, "/areal_update_weights_xccl", self.receive_announced, protocol.EmptyRequest)
-        add_route(router, "/areal_update_weights", self._weights.from_disk, disk)
         return router
 
     async def collective_rpc(self, body: RpcBody) -> Response:
@@ -92,8 +101,9 @@ class RpcRoutes:
 
     async def announce(self, request: Request) -> Response:
         """Which tensors the next /areal_update_weights_xccl brings."""
-        self._announced = await self._weights.read_bucket(request)
-        return json_response({"success": True, "message": f"{len(self._announced.names)} tensors announced."})
+        body: Any = await self._weights.read_bucket(request)
+        self._announced = body
+        return json_response({"success": True, "message": f"{len(body.names)} tensors announced."})
 
     async def receive_announced(self) -> Response:
         """Receive the tensors that were announced, by broadcast from rank 0 of the group."""

@@ -12,19 +12,18 @@ Knows vLLM's names and replies.  What an update is belongs to the engine.
 
 from __future__ import annotations
 
-import time
 import uuid
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, Conflict, LockstepError
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.message import ControlReqOutput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    BucketReply,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
@@ -35,8 +34,8 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
 from rollout.entrypoints.http_io import json_body, parse_body, parsed, read_limited
-from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.protocol import EmptyRequest
+from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_protocol import (
     FinishWeightUpdateRequest,
     InitInfo,
@@ -45,8 +44,6 @@ from rollout.entrypoints.vllm_control_protocol import (
     UpdateInfo,
     UpdateWeightsRequest,
 )
-from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
-from rollout.tokenizer_manager.manager import TokenizerManager
 
 InitBody = Annotated[InitWeightTransferEngineRequest, Depends(json_body(InitWeightTransferEngineRequest))]
 StartBody = Annotated[StartWeightUpdateRequest, Depends(json_body(StartWeightUpdateRequest))]
@@ -58,10 +55,8 @@ _OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
 class VllmWeightRoutes:
     """One for a server: it remembers the group that was joined and the update that was started."""
 
-    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
-        self._manager = manager
-        self._metrics = metrics
-        self._timeout_s = manager.server_args.weight_update_timeout + WEIGHT_MARGIN_S
+    def __init__(self, verbs: VerbRoutes) -> None:
+        self._send = verbs.ask
         self._joined: InitInfo | None = None
         self._update_id: str | None = None
 
@@ -124,16 +119,12 @@ class VllmWeightRoutes:
         await self._drop_unfinished(only_failed=True)
         if self._update_id is not None:
             raise Conflict("a weight update was started and is not finished: POST /finish_weight_update first")
-        started = time.monotonic()
-        answer = await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir)
-        self._metrics.on_weight_load("disk", time.monotonic() - started)
-        return reply(answer)
+        return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
 
-    async def _receive(self, info: UpdateInfo) -> ControlReqOutput:
+    async def _receive(self, info: UpdateInfo) -> ControlReqOutput[BucketReply]:
         joined = self._require_joined()
         is_packed = joined.packed if info.packed is None else info.packed
-        started = time.monotonic()
-        answer = await self._send(
+        return await self._send(
             UpdateWeightsFromDistributedReqInput,
             names=info.names,
             dtypes=info.dtype_names,
@@ -143,8 +134,6 @@ class VllmWeightRoutes:
             packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
             update_id=self._update_id,
         )
-        self._metrics.on_weight_load("distributed", time.monotonic() - started)
-        return answer
 
     async def finish_update(self, body: FinishBody) -> Response:
         """Verify what came and put it in force, all or nothing, under `weight_version` if there is one.
@@ -163,9 +152,6 @@ class VllmWeightRoutes:
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    async def _send(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
-        return await self._manager.control(verb, self._timeout_s, **fields)
-
     def _require_joined(self) -> InitInfo:
         if self._joined is None:
             raise Conflict("no group was joined: POST /init_weight_transfer_engine")
@@ -182,10 +168,10 @@ class VllmWeightRoutes:
         if started is None:
             return
         open_now = (await self._send(GetWeightUpdateReqInput)).data
-        is_open = open_now.get("update_id") == started
-        if is_open and only_failed and open_now.get("failed") is None:
+        found = open_now if open_now is not None and open_now.update_id == started else None
+        if found is not None and only_failed and not isinstance(found.failed, str):
             return
-        if not is_open or (await self._send(AbortWeightUpdateReqInput, update_id=started)).success:
+        if found is None or (await self._send(AbortWeightUpdateReqInput, update_id=started)).success:
             self._forget(started)
 
     def _forget(self, update_id: str) -> None:

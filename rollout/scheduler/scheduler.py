@@ -395,5 +395,5 @@ def failure(request_id: str, error: Exception) -> ControlReqOutput:
         success=False,
         message=str(error) or type(error).__name__,
         status_code=status_of(error),
-        data={"error_type": type(error).__name__},
+        error_type=type(error).__name__,
     )

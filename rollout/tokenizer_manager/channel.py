@@ -13,6 +13,7 @@ import hmac
 import logging
 import secrets
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -30,6 +31,14 @@ logger = logging.getLogger(__name__)
 
 # The kernel's limit on the path of a Unix socket, with its closing zero.
 _MAX_SOCKET_PATH = 107
+
+
+class SchedulerLink(Protocol):
+    """What the manager needs of a channel; in one process `Engine` hands the messages over itself."""
+
+    def send(self, message: SchedulerInput) -> None: ...
+
+    async def receive(self) -> SchedulerOutput: ...
 
 
 class SchedulerChannel:

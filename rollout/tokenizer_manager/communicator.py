@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from rollout.core.errors import LockstepError, Unavailable
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput, Reply, reply_type
 from rollout.tokenizer_manager.answers import merge_answers
 
 logger = logging.getLogger(__name__)
@@ -32,26 +33,29 @@ class Communicator:
     def __init__(self, send: Callable[[Any], None], num_answers: int = 1) -> None:
         self._send = send
         self._num_answers = num_answers
-        self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
+        self._waiting: dict[str, asyncio.Future[list[ControlReqOutput]]] = {}
         self._answers: dict[str, list[ControlReqOutput]] = {}
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def call(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
+    async def call(
+        self, verb: type[ControlReqInput[AnyReply]], timeout_s: float, **fields: Any
+    ) -> ControlReqOutput[AnyReply]:
         """Send `verb(**fields)` and wait at most `timeout_s` seconds for its answers, whether it succeeded or not.
 
         The verb carries this deadline with it.
 
-        Raises `SchedulerTimeout`, or the error given to `fail_all`.
+        Raises `SchedulerTimeout`, the error given to `fail_all`, or `msgspec.ValidationError` for a reply that is not
+        the verb's.
         """
         request_id = uuid.uuid4().hex
-        future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[ControlReqOutput]] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
             self._send(verb(request_id=request_id, deadline=time.monotonic() + timeout_s, **fields))
-            return await asyncio.wait_for(future, timeout_s)
+            answers = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             name = verb.__name__.removesuffix("ReqInput")
             raise SchedulerTimeout(
@@ -61,6 +65,7 @@ class Communicator:
         finally:
             self._waiting.pop(request_id, None)
             self._answers.pop(request_id, None)
+        return merge_answers([_typed(answer, reply_type(verb)) for answer in answers])
 
     def resolve(self, output: ControlReqOutput) -> None:
         """Hand an answer to whoever waits for it."""
@@ -71,10 +76,17 @@ class Communicator:
         answers = self._answers.setdefault(output.request_id, [])
         answers.append(output)
         if len(answers) == self._num_answers:
-            future.set_result(merge_answers(answers))
+            future.set_result(answers)
 
     def fail_all(self, error: LockstepError) -> None:
         """Every verb in flight raises `error`."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _typed(answer: ControlReqOutput, reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:
+    """`answer` with the struct of its reply, which comes over a socket as plain values."""
+    if not answer.success or isinstance(answer.data, Reply):
+        return answer
+    return msgspec.structs.replace(answer, data=msgspec.convert(answer.data, reply))

@@ -23,18 +23,19 @@ from rollout.core.errors import LockstepError, StartupError, Unavailable, Unsupp
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ControlReqOutput,
     ReplayedRoutes,
     ReqOutput,
     SchedulerFailed,
-    SchedulerInput,
     SchedulerOutput,
     SchedulerReady,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
+from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
+from rollout.core.update_state import CommitReply
 from rollout.tokenizer_manager.answers import merge_ready
+from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.dp_router import DPRouter
 from rollout.tokenizer_manager.handle import GenerateHandle
@@ -64,14 +65,6 @@ class RequestObserver(Protocol):
     def on_first_token(self, record: SampleRecord) -> None: ...
 
     def on_finished(self, record: SampleRecord) -> None: ...
-
-
-class SchedulerLink(Protocol):
-    """What the manager needs of a `SchedulerChannel`."""
-
-    def send(self, message: SchedulerInput) -> None: ...
-
-    async def receive(self) -> SchedulerOutput: ...
 
 
 @dataclass(slots=True)
@@ -244,15 +237,20 @@ class TokenizerManager:
         if self.phase is not Phase.FAILED:
             self._link.send(AbortReqInput(abort_all=True))
 
-    async def control(self, verb: type[ControlReqInput], timeout_s: float, **fields: Any) -> ControlReqOutput:
+    async def control(
+        self, verb: type[ControlReqInput[AnyReply]], *, timeout_s: float | None = None, **fields: Any
+    ) -> ControlReqOutput[AnyReply]:
         """Send a control verb and return its answer, which may say that it failed.
 
-        Raises `Unavailable` when the server does not serve, `SchedulerTimeout` after `timeout_s` seconds.
+        Raises `Unavailable` when the server does not serve, `SchedulerTimeout` after `timeout_s` seconds (None: as the
+        verb declares).
         """
         self.limits  # noqa: B018 - raises unless serving
+        timeout_s = timeout_s or verb.endpoint.deadline_s(self.server_args.weight_update_timeout)
         answer = await self.communicator.call(verb, timeout_s, **fields)
-        if answer.success:
-            self.weight_version = str(answer.data.get("weight_version", self.weight_version))
+        reply = answer.data
+        if isinstance(reply, SchedulerState | CommitReply) and isinstance(reply.weight_version, str):
+            self.weight_version = reply.weight_version
         return answer
 
     # --- messages ------------------------------------------------------------------------------------------------

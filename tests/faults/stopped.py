@@ -54,7 +54,6 @@ from rollout.distributed.layout import layout_of
 from rollout.engine import worker
 from rollout.model_executor.model_state import ModelState
 from rollout.scheduler.scheduler import Scheduler
-from rollout.tokenizer_manager.answers import merge_answers
 from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo, harness_settings
 from tests.faults.engines import Outcome, Wrong
 from tests.faults.killed import forkserver
@@ -236,7 +235,7 @@ class LiveRanks:
             answers = self._partial.setdefault(message.request_id, [])
             answers.append(message)
             if len(answers) == self._num_answers:
-                self._answers[message.request_id] = merge_answers(answers)
+                self._answers[message.request_id] = next((one for one in answers if not one.success), answers[0])
 
     def _said(self, rid: str) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
         outputs = [output for output in self._outputs.pop(rid) if output is not None]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.entrypoints.weight_routes import WEIGHT_MARGIN_S
+from rollout.core.message import WEIGHT_MARGIN_S
 from tests.abuse.usage import MB
 from tests.soak.gauges import Growth, descriptor_growth, memory_growth
 from tests.soak.play import SETTINGS, Played

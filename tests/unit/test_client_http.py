@@ -7,6 +7,8 @@ from fastapi.responses import PlainTextResponse
 
 from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClient
 from rollout.client.errors import ServerError
+from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
+from rollout.core.session_io_struct import FinishSessionReply, FinishSessionReqInput
 from tests.canned_server import CannedServer, event_stream, json_response, serving
 from weight_sync.sender import EngineControl
 
@@ -17,6 +19,7 @@ SAMPLE = {
 }
 PARTIAL = {"text": "a", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": None, "prompt_tokens": 1}}
 OK = {"success": True, "message": "done"}
+REBALANCE = {"rebalanced": False, "dry_run": True, "decision": {}, "placement_epoch": 2}
 
 
 def in_process(canned, **options):
@@ -274,6 +277,22 @@ VERBS = [
         "/get_weights_by_name",
         {"name": "w", "truncate_size": 3},
         ...,
+    ),
+    (
+        lambda c: c.control(FinishSessionReqInput, session_id="a b"),
+        OK | {"num_released_tokens": 3},
+        "POST",
+        "/finish_session",
+        None,
+        FinishSessionReply(num_released_tokens=3),
+    ),
+    (
+        lambda c: c.control(EplbRebalanceReqInput, dry_run=True),
+        OK | REBALANCE,
+        "POST",
+        "/eplb_rebalance",
+        {"dry_run": True},
+        EplbRebalanceReply(**REBALANCE),
     ),
     (lambda c: c.weights_checker(), OK, "POST", "/weights_checker", {"action": "checksum"}, ...),
     (

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from rollout.core.io_struct import VERBS
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints import protocol, vllm_control_protocol
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
-from rollout.entrypoints.profile_routes import StartProfileRequest
+from rollout.entrypoints.verb_body import body_of
 from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -77,18 +78,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
     [
         protocol.GenerateRequest,
         protocol.AbortRequest,
-        protocol.PauseGenerationRequest,
-        protocol.ContinueGenerationRequest,
-        protocol.MemoryOccupationRequest,
-        protocol.InitWeightsUpdateGroupRequest,
-        protocol.BeginWeightUpdateRequest,
-        protocol.UpdateWeightsFromDistributedRequest,
-        protocol.UpdateWeightsFromTensorRequest,
-        protocol.UpdateWeightsFromDiskRequest,
-        protocol.PullWeightsRequest,
-        protocol.UpdateWeightVersionRequest,
-        protocol.GetWeightsByNameRequest,
-        protocol.WeightsCheckerRequest,
+        *(body_of(verb) for verb in VERBS if verb.endpoint.path is not None),
         vllm_control_protocol.AbortRequestsRequest,
         vllm_control_protocol.ResetPrefixCacheRequest,
         vllm_control_protocol.InitInfo,
@@ -99,8 +89,6 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         vllm_control_protocol.CollectiveRpcRequest,
         vllm_control_protocol.SleepForWeightSync,
         vllm_control_protocol.WakeForWeightSync,
-        StartProfileRequest,
-        protocol.EplbRebalanceRequest,
         ChatCompletionRequest,
     ],
 )

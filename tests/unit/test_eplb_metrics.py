@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ def test_a_stuck_rebalance_is_an_illness(monkeypatch: pytest.MonkeyPatch) -> Non
     manager = manager_at(clock)
     routes: Any = InfoRoutes.__new__(InfoRoutes)
 
-    async def state(*_: Any, **__: Any) -> dict[str, Any]:
-        return {"paused": True, "eplb": manager.status()}
+    async def state(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(poisoned=None, paused=True, eplb=manager.status())
 
     monkeypatch.setattr(routes, "_state", state)
     manager.start_planning()

@@ -14,13 +14,9 @@ import openai
 import pytest
 
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import (
-    ControlReqOutput,
-    FinishSessionReqInput,
-    GetSessionsReqInput,
-    TokenizedGenerateReqInput,
-)
+from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.server_args import ServerArgs
+from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
 from rollout.entrypoints import session_metrics
 from rollout.entrypoints.openai_messages import ChatMessages
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest

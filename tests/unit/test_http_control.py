@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rollout.core import io_struct, weight_io_struct
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.entrypoints import control_routes, info_routes
+from rollout.entrypoints import info_routes
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 
@@ -38,9 +39,8 @@ def live(shared: Live) -> Iterator[Live]:
 
 def refusing(status: int, message: str) -> Any:
     def answer(verb: ControlReqInput) -> ControlReqOutput:
-        data = {"error_type": "Conflict"}
         return ControlReqOutput(
-            request_id=verb.request_id, success=False, message=message, status_code=status, data=data
+            request_id=verb.request_id, success=False, message=message, status_code=status, error_type="Conflict"
         )
 
     return answer
@@ -58,7 +58,10 @@ def test_pause_and_continue_take_any_body_and_say_what_happened(live: Live, body
     assert live.client.get("/ready").status_code == 200
     reply = live.client.post("/pause_generation", content=body)
     assert reply.status_code == 200
-    assert reply.json() == {"message": "done", "status": "ok", "success": True, "paused": True, "num_running": 0}
+    counts = {"num_running": 0, "num_waiting": 0, "num_aborted": 0}
+    assert reply.json() == {
+        "message": "done", "status": "ok", "success": True, "paused": True, "mode": "abort", **counts,
+    }  # fmt: skip
     assert live.sent(io_struct.PauseGenerationReqInput)[0].mode == "abort"
     assert live.client.get("/ready").status_code == 503
     assert live.client.get("/health").status_code == 200
@@ -119,11 +122,12 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
             {"phase": "verify"},
         ),
         ("abort_weight_update", {}, weight_io_struct.AbortWeightUpdateReqInput, {}),
+        ("drop_weight_snapshot", {}, weight_io_struct.DropWeightSnapshotReqInput, {}),
         (
             "update_weights_from_distributed",
             {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "load_format": "flattened_bucket"},
             weight_io_struct.UpdateWeightsFromDistributedReqInput,
-            {"shapes": [[2, 3]], "flush_cache": True, "abort_all_requests": False, "weight_version": None},
+            {"shapes": [[2, 3]], "abort_all_requests": False, "weight_version": None},
         ),
         (
             "update_weight_version",
@@ -211,7 +215,8 @@ def test_a_refusal_keeps_its_status_type_and_message(live: Live) -> None:
 def test_no_answer_in_time_is_504_and_the_late_answer_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[ControlReqInput] = []
     live.scheduler.answers[io_struct.PauseGenerationReqInput] = late.append
-    monkeypatch.setattr(control_routes, "PAUSE_TIMEOUT_S", 0.1)
+    verb = io_struct.PauseGenerationReqInput
+    monkeypatch.setattr(verb, "endpoint", dataclasses.replace(verb.endpoint, timeout_s=0.1))
     reply = live.client.post("/pause_generation")
     assert reply.status_code == 504
     assert reply.json()["error"]["type"] == "SchedulerTimeout"
@@ -222,7 +227,8 @@ def test_no_answer_in_time_is_504_and_the_late_answer_is_dropped(live: Live, mon
 
 def test_a_scheduler_that_says_nothing_is_not_healthy(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.scheduler.answers[io_struct.GetStateReqInput] = lambda verb: None
-    monkeypatch.setattr(info_routes, "STATE_TIMEOUT_S", 0.1)
+    verb = io_struct.GetStateReqInput
+    monkeypatch.setattr(verb, "endpoint", dataclasses.replace(verb.endpoint, timeout_s=0.1))
     monkeypatch.setattr(info_routes, "HEALTH_STATE_S", 0.1)
     assert live.client.get("/health").status_code == 503
     metrics = live.client.get("/metrics")

@@ -83,9 +83,12 @@ def live_refused(live: Live, path: str, body: Any) -> tuple[int, str]:
 
 def test_state_errors_keep_their_status(live: Live) -> None:
     def refuse(verb: ControlReqInput) -> ControlReqOutput:
-        data = {"error_type": "Conflict"}
         return ControlReqOutput(
-            request_id=verb.request_id, success=False, message="already released: weights", status_code=409, data=data
+            request_id=verb.request_id,
+            success=False,
+            message="already released: weights",
+            status_code=409,
+            error_type="Conflict",
         )
 
     live.scheduler.answers[ReleaseMemoryOccupationReqInput] = refuse

@@ -60,7 +60,7 @@ def test_the_payload_reaches_the_scheduler_as_bytes(live: Live, size: int) -> No
     verb = sent(live)
     assert isinstance(verb.payload, bytearray) and bytes(verb.payload) == payload
     assert (verb.load_format, verb.format, verb.weight_version) == ("flattened_bucket", None, "7")
-    assert (verb.abort_all_requests, verb.flush_cache, verb.shm_name) == (True, False, None)
+    assert (verb.abort_all_requests, verb.shm_name) == (True, None)
 
 
 def test_shared_memory_by_name(live: Live) -> None:

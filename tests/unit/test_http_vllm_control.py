@@ -408,11 +408,11 @@ def test_a_pause_that_waits_and_fails_somewhere_is_taken_back_everywhere(live: L
 
 def test_one_replica_that_is_paused_is_a_pause() -> None:
     answers = [
-        ControlReqOutput(request_id="a", success=True, dp_rank=rank, data={"paused": paused})
+        ControlReqOutput(request_id="a", success=True, dp_rank=rank, data=io_struct.GiveUpPauseReply(paused=paused))
         for rank, paused in ((0, False), (1, True))
     ]
-    assert merge_answers(answers).data["paused"] is True
-    assert merge_answers(answers[:1] * 2).data["paused"] is False
+    assert merge_answers(answers).reply.paused is True
+    assert merge_answers(answers[:1] * 2).reply.paused is False
 
 
 def test_collective_rpc_takes_names_of_a_closed_list(live: Live) -> None:

@@ -16,7 +16,8 @@ import torch
 from rollout.control import profiler
 from rollout.control.profiler import StepProfiler
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import ControlReqOutput, StartProfileReqInput, StopProfileReqInput
+from rollout.core.io_struct import ControlReqOutput
+from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
 from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
@@ -31,7 +32,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 
 def start(harness: Harness, folder: Path | str, **fields: Any) -> ControlReqOutput:
-    fields = {"prefix": "p", "activities": ["CPU", "GPU"], "with_stack": False} | fields
+    fields = {"profile_prefix": "p", "activities": ["CPU", "GPU"], "with_stack": False} | fields
     return harness.control(StartProfileReqInput, output_dir=str(folder), **fields)
 
 
@@ -208,10 +209,8 @@ def test_bodies_of_clients(tmp_path: Path) -> None:
             assert live.client.post("/stop_profile").json()["success"]
         first, second, third = live.sent(StartProfileReqInput)
         assert (first.output_dir, first.num_steps, first.activities, first.with_stack) == ("/x", 3, ["CPU"], False)
-        assert (second.prefix, second.num_steps) == ("run-1", 5) and (third.prefix, third.num_steps) == (
-            "lockstep",
-            None,
-        )
+        assert (second.profile_prefix, second.num_steps) == ("run-1", 5)
+        assert (third.profile_prefix, third.num_steps) == ("lockstep", None)
         live.scheduler.received.clear()
         for body in (
             {"profile_by_stage": True},

@@ -12,6 +12,7 @@ from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    DropWeightSnapshotReqInput,
     UpdateWeightsFromDistributedReqInput,
     WeightsCheckerReqInput,
 )
@@ -121,6 +122,15 @@ def test_a_reset_engine_refuses_until_a_complete_refresh(
     (after,) = harness.generate([PROMPT], {"max_new_tokens": 6})
     assert after.token_ids == before.token_ids and after.logprobs == before.logprobs
     assert after.versions == [("v2", 0, 6)] and after.finished.cached_tokens == 0
+
+
+def test_a_snapshot_that_is_dropped_holds_no_memory(harness: Harness) -> None:
+    kept = check(harness, "snapshot", keep_content=True).data["num_bytes"]
+    assert kept > 0 and check(harness, "compare").success
+    assert harness.control(DropWeightSnapshotReqInput).data == {"num_bytes": kept}
+    assert check(harness, "compare").status_code == 409
+    again = harness.control(DropWeightSnapshotReqInput)
+    assert again.success and again.data == {"num_bytes": 0}
 
 
 def test_a_reset_is_refused_while_an_update_is_open(harness: Harness, trainer: LoopbackTrainer) -> None:

@@ -157,7 +157,11 @@ def test_a_wrong_starting_point_is_refused_before_a_byte(
     engine: Callable[..., Trainer], old: Tensors, new: Tensors
 ) -> None:
     trainer = engine()
-    for wrong in ({"base_version": "v0"}, {"base_digest": digest_of(new)}, {"base_version": "v1", "base_digest": "0"}):
+    for wrong in (
+        {"base_version": "v0"},
+        {"base_digest": digest_of(new)},
+        {"base_version": "v1", "base_digest": "0"},
+    ):
         answer = trainer(BeginWeightUpdateReqInput, weight_version="v2", **wrong)
         assert not answer.success and answer.status_code == 409 and "in force" in answer.message
         assert not trainer.update()["open"]
@@ -335,7 +339,7 @@ def slime(trainer: Trainer, tensors: Tensors, label: str) -> ControlReqOutput:
     trainer.ok(PauseGenerationReqInput)
     trainer.ok(FlushCacheReqInput)
     for part in halves(tensors):
-        trainer.bucket(part, weight_version=label, flush_cache=False)
+        trainer.bucket(part, weight_version=label)
     return trainer(ContinueGenerationReqInput)
 
 
@@ -358,7 +362,7 @@ def miles(trainer: Trainer, tensors: Tensors, label: str) -> ControlReqOutput:
     trainer.ok(PauseGenerationReqInput, mode="in_place")
     trainer.ok(BeginWeightUpdateReqInput)
     for part in halves(tensors):
-        trainer.bucket(part, flush_cache=False)
+        trainer.bucket(part)
     trainer.ok(UpdateWeightVersionReqInput, new_version=label, abort_all_requests=False)
     ended = trainer(EndWeightUpdateReqInput)
     return ended if not ended.success else trainer(ContinueGenerationReqInput)

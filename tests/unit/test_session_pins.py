@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import AbortReqInput, FinishSessionReqInput, FlushCacheReqInput, GetSessionsReqInput
+from rollout.core.io_struct import AbortReqInput, FlushCacheReqInput
+from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins

@@ -18,6 +18,7 @@ from rollout.core.io_struct import (
     ControlReqOutput,
     FinishedRecord,
     FinishReason,
+    FlushCacheReqInput,
     GetStateReqInput,
     PauseGenerationReqInput,
     ReqOutput,
@@ -94,7 +95,7 @@ def test_nothing_is_admitted_before_and_after_serving(folder: Path) -> None:
             with pytest.raises(Unavailable, match=phase):
                 await manager.submit(request)
             with pytest.raises(Unavailable, match=phase):
-                await manager.control(PauseGenerationReqInput, 1.0)
+                await manager.control(PauseGenerationReqInput, timeout_s=1.0)
             manager.serve(READY, None)
             manager.stop_admitting()
         assert link.sent == []
@@ -255,15 +256,15 @@ def test_the_version_follows_the_answers(folder: Path) -> None:
         manager, link = serving(folder)
 
         async def call(**answer: Any) -> None:
-            calling = asyncio.create_task(manager.control(ContinueGenerationReqInput, 5.0))
+            calling = asyncio.create_task(manager.control(ContinueGenerationReqInput, timeout_s=5.0))
             await asyncio.sleep(0)
             manager.handle_message(ControlReqOutput(request_id=link.sent[-1].request_id, **answer))
             await calling
 
-        before = manager.weight_version
-        await call(success=False, data={"weight_version": "v8"})
+        before, reply = manager.weight_version, {"paused": False, "num_aborted": 0}
+        await call(success=False, data=reply | {"weight_version": "v8"})
         assert manager.weight_version == before
-        await call(success=True, data={"weight_version": "v9"})
+        await call(success=True, data=reply | {"weight_version": "v9"})
         assert manager.weight_version == "v9"
 
     run(scenario())
@@ -277,9 +278,9 @@ def test_verbs_have_deadlines_and_fail_together() -> None:
         with pytest.raises(SchedulerTimeout, match="did not answer GetState"):
             await communicator.call(GetStateReqInput, 0.05)
         assert time.monotonic() - started < 2.0
-        calls = [asyncio.create_task(communicator.call(GetStateReqInput, 5.0)) for _ in range(3)]
+        calls = [asyncio.create_task(communicator.call(FlushCacheReqInput, 5.0)) for _ in range(3)]
         await asyncio.sleep(0)
-        communicator.resolve(ControlReqOutput(request_id=sent[2].request_id, success=True, message="second"))
+        communicator.resolve(ControlReqOutput(request_id=sent[2].request_id, success=True, message="second", data={}))
         communicator.fail_all(Unavailable("gone"))
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(results[1], ControlReqOutput) and results[1].message == "second"

@@ -1,0 +1,177 @@
+"""The methods of both clients, each written once: what is asked, and how the answer is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar, Unpack
+
+from rollout.client import generation
+from rollout.client.errors import ServerTimeout
+from rollout.client.method import Steps, method
+from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout
+from rollout.client.weight_calls import WeightCalls
+from rollout.client.wire import (
+    Call,
+    JsonObject,
+    field_of,
+    is_healthy,
+    nothing,
+    object_of,
+    reply_of,
+    text_of,
+    verb_call,
+    verb_result,
+)
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    MemoryTag,
+    PauseGenerationReqInput,
+    PauseMode,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from rollout.core.message import AnyReply, ControlReqInput
+from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
+
+T = TypeVar("T")
+PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
+
+
+class Calls(WeightCalls):
+    """What both clients can do."""
+
+    base_url: str
+    _layout: RouteLayout | None
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    @method
+    def generate(
+        self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
+    ) -> Call[GenerationOutput | list[GenerationOutput]]:
+        """Samples for one prompt (text or `input_ids`) or a batch; a list for a batch or n > 1, prompt by prompt."""
+        return generation.generate(prompt, options, self._layout)
+
+    @method
+    def abort(self, rid: str) -> Call[None]:
+        """Abort the request with exactly this id; it answers with what it has.  Unknown ids are ignored."""
+        return Call("POST", "/abort_request", nothing, {"rid": rid, "abort_all": False}, admin=True)
+
+    @method
+    def abort_all(self) -> Call[None]:
+        """Abort every request; each answers with what it has."""
+        return Call("POST", "/abort_request", nothing, {"rid": "", "abort_all": True}, admin=True)
+
+    @method
+    def pause(self, mode: PauseMode = "abort") -> Call[JsonObject]:
+        """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
+        timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
+        return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, mode=mode)
+
+    @method
+    def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
+        """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
+        return verb_call(ContinueGenerationReqInput, verb_result, abort_below_weight_version=abort_below_weight_version)
+
+    @method
+    def flush_cache(self) -> Call[str]:
+        """Empty the prefix cache; refused while requests run."""
+        return verb_call(FlushCacheReqInput, text_of)
+
+    @method
+    def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
+        """Make the server give memory back to the system; refused while requests run.  None: all that it can."""
+        return verb_call(ReleaseMemoryOccupationReqInput, verb_result, tags=_list(tags))
+
+    @method
+    def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
+        """Let the server take released memory again.  None: all of it."""
+        return verb_call(ResumeMemoryOccupationReqInput, verb_result, tags=_list(tags))
+
+    @method
+    def start_profile(
+        self,
+        output_dir: str | None = None,
+        num_steps: int | None = None,
+        *,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+    ) -> Call[JsonObject]:
+        """Record every step from now on with torch's profiler; the `files` come at the stop or after `num_steps`."""
+        return verb_call(
+            StartProfileReqInput,
+            verb_result,
+            output_dir=output_dir,
+            num_steps=num_steps,
+            with_stack=with_stack,
+            record_shapes=record_shapes,
+        )
+
+    @method
+    def stop_profile(self) -> Call[JsonObject]:
+        """Write what was recorded; answers when the `files` are there."""
+        return verb_call(StopProfileReqInput, verb_result)
+
+    @method
+    def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
+        """Any control verb of `rollout.core.io_struct.VERBS`, with the fields of its body; its typed reply.
+
+        Not for `/flush_cache` and `/get_weights_by_name`, which answer with something else.
+        """
+        return verb_call(verb, reply_of(verb), **fields)
+
+    # --- information ---------------------------------------------------------------------------------------------
+
+    @method
+    def model_info(self) -> Call[JsonObject]:
+        """Path, tokenizer and weight version of the served model."""
+        return Call("GET", "/model_info", object_of)
+
+    @method
+    def server_info(self) -> Call[JsonObject]:
+        """The server's launch arguments and internal state."""
+        return Call("GET", "/server_info", object_of)
+
+    @method
+    def loads(self) -> Call[JsonObject]:
+        """Running and waiting requests, and tokens in use."""
+        return Call("GET", "/v1/loads", object_of)
+
+    @method
+    def health(self, timeout: float = 5.0) -> Call[bool]:
+        """True if the server serves; False if it does not yet, no longer, or cannot be reached within `timeout`."""
+        return _health(timeout)
+
+    @method
+    def wait_until_ready(self, timeout: float = 300.0, poll: float = 0.2) -> Steps[None]:
+        """Return as soon as the server serves.  Raises `ServerTimeout` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            if left > 0 and (yield _health(min(left, 5.0))):
+                return
+            if deadline - time.monotonic() <= poll:
+                raise ServerTimeout(f"the server at {self.base_url} was not ready within {timeout:g} s")
+            yield poll
+
+    @method
+    def tokenize(self, prompt: str, add_special_tokens: bool = True) -> Call[list[int]]:
+        """Token ids of `prompt`."""
+        body = {"prompt": prompt, "add_special_tokens": add_special_tokens}
+        return Call("POST", "/tokenize", field_of("tokens", list), body)
+
+    @method
+    def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> Call[str]:
+        """Text of token ids."""
+        body = {"tokens": list(tokens), "skip_special_tokens": skip_special_tokens}
+        return Call("POST", "/detokenize", field_of("text", str), body)
+
+
+def _health(timeout_s: float) -> Call[bool]:
+    return Call("GET", "/health", is_healthy, timeout_s=timeout_s, unanswered=False)
+
+
+def _list(items: Sequence[T] | None) -> list[T] | None:
+    return None if items is None else list(items)

@@ -1,0 +1,50 @@
+"""Methods that are written once for both clients.
+
+A method makes a `Call`, or a generator of calls and pauses; the client that it belongs to makes the exchange and waits
+for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient.pause(...)` something to await.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+
+from rollout.client.wire import Call
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Steps = Generator[Call[Any] | float, Any, T]
+"""Calls to make, whose results come back, and seconds to wait; it returns the method's result."""
+Work = Call[T] | Steps[T]
+
+
+class Blocking:
+    """Marks the client whose methods return results."""
+
+
+class Awaiting:
+    """Marks the client whose methods are to be awaited."""
+
+
+class Method(Generic[P, T]):
+    """For type checkers: what a method of `Calls` is on each client."""
+
+    @overload
+    def __get__(self, client: Blocking, owner: Any = None) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: Awaiting, owner: Any = None) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, client: None, owner: Any = None) -> Callable[..., Any]: ...
+    def __get__(self, client: Any, owner: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def method(build: Callable[Concatenate[Any, P], Work[T]]) -> Method[P, T]:
+    """A method whose work is described by `build`, and done by its client's `_do`."""
+
+    @functools.wraps(build)
+    def do(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return self._do(functools.partial(build, self, *args, **kwargs))
+
+    return cast(Method[P, T], do)

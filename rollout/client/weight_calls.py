@@ -1,0 +1,273 @@
+"""The methods of both clients that concern weights."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rollout.client.method import method
+from rollout.client.wire import Call, JsonObject, field_of, json_of, object_of, verb_call, verb_result
+from rollout.core.weight_io_struct import (
+    DEFAULT_GROUP,
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
+    GetWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+    WeightsCheckerReqInput,
+)
+
+
+class WeightCalls:
+    """What a sender of weights asks for, and checks."""
+
+    @method
+    def weight_version(self) -> Call[str]:
+        """Label of the weights that serve now."""
+        return Call("GET", "/weight_version", field_of("weight_version", str))
+
+    @method
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP,
+        backend: str | None = None,
+    ) -> Call[JsonObject]:
+        """Make the server join a process group; returns once all ranks have met, so join on another thread.
+
+        `backend` None: the one that fits the server's device.
+        """
+        return verb_call(
+            InitWeightsUpdateGroupReqInput,
+            verb_result,
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
+
+    @method
+    def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> Call[JsonObject]:
+        """Make the server leave a process group."""
+        return verb_call(DestroyWeightsUpdateGroupReqInput, verb_result, group_name=group_name)
+
+    @method
+    def begin_weight_update(
+        self,
+        weight_version: str | None = None,
+        coverage: str = "full",
+        manifest: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        base_version: str | None = None,
+        base_digest: str | None = None,
+        lease_s: float | None = None,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
+
+        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
+        refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
+        `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.
+        """
+        return verb_call(
+            BeginWeightUpdateReqInput,
+            verb_result,
+            weight_version=weight_version,
+            coverage=coverage,
+            manifest=None if manifest is None else [dict(entry) for entry in manifest],
+            base_version=base_version,
+            base_digest=base_digest,
+            lease_s=lease_s,
+            update_id=update_id,
+        )
+
+    @method
+    def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
+        """The open refresh: what came, what is missing, its lease; and why the last one failed.
+
+        With an `update_id`: what became of that one (`outcome`: open, verified, committed, lost, aborted, unknown).
+        """
+        return verb_call(GetWeightUpdateReqInput, object_of, update_id=update_id)
+
+    @method
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = DEFAULT_GROUP,
+        load_format: str | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
+        return verb_call(
+            UpdateWeightsFromDistributedReqInput,
+            verb_result,
+            names=list(names),
+            dtypes=list(dtypes),
+            shapes=[list(shape) for shape in shapes],
+            group_name=group_name,
+            load_format=load_format,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            update_id=update_id,
+        )
+
+    @method
+    def update_weights_from_ipc(
+        self,
+        zmq_handles: Mapping[str, str],
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Make the server receive a checkpoint from a parameter server beside it; answers at the end of that.
+
+        `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
+        """
+        return verb_call(
+            UpdateWeightsFromIPCReqInput,
+            verb_result,
+            zmq_handles=dict(zmq_handles),
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            update_id=update_id,
+        )
+
+    @method
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        weight_version: str | None = None,
+        load_format: str | None = None,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
+        return verb_call(
+            UpdateWeightsFromDiskReqInput,
+            verb_result,
+            model_path=model_path,
+            weight_version=weight_version,
+            load_format=load_format,
+            update_id=update_id,
+        )
+
+    @method
+    def pull_weights(
+        self,
+        local_checkpoint_dir: str,
+        source_dir: str,
+        target_version: int,
+        update_memory: bool = False,
+        weight_version: str | None = None,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Make the server bring a checkpoint folder of its machine to a version published in `source_dir`.
+
+        `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
+        """
+        return verb_call(
+            PullWeightsReqInput,
+            verb_result,
+            local_checkpoint_dir=local_checkpoint_dir,
+            source_dir=source_dir,
+            target_version=target_version,
+            update_memory=update_memory,
+            weight_version=weight_version,
+            update_id=update_id,
+        )
+
+    @method
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[bytes | str] | None = None,
+        *,
+        load_format: str | None = None,
+        format: str | None = None,
+        shm_name: str | None = None,
+        shm_bytes: int | None = None,
+        shm_unlink: bool = False,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        update_id: str | None = None,
+    ) -> Call[JsonObject]:
+        """Send tensors in the body, one payload a rank (bytes, or their base64), or name shared memory that holds them.
+
+        `format` "safetensors": a payload, or the shared memory, is a safetensors file; None: SGLang's pickles.
+        """
+        payloads = serialized_named_tensors
+        return verb_call(
+            UpdateWeightsFromTensorReqInput,
+            verb_result,
+            serialized_named_tensors=None if payloads is None else [_base64(payload) for payload in payloads],
+            load_format=load_format,
+            format=format,
+            shm_name=shm_name,
+            shm_bytes=shm_bytes,
+            shm_unlink=shm_unlink or None,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            update_id=update_id,
+        )
+
+    @method
+    def end_weight_update(
+        self, phase: Literal["verify", "commit"] | None = None, update_id: str | None = None
+    ) -> Call[JsonObject]:
+        """Verify what came and switch to it; refused, and nothing changed, if anything is missing or wrong.
+
+        `phase` "verify" or "commit": only that half, so that several servers can switch together.  With the
+        `update_id` of a refresh that is in force already it answers as before.
+        """
+        return verb_call(EndWeightUpdateReqInput, verb_result, phase=phase, update_id=update_id)
+
+    @method
+    def abort_weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
+        """Drop an open refresh; the old weights serve on."""
+        return verb_call(AbortWeightUpdateReqInput, verb_result, update_id=update_id)
+
+    @method
+    def update_weight_version(
+        self, new_version: str, abort_all_requests: bool = False, update_id: str | None = None
+    ) -> Call[JsonObject]:
+        """Rename the weights that serve now."""
+        fields: JsonObject = {
+            "new_version": new_version,
+            "abort_all_requests": abort_all_requests,
+            "update_id": update_id,
+        }
+        return verb_call(UpdateWeightVersionReqInput, verb_result, **fields)
+
+    @method
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Call[Any]:
+        """The first `truncate_size` entries of a tensor along its first dimension, as nested lists."""
+        return verb_call(GetWeightsByNameReqInput, json_of, name=name, truncate_size=truncate_size)
+
+    @method
+    def weights_checker(
+        self, action: str = "checksum", keep_content: bool = False, skip_tensor_list: Sequence[str] | None = None
+    ) -> Call[JsonObject]:
+        """Prove what serves: `checksum`, `snapshot`, `compare` (an error where tensors differ), `reset_tensors`."""
+        skipped = None if skip_tensor_list is None else list(skip_tensor_list)
+        fields: JsonObject = {"action": action, "keep_content": keep_content or None, "skip_tensor_list": skipped}
+        return verb_call(WeightsCheckerReqInput, verb_result, **fields)
+
+
+def _base64(payload: bytes | str) -> str:
+    return payload if isinstance(payload, str) else base64.b64encode(payload).decode()

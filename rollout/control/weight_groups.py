@@ -1,0 +1,52 @@
+"""`init_weights_update_group` and `destroy_weights_update_group`: the process groups over which trainers broadcast.
+
+Joining waits for all members on the I/O thread; a rank that joined leaves again where another one could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.control.weight_queue import Job
+from rollout.core.message import NoReply
+from rollout.core.weight_io_struct import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
+from rollout.distributed.layout import RankPosition
+from weight_sync.updater import WeightUpdater
+
+
+class WeightGroups:
+    """Handlers of the two verbs."""
+
+    def __init__(self, updater: WeightUpdater, position: RankPosition) -> None:
+        self._updater = updater
+        self._position = position
+
+    @property
+    def jobs(self) -> dict[type, Callable[[Any], Job]]:
+        return {InitWeightsUpdateGroupReqInput: self._join, DestroyWeightsUpdateGroupReqInput: self._leave}
+
+    def _join(self, verb: InitWeightsUpdateGroupReqInput) -> Job:
+        def io() -> None:
+            self._updater.groups.init(
+                master_address=verb.master_address,
+                master_port=verb.master_port,
+                rank=verb.rank_offset + self._position.world_rank,
+                world_size=verb.world_size,
+                group_name=verb.group_name,
+                backend=verb.backend,
+            )
+
+        def leave(_: str) -> None:
+            self._updater.groups.destroy(verb.group_name)
+
+        def step(_: None) -> tuple[str, NoReply]:
+            return "Succeeded to initialize custom process group.", NoReply()
+
+        return Job(verb, io, step, take_back=leave, waits=self._updater.patience)
+
+    def _leave(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
+        def step(_: None) -> tuple[str, NoReply]:
+            return "Succeeded to destroy custom process group.", NoReply()
+
+        return Job(verb, lambda: self._updater.groups.destroy(verb.group_name), step)

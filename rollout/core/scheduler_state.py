@@ -1,0 +1,71 @@
+"""What the scheduler says of itself: it feeds /server_info, /get_load, /v1/loads, /health and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout.core.message import AnyRank, Reply, Total, TotalFloat
+
+
+class PublishedWeights(msgspec.Struct, kw_only=True):
+    """One of the weight versions of late."""
+
+    weight_version: str
+    weight_epoch: int
+    content_digest: str | None
+
+
+class SchedulerState(Reply, kw_only=True):
+    """Counts, memory, version and health of an engine.  `withheld`, `poisoned`: why nothing may be served, if so."""
+
+    # requests and KV slots
+    num_running_reqs: Total
+    num_waiting_reqs: Total
+    num_used_tokens: Total
+    num_cached_tokens: Total
+    num_pinned_tokens: Total
+    num_running_sessions: Total
+    num_total_tokens: Total
+    max_total_num_tokens: Total
+    token_usage: float
+    # since the start, or of late
+    gen_throughput: TotalFloat
+    cache_hit_rate: float
+    num_retracted_reqs: Total
+    num_generated_tokens: Total
+    num_prompt_tokens: Total
+    num_prompt_tokens_reused: Total
+    num_kv_event_batches: int | None
+    step_time_ms: dict[str, Any]
+    # gates
+    paused: AnyRank
+    withheld: str | None
+    poisoned: str | None
+    memory: dict[str, str]
+    # weights and experts
+    weights_path: str | None
+    weight_version: str
+    weight_epoch: int
+    placement_epoch: int
+    content_digest: str | None
+    weight_versions: list[PublishedWeights]
+    weight_update: dict[str, Any]
+    expert_distribution: dict[str, Any] | None
+    eplb: dict[str, Any] | None
+    # what does not change
+    max_running_requests: int
+    context_length: int
+    dtype: str
+    device: str
+    model_bytes: Total
+    kv_bytes: Total
+    num_threads: int
+    batch_invariant: bool
+    batch_invariance_note: str
+
+    def merged(self, replies: Sequence[SchedulerState]) -> SchedulerState:
+        found: SchedulerState = super().merged(replies)
+        return msgspec.structs.replace(found, token_usage=found.num_used_tokens / found.max_total_num_tokens)

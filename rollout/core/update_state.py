@@ -1,0 +1,61 @@
+"""What replies say of a weight update: the one that came into force, and the one that is open."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from rollout.core.message import Reply
+
+
+class CommitReply(Reply, kw_only=True):
+    """What came into force; unset where nothing did."""
+
+    weight_version: str | UnsetType = UNSET
+    weight_epoch: int | UnsetType = UNSET
+    content_digest: str | UnsetType | None = UNSET
+    placement_epoch: int | UnsetType = UNSET
+    placement_adopted: bool | UnsetType = UNSET
+    placement_note: str | UnsetType = UNSET
+    num_tensors: int | UnsetType = UNSET
+    num_bytes: int | UnsetType = UNSET
+    stall_seconds: float | UnsetType = UNSET
+
+
+class UpdateStateReply(Reply, kw_only=True):
+    """Of the open update, with `busy` to `poisoned`; or, of the one that was named, its `outcome` and `reason`.
+
+    An update that was committed also says what its sender was told then.
+    """
+
+    update_id: str | None
+    outcome: Literal["open", "verified", "committed", "lost", "aborted", "unknown"] | UnsetType = UNSET
+    reason: str | UnsetType | None = UNSET
+    open: bool | UnsetType = UNSET
+    implicit: bool | UnsetType = UNSET
+    bound: bool | UnsetType = UNSET
+    state: str | UnsetType | None = UNSET
+    weight_version: str | UnsetType | None = UNSET
+    coverage: Literal["full", "partial"] | UnsetType | None = UNSET
+    received: int | UnsetType | None = UNSET
+    missing: int | UnsetType | None = UNSET
+    received_names: list[str] | UnsetType | None = UNSET
+    missing_names: list[str] | UnsetType | None = UNSET
+    num_bytes: int | UnsetType | None = UNSET
+    lease_s: float | UnsetType | None = UNSET
+    lease_left_s: float | UnsetType | None = UNSET
+    failed: str | UnsetType | None = UNSET
+    staging: str | UnsetType = UNSET
+    last_failure: dict[str, Any] | UnsetType | None = UNSET
+    busy: bool | UnsetType = UNSET
+    steps_held: bool | UnsetType = UNSET
+    pause_left_s: float | UnsetType | None = UNSET
+    poisoned: str | UnsetType | None = UNSET
+    weight_epoch: int | UnsetType = UNSET
+    content_digest: str | UnsetType | None = UNSET
+    placement_epoch: int | UnsetType = UNSET
+    placement_adopted: bool | UnsetType = UNSET
+    placement_note: str | UnsetType = UNSET
+    num_tensors: int | UnsetType = UNSET
+    stall_seconds: float | UnsetType = UNSET

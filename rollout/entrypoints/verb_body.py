@@ -1,0 +1,59 @@
+"""HTTP bodies of control verbs: pydantic models made from the verbs' declarations, and a verb's fields from a body."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from pydantic import Field, create_model
+
+from rollout.core.message import ControlReqInput, Limits, body_fields
+from rollout.entrypoints.protocol import Body
+
+
+@functools.cache
+def body_of(verb: type[ControlReqInput]) -> type[Body]:
+    """What a body, or the URL, may say to call `verb`."""
+    declared = {item.name: (_pydantic_type(item.type), _default(item)) for item in body_fields(verb)}
+    others = {other: (declared[name][0] | None, None) for other, name in verb.endpoint.other_names.items()}
+    accepted = {name: (_pydantic_type(kind), default) for name, (kind, default) in verb.endpoint.accepts.items()}
+    body = _model(verb, declared | others | accepted)
+    body.unsupported = verb.endpoint.refuses
+    return body
+
+
+def fields_of(verb: type[ControlReqInput], body: Body) -> dict[str, Any]:
+    """The fields of the verb that `body` is for."""
+    values = body.model_dump()
+    for other, name in verb.endpoint.other_names.items():
+        if values[name] is None:
+            values[name] = values[other]
+    return {item.name: msgspec.convert(values[item.name], item.type) for item in body_fields(verb)}
+
+
+def _model(struct: type, fields: dict[str, tuple[Any, Any]]) -> type[Body]:
+    name = struct.__name__.removesuffix("ReqInput") + "Request"
+    return create_model(name, __base__=Body, __doc__=struct.__doc__, **fields)  # type: ignore[call-overload, no-any-return]
+
+
+def _default(item: msgspec.structs.FieldInfo) -> Any:
+    if item.default_factory is not msgspec.NODEFAULT:
+        return Field(default_factory=item.default_factory)
+    return ... if item.default is msgspec.NODEFAULT else item.default
+
+
+def _pydantic_type(kind: Any) -> Any:
+    """The same type in pydantic's terms: limits of numbers and strings, structs as bodies inside the body."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        inner = {item.name: (_pydantic_type(item.type), _default(item)) for item in msgspec.structs.fields(kind)}
+        return _model(kind, inner)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is None or origin is Literal:
+        return kind
+    if origin is Annotated:
+        limits = [Field(**meta.limits) for meta in args[1:] if isinstance(meta, Limits)]
+        return functools.reduce(lambda inner, limit: Annotated[inner, limit], limits, _pydantic_type(args[0]))
+    arms = tuple(_pydantic_type(arg) for arg in args)
+    return Union[arms] if origin in (Union, types.UnionType) else origin[arms]  # noqa: UP007 - made from a list
