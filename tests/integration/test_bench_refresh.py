@@ -11,6 +11,8 @@ from rich.console import Console
 from benchmarks import weight_refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

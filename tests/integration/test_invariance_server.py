@@ -52,6 +52,7 @@ def test_the_same_bits_alone_and_together(server: ServerProcess) -> None:
         assert [facts(answer) for answer in together] == alone
 
 
+@pytest.mark.full
 def test_what_does_not_hold_is_said(folder: Path) -> None:
     with ServerProcess(folder, max_total_tokens=512, disable_native_kernels=True) as running:
         info = running.http.get("/server_info").json()

@@ -152,6 +152,7 @@ def live_checksums(harness: Harness) -> dict[str, str]:
     return harness.control(WeightsCheckerReqInput).data["checksums"]
 
 
+@pytest.mark.full(but=("True-in_place", "False-retract"))
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("bracketed", [True, False])
 def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
@@ -179,6 +180,7 @@ def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
     check_new_admissions(harness, folders, cold=mode == "in_place")
 
 
+@pytest.mark.full(but="True")
 @pytest.mark.parametrize("bracketed", [True, False])
 def test_refresh_after_pause_abort(folders, trainer, bracketed: bool) -> None:
     harness = start(folders, trainer)
@@ -236,6 +238,7 @@ def test_per_tensor_broadcasts(folders, trainer) -> None:
     check_results(harness, folders, new_kv=False)
 
 
+@pytest.mark.full
 def test_version_named_between_buckets(folders, trainer) -> None:
     """The order that miles uses: buckets, update_weight_version, end."""
     harness = start(folders, trainer)

@@ -154,6 +154,7 @@ def test_every_weight_endpoint_is_under_test(engine: Engine) -> None:
     } <= engine.endpoints.keys()
 
 
+@pytest.mark.full
 def test_bodies_of_the_right_fields(engine: Engine) -> None:
     for path, endpoint in engine.endpoints.items():
         fuzz(engine, endpoint, bodies(endpoint.schema, engine.texts).map(as_json), 4 if path in WAITING else 15)
@@ -166,6 +167,7 @@ def test_bodies_of_the_right_fields(engine: Engine) -> None:
     assert refused >= engine.endpoints.keys() - without_fields, "every endpoint has something to refuse"
 
 
+@pytest.mark.full
 def test_bodies_of_any_json_and_any_bytes(engine: Engine) -> None:
     for endpoint in engine.endpoints.values():
         fuzz(engine, endpoint, junk().map(as_json) | st.binary(max_size=60), 8)
@@ -235,6 +237,7 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.full
 def test_right_bodies_with_wrong_bytes(engine: Engine) -> None:
     """Under a manifest with a fingerprint: whatever a mutation makes of a body, no other content is committed."""
     entry = norm_of(engine)[2]
@@ -272,6 +275,7 @@ def test_a_body_over_the_cap_is_refused(engine: Engine) -> None:
     engine.settle()
 
 
+@pytest.mark.mutant
 def test_the_check_of_the_weights_can_fail(engine: Engine) -> None:
     """The wrong variant: one element of one tensor off is seen, and put right again."""
     assert engine.thread.scheduler is not None

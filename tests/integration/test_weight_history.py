@@ -53,6 +53,7 @@ def test_every_token_of_random_histories_is_explained(zoo: Zoo) -> None:
     assert tally.tokens > 3000 and tally.on_mixed_kv > 150
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("variant", WRONG_VARIANTS)
 def test_wrong_variants_are_caught(zoo: Zoo, variant: str) -> None:
     @settings(_quiet, max_examples=NUM_TO_CATCH, phases=[Phase.generate])

@@ -180,6 +180,7 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(
     assert engine.call("status")["failed"] is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     [
@@ -316,6 +317,7 @@ def test_a_rendezvous_that_cannot_work_is_refused_at_once(engine: Engine, argume
     assert caught.value.status == 400
 
 
+@pytest.mark.full
 def test_three_engines_in_one_group() -> None:
     """With four members gloo passes messages on from engine to engine: one that is too long ends the group for all."""
     engines = [Engine(TIMEOUT_S, rank) for rank in range(3)]

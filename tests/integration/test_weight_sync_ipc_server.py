@@ -74,6 +74,7 @@ def send(server: ServerProcess, folder: Path, version: str, form: Form = "pickle
     return answer
 
 
+@pytest.mark.full(but="pickle")
 @pytest.mark.parametrize("form", ["pickle", "json"])
 def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[Path], form: Form) -> None:
     old = logprobs(server)

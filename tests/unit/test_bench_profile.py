@@ -167,6 +167,7 @@ def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
 SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "12", "--prefill", "16", "--threads", "1"]
 
 
+@pytest.mark.full
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_checkpoint(tmp_path / "model")
     files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]

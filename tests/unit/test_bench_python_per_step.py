@@ -39,6 +39,7 @@ def test_parts_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tick" not in vars(engine.scheduler)
 
 
+@pytest.mark.mutant
 def test_operators_that_are_not_seen_are_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_per_step, "STEPS", 4)
     monkeypatch.setattr(python_per_step, "owners", lambda _: [])

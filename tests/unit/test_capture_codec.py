@@ -231,6 +231,7 @@ def test_nonsense_under_a_right_checksum_is_refused(key, value):
         decode_compact(rebuilt(record, change))
 
 
+@pytest.mark.mutant
 def test_a_decoder_that_skips_the_checksum_would_be_caught(monkeypatch):
     """The bit-flip test can fail: with the checksum made constant, a flipped data bit goes unnoticed."""
     monkeypatch.setattr("capture.codec._checksum", lambda *arguments: "00000000")

@@ -56,6 +56,7 @@ class KeepsTheOldRow(RouteSlotStore):
         self._enter_noted()
 
 
+@pytest.mark.mutant
 def test_a_store_that_serves_rows_of_freed_slots_is_caught():
     class Wrong(SlotStoreMachine):
         store_type = KeepsTheOldRow
@@ -72,6 +73,7 @@ class EntersTheNewestFirst(RouteSlotStore):
         super()._enter_noted()
 
 
+@pytest.mark.mutant
 def test_a_store_that_mixes_up_the_order_of_writes_is_caught():
     class Wrong(SlotStoreMachine):
         store_type = EntersTheNewestFirst

@@ -227,6 +227,7 @@ def variant(**modes: Any) -> type[DeepEpDispatcher]:
     return type("Variant", (DeepEpDispatcher,), modes)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     ("api", "modes"),
@@ -266,6 +267,7 @@ class ChoosesByItsOwnTokens(DeepEpDispatcher):
         return super().dispatch(hidden_TD, ids_TK, weights_TK)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("wrong", "message"), [(NeverCleans, "clean_low_latency_buffer"), (ChoosesByItsOwnTokens, "different calls")]
 )

@@ -177,6 +177,7 @@ class MixesLayers(LoadRecorder):
         self._layer_offsets = self._layer_offsets * 0
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", [UsesTheMapOfTheDump, StampsLate, KeepsTheEnginesArrays, MixesLayers])
 def test_wrong_recorders_are_caught(wrong: type[LoadRecorder]) -> None:
     class Wrong(RecorderMachine):

@@ -238,6 +238,7 @@ WRONG: dict[str, Callable[[list[Move]], object]] = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_plan_is_seen(name: str) -> None:
     migration = plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES)

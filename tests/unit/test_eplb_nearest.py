@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,7 @@ def test_slots_are_loaded_as_planned_and_more_tokens_stay(drawn: tuple[ExpertLoc
     assert torch.allclose(stay, most, atol=4 / PICKS)
 
 
+@pytest.mark.mutant
 def test_a_wrong_table_is_noticed() -> None:
     """Everything to the replica at home overloads it."""
     metadata = ExpertLocationMetadata(torch.tensor([[0, 1, 2, 0, 3, 4, 0, 5, 1, 2, 3, 4]]), EXPERTS)

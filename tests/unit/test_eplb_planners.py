@@ -311,6 +311,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         synthetic("pareto:1", 1, 4)
 
 
+@pytest.mark.mutant
 def test_the_checks_see_wrong_plans() -> None:
     layout = ExpertLayout(num_logical_experts=3, num_physical_experts=4, num_ranks=2)
     counts = np.array([[1, 2, 3]])

@@ -320,6 +320,7 @@ class OtherBlocksInPrefill(AttentionBackend):
         return self._now.attend(layer, q)
 
 
+@pytest.mark.mutant
 @DTYPES
 @pytest.mark.parametrize("wrong", [SplitsSumsOfLargeBatches, AddsExpertsOneByOne])
 def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str, wrong: type) -> None:
@@ -334,6 +335,7 @@ def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str
         assert any_differs(server.rescored(batch, want), want)
 
 
+@pytest.mark.mutant
 @DTYPES
 def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str) -> None:
     batch = asks(6, seed=4)
@@ -349,6 +351,7 @@ def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str
     assert any_differs(wrong(chunked_prefill_size=7).together(batch), want)
 
 
+@pytest.mark.mutant
 @DTYPES
 def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str) -> None:
     batch = asks(2, seed=4)
@@ -359,6 +362,7 @@ def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str
         assert any_differs(server.alone(batch), want)
 
 
+@pytest.mark.mutant
 def test_samples_that_depend_on_the_others_are_noticed(folder: Path) -> None:
     """Requests without a seed get one in the order in which they come."""
     batch = [Ask(ask.prompt, {"temperature": 1.0, "max_new_tokens": 10}) for ask in asks(3, seed=8)]

@@ -106,6 +106,7 @@ def test_against_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> Non
         assert (out.double() - exact).abs().max() < 8 * TOLERANCES[dtype]
 
 
+@pytest.mark.mutant
 def test_one_wrong_key_value_or_position_is_noticed() -> None:
     sequences = Sequences([70, 66], torch.float32)
     spans = sequences.last()
@@ -160,6 +161,7 @@ def test_few_positions_on_both_sides_of_an_edge(dtype: torch.dtype, heads: tuple
                 assert torch.equal(few, whole[start : start + count]), f"{start} .. {start + count - 1}"
 
 
+@pytest.mark.mutant
 def test_a_split_that_depends_on_the_batch_is_noticed() -> None:
     """Flash-Decoding as it is often done: the keys are cut into more pieces when there are fewer requests."""
     sequences = Sequences([600] * 12, torch.float32)

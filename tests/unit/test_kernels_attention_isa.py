@@ -28,6 +28,7 @@ def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProce
     return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_attention_is_right_and_the_same_in_any_chunk(tmp_path: Path, target: str) -> None:
     done = _run(tmp_path, TARGETS[target], SOURCES)
@@ -53,6 +54,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("complaint", list(MISTAKES))
 def test_a_mistake_is_noticed(tmp_path: Path, complaint: str) -> None:
     file, right, wrong = MISTAKES[complaint]

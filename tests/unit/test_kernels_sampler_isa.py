@@ -32,6 +32,7 @@ def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProce
     return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_rows_are_sampled_as_defined(tmp_path: Path, target: str) -> None:
     done = _run(tmp_path, TARGETS[target], SOURCES)
@@ -40,6 +41,7 @@ def test_rows_are_sampled_as_defined(tmp_path: Path, target: str) -> None:
         assert done.stdout.startswith(f"{target}: ")
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("header", "right", "wrong", "complaint"),
     [

@@ -27,6 +27,7 @@ def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProce
     return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_vectors_compute_what_they_say(tmp_path: Path, target: str) -> None:
     done = _run(tmp_path, TARGETS[target], SOURCES)
@@ -35,6 +36,7 @@ def test_vectors_compute_what_they_say(tmp_path: Path, target: str) -> None:
         assert done.stdout.startswith(f"{target}: ")
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),
     [

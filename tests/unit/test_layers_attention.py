@@ -115,6 +115,7 @@ def test_decode_lengths_far_apart_are_bucketed() -> None:
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.mutant
 def test_a_wrong_slot_is_noticed() -> None:
     sequences = _Sequences([12, 7])
     _, expected = sequences.attend([1, 1], 0)

@@ -97,6 +97,7 @@ def test_strategies_agree_on_random_routings(data: st.DataObject) -> None:
         torch.testing.assert_close(apply_experts(hidden, ids, w13, w2, strategy), expected, atol=1e-13, rtol=1e-13)
 
 
+@pytest.mark.mutant
 def test_the_comparison_notices_a_wrong_expert_and_swapped_halves() -> None:
     ids, (w13, w2) = ROUTINGS["even"], _weights(torch.float64)
     hidden = torch.randn(12, HIDDEN, dtype=torch.float64)

@@ -258,6 +258,7 @@ class WeighsNothing(AllToAllDispatcher):
         return super().combine(expert_out, ones)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

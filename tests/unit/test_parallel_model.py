@@ -134,6 +134,7 @@ def is_right(folders: dict[str, Path]) -> Judge:
     return Judge(folders["moe_dense_first"])
 
 
+@pytest.mark.mutant
 def test_physical_ids_shown_to_hooks_are_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_right((2, 1, 2))
 
@@ -145,6 +146,7 @@ def test_physical_ids_shown_to_hooks_are_caught(is_right: Judge, monkeypatch: py
     assert not is_right((2, 1, 2))
 
 
+@pytest.mark.mutant
 def test_a_replica_picked_by_each_rank_for_itself_is_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ExpertPlacement.logical_to_physical
 
@@ -156,12 +158,14 @@ def test_a_replica_picked_by_each_rank_for_itself_is_caught(is_right: Judge, mon
     assert is_right((4, 4, 4)), "ranks that share no tokens may pick as they like"
 
 
+@pytest.mark.mutant
 def test_parts_of_experts_that_are_not_added_up_are_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_right((2, 1, 1))
     monkeypatch.setattr(AllTokensDispatcher, "combine", lambda self, expert_out, handle: expert_out)
     assert not is_right((2, 1, 1))
 
 
+@pytest.mark.mutant
 def test_the_wrong_one_of_shared_key_value_heads_is_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.kv_heads
     assert is_right((4, 1, 1))

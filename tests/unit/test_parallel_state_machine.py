@@ -268,6 +268,7 @@ def _control_of(scheduler: Any) -> WeightControl:
     return scheduler._verbs[PauseGenerationReqInput].__self__._weights
 
 
+@pytest.mark.full(but="2 ranks, dp")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
     machine = type("Machine", (Ranks,), {"folder": folder, "scratch": tmp_path, "layout": LAYOUTS[name]})
@@ -389,6 +390,7 @@ def test_the_story_holds(world: World) -> None:
     story(world)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_is_caught(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[name](monkeypatch, world)

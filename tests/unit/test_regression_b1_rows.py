@@ -111,6 +111,7 @@ def test_1_3_and_4_a_layer_that_shows_nothing_is_an_error(engines: Engines, sile
         engines.objections()
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("value", [0, 113], ids=["zeros", "whatever was there"])
 def test_1_3_and_4_a_capture_that_says_nothing_of_it_is_caught(
     engines: Engines, silent_layer: None, value: int, monkeypatch: pytest.MonkeyPatch

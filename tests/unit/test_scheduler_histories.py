@@ -260,6 +260,7 @@ class _InTurn:
         return future
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("machine", "part", "wrong", "noticed"),
     [

@@ -65,6 +65,7 @@ def test_the_quick_look_changes_no_answer(tokenizer_file: Path, text: str, noise
             assert quick == matches(LooksAtEveryToken((), tokenizer_file), ids, stop=stop, skip_special_tokens=skip)
 
 
+@pytest.mark.mutant
 def test_a_quick_look_that_forgets_half_characters_is_noticed(tokenizer_file: Path) -> None:
     ids = Tokenizer.from_file(str(tokenizer_file)).encode("aé").ids
     assert len(ids) == 3, "é takes two tokens"

@@ -227,6 +227,7 @@ def test_a_damaged_frame_is_refused_or_harmless(data: st.DataObject) -> None:
     assert same_bits(result, new)
 
 
+@pytest.mark.mutant
 def test_the_fuzzer_would_notice_a_codec_without_fences() -> None:
     """A changed step decodes well once its fingerprints say so: the fingerprints are what refuses it."""
     payload, old, _ = valid_frame()

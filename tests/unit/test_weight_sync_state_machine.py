@@ -425,6 +425,7 @@ TestRefreshes = Refreshes.TestCase
 TestRefreshes.settings = QUICK
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_machine_catches_wrong_updaters(wrong: type[LoopbackUpdater]) -> None:
     machine = type("Wrong", (Refreshes,), {"updater_class": wrong})
