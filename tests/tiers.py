@@ -1,7 +1,7 @@
 """Which tests every change must pass, and which run with everything else: docs/testing.md.
 
     gate    no marker, or `@pytest.mark.gate` in a module of another tier: what `make test` runs
-    full    `@pytest.mark.full`: `make test-full` alone runs it; `full(but="tp2")` leaves the case of that id in the gate
+    full    `@pytest.mark.full`: for `make test-full` alone, except the cases of `full(but="tp2")`
     mutant  `@pytest.mark.mutant`: an engine or a source that is wrong on purpose must be noticed; as `full`
 
 The marker that stands closest to a test decides.  `serial`, beside any of them: no other test runs meanwhile.
@@ -20,8 +20,7 @@ from hypothesis import settings
 
 TIERS = ("gate", "full", "mutant")
 GATE_EXAMPLES = 20
-GATE_STEPS = 20
-settings.register_profile("gate", max_examples=GATE_EXAMPLES, stateful_step_count=GATE_STEPS, derandomize=True)
+settings.register_profile("gate", max_examples=GATE_EXAMPLES, derandomize=True)
 
 
 def examples(everything: int, gate: int = GATE_EXAMPLES) -> int:

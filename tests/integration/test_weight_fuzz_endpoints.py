@@ -26,6 +26,7 @@ from safetensors.torch import save
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
 from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.tiers import examples
 from tests.weight_bodies import Body, Endpoint, bodies, junk, weight_endpoints
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 
@@ -183,7 +184,13 @@ def test_histories_of_calls(engine: Engine) -> None:
         lambda path: (Endpoint("POST", path, {}), b"{}")
     )
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples(25, gate=8),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(history=st.lists(step | pause, max_size=8))
     def one(history: list[tuple[Endpoint, bytes]]) -> None:
         for endpoint, content in history:

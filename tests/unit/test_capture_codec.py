@@ -11,9 +11,10 @@ from safetensors.numpy import load
 from capture.codec import _checksum, decode_compact, decode_compatible, encode_compact, encode_compatible
 from capture.errors import CaptureError, MissingRowsError, RouteFormatError, RouteValueError
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
+from tests.tiers import examples
 
 VERSIONS = st.text('a1\\"é😀\n', max_size=4)
-thorough = settings(deadline=None, max_examples=150)
+thorough = settings(deadline=None, max_examples=examples(150))
 
 
 @st.composite

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 from capture.slot_store import RouteSlotStore
 from capture.storage import rows_to_numpy, storage_dtype, storage_missing
+from tests.tiers import examples
 
 SLOTS, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 8
 
@@ -44,7 +45,7 @@ class SlotStoreMachine(RuleBasedStateMachine):
 
 
 def test_store_behaves_like_a_dictionary():
-    run_state_machine_as_test(SlotStoreMachine, settings=settings(max_examples=40, deadline=None))
+    run_state_machine_as_test(SlotStoreMachine, settings=settings(max_examples=examples(40), deadline=None))
 
 
 class KeepsTheOldRow(RouteSlotStore):

@@ -26,6 +26,7 @@ from tests.deepep_contract import (
     with_dispatcher,
     wrong_cases,
 )
+from tests.tiers import examples
 
 # --- results --------------------------------------------------------------------------------------------------------
 
@@ -40,7 +41,7 @@ def test_results_are_those_of_one_rank(api: str, num_ranks: int) -> None:
     api=st.sampled_from(APIS),
     steps=st.lists(st.tuples(*[st.integers(0, MAX_TOKENS)] * 2, st.integers(0, 99)), min_size=1, max_size=5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_any_history_of_steps_gives_what_one_rank_gives(api: str, steps: list[tuple[int, int, int]]) -> None:
     made = [
         [

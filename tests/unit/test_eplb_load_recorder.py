@@ -21,6 +21,7 @@ from eplb.load_dump import METADATA_KEY, LoadDump
 from eplb.load_recorder import LoadRecorder
 from eplb.load_windows import LoadWindows
 from eplb.placement import ExpertPlacement
+from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, TOP_K = 2, 6, 8, 2
 
@@ -131,7 +132,7 @@ class RecorderMachine(RuleBasedStateMachine):
         assert np.array_equal(tensors["token_id"], torch.cat([item[3] for item in self.noted]).numpy())
 
 
-def run(machine: type[RecorderMachine], histories: int = 30) -> None:
+def run(machine: type[RecorderMachine], histories: int = examples(30)) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=histories, stateful_step_count=30, deadline=None))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from eplb.split_table import PICKS, SplitTable
+from tests.tiers import examples
 
 RANKS, EXPERTS, SLOTS = 4, 6, 12
 
@@ -39,7 +40,7 @@ def near(table: SplitTable, rank: int) -> SplitTable:
     return table.nearest(rank, RANKS, SLOTS // RANKS)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(placements())
 def test_slots_are_loaded_as_planned_and_more_tokens_stay(drawn: tuple[ExpertLocationMetadata, torch.Tensor]) -> None:
     metadata, weights = drawn

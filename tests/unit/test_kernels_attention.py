@@ -21,6 +21,7 @@ from rollout.mem_cache.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
 from tests.kernels import error, native_ops, rows_are_independent
 from tests.model_zoo import load_tiny, tiny_checkpoint
+from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error in the 2-norm: a few roundings of the result, and in bfloat16 of the probabilities.
@@ -322,7 +323,7 @@ def _step(sequences: Sequences, computed: list[int], num_extends: int, backend: 
     return backend.attend(0, sequences.q[rows, positions])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_backend_agrees_with_torch_on_any_layout(data: st.DataObject) -> None:
     num_extends = data.draw(st.integers(0, 3), "extends")

@@ -16,10 +16,11 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
 from tests.kernels import rows_are_independent
 from tests.sampler_reference import complaints, kept_tokens, scaled_logits
+from tests.tiers import examples
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 4097]
 END_ID = 0
-EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")

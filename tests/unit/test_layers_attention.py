@@ -12,6 +12,7 @@ from rollout.attention.torch_native import ROWS_FORM_MAX_QUERIES, SMALL_GATHER_R
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
 from rollout.mem_cache.kv_pool import KVPool
+from tests.tiers import examples
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -74,7 +75,7 @@ class _Sequences:
         return torch.stack(rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_layout(data: st.DataObject) -> None:
     num_extends = data.draw(st.integers(0, 4), "extends")
@@ -124,7 +125,7 @@ def test_a_wrong_slot_is_noticed() -> None:
     assert (ours - expected).abs().max() > 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
 def test_buckets_partition_and_bound_the_padding(lengths: list[int]) -> None:
     buckets = bucket_by_length(lengths)

@@ -21,6 +21,7 @@ from rollout.layers.moe.expert_compute import (
 )
 from rollout.layers.moe.topk import softmax_topk
 from rollout.layers.ops.torch_ops import TorchOps, weighted_sum
+from tests.tiers import examples
 
 EXPERTS, HIDDEN, INNER = 6, 16, 8
 
@@ -83,7 +84,7 @@ def test_strategies_equal_the_plain_formula(
     torch.testing.assert_close(out.double(), _plain(hidden, ids, w13, w2), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_strategies_agree_on_random_routings(data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, 4))

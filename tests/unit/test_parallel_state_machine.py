@@ -36,6 +36,7 @@ from rollout.models.weight_loading import WeightIndex
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_world import World
 from tests.published_versions import write_checkpoint
+from tests.tiers import examples
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
 from weight_sync.shadow import ShadowStaging
@@ -272,11 +273,11 @@ def _control_of(scheduler: Any) -> WeightControl:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
     machine = type("Machine", (Ranks,), {"folder": folder, "scratch": tmp_path, "layout": LAYOUTS[name]})
-    examples = 8 if name.startswith("2") else 5
+    histories = 8 if name.startswith("2") else 5
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(histories, gate=4),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -34,6 +34,7 @@ from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 from tests.local_refresh import control_of, refresh
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
+from tests.tiers import examples
 
 TINY = CheckpointSpec(
     hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=16, experts=4, top_k=2,
@@ -225,7 +226,7 @@ def test_histories(machine: type) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
