@@ -17,6 +17,8 @@ from rollout.entrypoints.child_process import ChildProcess
 from tests.model_zoo import tiny_checkpoint
 from weight_sync.process_group import free_port
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TESTED = {"minimal_trainer.py", "openai_client.py"}

@@ -151,6 +151,7 @@ def test_a_signal_drains_and_exits_0(folder: Path, tmp_path: Path, number: signa
         assert is_gone(scheduler)
 
 
+@pytest.mark.full
 def test_what_does_not_finish_in_the_drain_time_is_aborted_with_its_tokens(folder: Path, tmp_path: Path) -> None:
     with served("serve", folder, tmp_path, drain=0.3) as server:
         server.wait_until_ready()
@@ -287,6 +288,7 @@ def test_help_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.full
 def test_the_http_process_imports_no_layers_and_no_models() -> None:
     code = (
         "import sys, rollout.entrypoints.launch\n"

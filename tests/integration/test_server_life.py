@@ -74,6 +74,7 @@ def test_a_taken_port(folder: Path) -> None:
         assert first.http.get("/health").status_code == 200, "the first server is not disturbed"
 
 
+@pytest.mark.full
 def test_killing_the_scheduler_ends_the_server_with_the_reason(folder: Path) -> None:
     before = shared_memory()
     server = ServerProcess(folder)

@@ -233,6 +233,7 @@ def test_a_sender_of_a_refused_call_does_not_wait(engine: Engine, group: GroupHa
     assert isinstance(refused(TIMEOUT_S), Refused)
 
 
+@pytest.mark.full
 def test_a_sender_that_never_sends(impatient_engine: Engine) -> None:
     """The engine gives up at its deadline, leaves the group, and joins again under the same name."""
     before = impatient_engine.call("content")
@@ -289,6 +290,7 @@ def test_an_address_that_can_be_no_host(engine: Engine, address: str) -> None:
         )
 
 
+@pytest.mark.full
 def test_nobody_at_the_rendezvous(impatient_engine: Engine) -> None:
     start = time.monotonic()
     with pytest.raises(Refused, match=r"TransportError.*nobody listens") as caught:

@@ -87,6 +87,7 @@ def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[
     assert logprobs(server)[1] == logprobs(server)[1]
 
 
+@pytest.mark.full
 def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: list[Path]) -> None:
     server.client.begin_weight_update("v5")
     assert "weight_update" in send(server, folders[1], "v5")

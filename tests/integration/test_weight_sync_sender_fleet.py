@@ -198,6 +198,7 @@ def test_w12_an_engine_that_commits_after_the_deadline_has_committed(engines: di
     with_deadline(sender, TIMEOUT_S).close()
 
 
+@pytest.mark.full(but="abort_all")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
     engines: dict[str, Engine], policy: Any, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +220,7 @@ def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
     with_deadline(sender, TIMEOUT_S).close()
 
 
-@pytest.mark.full(but=("bucket-kill-leave_out", "verify-kill-abort_all"))
+@pytest.mark.full(but="bucket-kill-leave_out")
 @pytest.mark.parametrize(
     ("at", "fault", "policy"),
     [

@@ -53,6 +53,9 @@ def redundant(num_layers: int) -> ExpertLocationMetadata:
     return ExpertLocationMetadata(torch.stack([(row + layer) % 8 for layer in range(num_layers)]), 8)
 
 
+@pytest.mark.full(
+    but=("none-sizes0", "none-sizes4", "none-sizes10-moe", "all_to_all-sizes15", "all_to_all-sizes17-moe")
+)
 @pytest.mark.parametrize("kind", ["moe_dense_first", "moe"])
 @pytest.mark.parametrize(("backend", "sizes"), GRID)
 def test_a_layout_changes_no_result(folders: dict[str, Path], kind: str, backend: str, sizes: Sizes) -> None:
@@ -67,6 +70,7 @@ def test_a_dense_model(folders: dict[str, Path], sizes: Sizes) -> None:
     assert largest_difference(found, one_rank(folders["dense"], MIXED)) < 1e-10
 
 
+@pytest.mark.full(but=("none-sizes2", "all_to_all-sizes10"))
 @pytest.mark.parametrize(("backend", "sizes"), [item for item in GRID if item[1][2] > 1])
 def test_redundant_experts_change_no_result(folders: dict[str, Path], backend: str, sizes: Sizes) -> None:
     folder = folders["moe_dense_first"]

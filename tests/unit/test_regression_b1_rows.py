@@ -252,6 +252,7 @@ def only_recomputed(req: Req, routes: torch.Tensor) -> torch.Tensor:
     return routes if req.saved_rows is None else routes[len(req.saved_rows.epochs) :]
 
 
+@pytest.mark.full
 def test_10_vllm_39917_a_retraction_loses_no_rows(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(30 + number, 12) for number in range(10)]
     assert engines.objections(prompts, **PRESSED) == []  # type: ignore[arg-type]
@@ -340,6 +341,7 @@ def test_32_xtuner_1827_only_who_asks_gets_routes(
     assert has_routes() == [True] * 4
 
 
+@pytest.mark.full
 def test_33_trt_llm_17778_rows_are_of_logical_experts(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """(tokens - 1, MoE layers, K), whatever slots the experts are in."""
     moved = moved_experts(5, 2)

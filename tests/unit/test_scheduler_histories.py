@@ -226,7 +226,10 @@ def test_histories(machine: type) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40, gate=8),
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 

@@ -306,6 +306,7 @@ def count(path: Path) -> int:
     return struct.unpack("<i", path.read_bytes()[:4])[0]
 
 
+@pytest.mark.full(but="flattened")
 @pytest.mark.parametrize("form", ["list", "flattened", "local"])
 def test_memory_of_another_process(sender: TensorSender, form: str) -> None:
     names = [name for name, _ in NAMED]
