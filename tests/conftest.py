@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -9,6 +10,10 @@ from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+# An operator's threads spin while they wait for one another, and keep those of the other worker from running.  Read when
+# torch is loaded; servers inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def run(*command: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == TESTED
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == TESTED | {"__init__.py"}
 
 
 def test_minimal_trainer_refreshes_the_server(server: Running) -> None:

@@ -74,6 +74,7 @@ def test_a_taken_port(folder: Path) -> None:
         assert first.http.get("/health").status_code == 200, "the first server is not disturbed"
 
 
+@pytest.mark.serial
 @pytest.mark.full
 def test_killing_the_scheduler_ends_the_server_with_the_reason(folder: Path) -> None:
     before = shared_memory()
@@ -106,6 +107,7 @@ def test_killing_the_server_ends_the_scheduler(folder: Path) -> None:
         server.close()
 
 
+@pytest.mark.serial
 @pytest.mark.full(but="15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(folder: Path, number: signal.Signals) -> None:
