@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# An operator's threads spin while they wait for one another, and keep those of the other worker from running.  Read when
-# torch is loaded; servers inherit it.
+# Threads of an operator spin while they wait for one another: the other worker's do not run.  Read when torch is loaded;
+# servers inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest

@@ -11,6 +11,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [[5, 6, 7], [300] * 40, [8, 9, 10, 11], list(range(100, 190)), [5, 6, 7, 1]]
 
 
@@ -52,7 +54,6 @@ def test_the_same_bits_alone_and_together(server: ServerProcess) -> None:
         assert [facts(answer) for answer in together] == alone
 
 
-@pytest.mark.full
 def test_what_does_not_hold_is_said(folder: Path) -> None:
     with ServerProcess(folder, max_total_tokens=512, disable_native_kernels=True) as running:
         info = running.http.get("/server_info").json()

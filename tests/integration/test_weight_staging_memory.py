@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.full(but="host")
 @pytest.mark.parametrize("mode", ["host", "device", "journal", "in_place"])
 def test_peak_memory_is_the_formula_s(mode: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.weight_memory_process", mode, str(tmp_path)]

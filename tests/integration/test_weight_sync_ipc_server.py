@@ -102,6 +102,7 @@ def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: lis
     assert (of_one[0], of_two[0]) == ("v5", "v6") and of_one[1] != of_two[1]
 
 
+@pytest.mark.full
 def test_a_killed_sender_changes_nothing(server: ServerProcess, folders: list[Path]) -> None:
     before = logprobs(server)
     sender = Sender(folders[2] if before[0] == "v5" else folders[1], "pickle", stop_at=2)

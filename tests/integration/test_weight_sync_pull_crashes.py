@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full(but="full-1-2")
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,19 +15,18 @@ from tests.server_process import ServerProcess
 from tests.sharded_trainer import run_ranks
 from weight_sync.sender import EngineError, WeightSender
 
+pytestmark = pytest.mark.full
 
-@pytest.mark.full(but="random_gathers,refusals")
+
 @pytest.mark.parametrize("scenarios", ["random_gathers,refusals", "fsdp_refresh,engine_refuses,other_rank_fails"])
 def test_two_trainer_ranks(scenarios: str) -> None:
     run_ranks(scenarios)
 
 
-@pytest.mark.full
 def test_a_trainer_rank_that_dies() -> None:
     run_ranks("other_rank_dies", exits=(0, 7))
 
 
-@pytest.mark.full
 def test_fsdp_model_to_two_servers_then_one_is_killed(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ def require_valid(plan: Plan, counts_LE: np.ndarray) -> None:
     assert rank_loads(counts_LE, plan).mean(axis=1) == pytest.approx(np.ones(len(counts_LE)))
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -65,7 +65,7 @@ def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject
         assert np.array_equal(balanced(counts * factor, layout).physical_to_logical_LP, plan.physical_to_logical_LP)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_min_move_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -207,7 +207,7 @@ def test_targets_on_served_models(experts: int, slots: int, ranks: int, loads: s
     assert others.sum() / (4 * slots) > 0.85
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_auto_explains_and_is_never_worse_than_keeping_the_map(data: st.DataObject) -> None:
     layout = data.draw(layouts())
