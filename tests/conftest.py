@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# Threads of an operator spin while they wait for one another: the other worker's do not run.  Read when torch is loaded;
+# Threads of an operator spin while they wait for one another, in the other worker's time.  Read when torch is loaded;
 # servers inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

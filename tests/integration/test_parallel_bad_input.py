@@ -16,6 +16,8 @@ from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.server_process import ServerProcess, alive, free_port
 
+pytestmark = pytest.mark.full
+
 EXPERTS = list(range(8))
 TP2 = ["--tp-size", "2", "--ep-size", "2"]
 MEET = ["--dist-init-addr", "127.0.0.1:6555"]
@@ -174,7 +176,6 @@ def test_what_ranks_refuse(folders: dict[str, str], name: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", AS_PROCESSES)
 def test_what_ranks_refuse_is_one_line_and_leaves_nothing(folders: dict[str, str], name: str) -> None:
     """From all of them together: status 1, no traceback, no process, no file."""
@@ -210,7 +211,6 @@ def machines(folder: str, *settings: dict[str, Any]) -> list[tuple[int, list[str
             server.close()
 
 
-@pytest.mark.full
 def test_machines_with_other_settings_both_say_so(folders: dict[str, str]) -> None:
     first, second = machines(folders["moe"], {"node_rank": 0}, {"node_rank": 1, "chunked_prefill_size": 64})
     assert first[0] == second[0] == 1

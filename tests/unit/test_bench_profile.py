@@ -23,6 +23,8 @@ from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import PHASES, StepStats
 from tests.model_zoo import tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 MACHINE = Machine(read_bytes_per_s=1e10, bf16_flops_per_s=1e11, fp32_flops_per_s=1e11)
 
 
@@ -167,7 +169,6 @@ def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
 SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "12", "--prefill", "16", "--threads", "1"]
 
 
-@pytest.mark.full
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_checkpoint(tmp_path / "model")
     files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]

@@ -13,6 +13,8 @@ from benchmarks.python_per_step import OperatorClock, measure, owners
 from rollout.entrypoints.engine import Engine
 from tests.model_zoo import tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:

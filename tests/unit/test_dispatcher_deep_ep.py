@@ -28,6 +28,8 @@ from tests.deepep_contract import (
 )
 from tests.tiers import examples
 
+pytestmark = pytest.mark.full
+
 # --- results --------------------------------------------------------------------------------------------------------
 
 
