@@ -92,9 +92,11 @@ class Histories(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(["abort", "retract", "in_place", "wait"]))
     def pause(self, mode: str) -> None:
         scheduler = self.harness.scheduler
+        was_paused = scheduler.serving.is_paused
         answer = self.harness.control(PauseGenerationReqInput, mode=mode, wait_s=0.1)
         if mode == "wait" and not answer.success:  # without memory nothing comes to its end
-            assert answer.status_code == 409 and not scheduler.serving.is_paused and not scheduler.serving.is_pausing
+            assert answer.status_code == 409 and not scheduler.serving.is_pausing
+            assert scheduler.serving.is_paused == was_paused
             return
         assert answer.success and answer.data["paused"]
         assert not self.harness.tick(), "no step runs while paused"
