@@ -38,7 +38,7 @@ def engine(folder: Path, **settings) -> Harness:
     return Harness(folder, weight_version="v1", **settings)
 
 
-def started(folder: Path, steps: int = 5, new_tokens: int = 20, **fields) -> Harness:
+def started(folder: Path, steps: int = 5, new_tokens: int = 60, **fields) -> Harness:
     """One request, `steps` steps on its way."""
     harness = engine(folder)
     harness.submit(PROMPT, rid="r", params={"max_new_tokens": new_tokens}, **fields)
@@ -99,7 +99,7 @@ def test_kv_beyond_the_lag_is_computed_again(folders, tensors, server: int, requ
 
 
 def test_a_lag_of_one_is_used_up_by_the_second_commit(folders, tensors) -> None:
-    harness = started(folders[0], new_tokens=40, max_kv_version_lag=1)
+    harness = started(folders[0], new_tokens=60, max_kv_version_lag=1)
     assert refresh(harness, tensors[1], "v2").success
     assert harness.scheduler.stats.num_retractions == 0
     for _ in range(3):
@@ -116,8 +116,8 @@ def test_a_lag_of_one_is_used_up_by_the_second_commit(folders, tensors) -> None:
 
 def test_a_request_may_ask_for_no_limit(folders, tensors) -> None:
     harness = engine(folders[0], max_kv_version_lag=0)
-    harness.submit(PROMPT, rid="kept", params={"max_new_tokens": 12}, max_kv_version_lag=-1)
-    harness.submit(PROMPT, rid="renewed", params={"max_new_tokens": 12})
+    harness.submit(PROMPT, rid="kept", params={"max_new_tokens": 60}, max_kv_version_lag=-1)
+    harness.submit(PROMPT, rid="renewed", params={"max_new_tokens": 60})
     for _ in range(5):
         harness.tick()
     assert refresh(harness, tensors[1], "v2").success
