@@ -6,29 +6,36 @@ BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
 WHEELS := $(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo test test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
+.PHONY: demo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo
 
-test: install-dev lint
-	$(BIN)/python -m pytest
+# What every change must pass: lint, types and the gate (six minutes at most on two idle cores, after the install).
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+test: lint
+	$(PYTEST) --tier gate
+
+# Everything there is: docs/testing.md.
+test-full: lint
+	$(PYTEST) --tier full
 
 # Frameworks' own client code against real servers, in an environment of its own (under twenty minutes with its install),
 # and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
 
-# Thousands of random histories of requests and refreshes; `make test` plays hundreds.  SEED plays the same ones again.
+# Thousands of random histories of requests and refreshes; `make test-full` plays hundreds.  SEED plays the same ones again.
 HISTORIES ?= 5000
 nightly: install-dev
 	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
 
-# Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test` plays a part.
+# Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test-full` plays a part.
 fault-matrix: install-dev
 	$(BIN)/python -m tests.faults
 
-# Hostile clients against a real server (under ten minutes on two idle cores); `make test` plays a quick choice.
+# Hostile clients against a real server (under ten minutes on two idle cores); `make test-full` plays a quick choice.
 # ATTACK="words of a name" plays only those.
 abuse: install-dev
 	$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack "$(ATTACK)")

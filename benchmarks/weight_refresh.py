@@ -54,7 +54,6 @@ PROMPT_TOKENS = 32
 BUCKET_BYTES = 256 << 20  # as the sender has it by default
 WINDOW_S = 1.0
 BUSY_S = 8.0
-"""At least, in which buckets come while requests run."""
 SETTLE_S = 0.5
 """Memory of a refresh goes back after its answer."""
 
@@ -114,15 +113,19 @@ def run(
     modes: tuple[str, ...] = MODES,
     requests: int = 8,
     folder: Path | None = None,
+    busy_s: float = BUSY_S,
 ) -> list[dict]:
-    """One table; returns its rows, a dict each.  `folder`: a checkpoint other than the shape's own."""
+    """One table; returns its rows, a dict each.  `folder`: a checkpoint other than the shape's own.
+
+    For at least `busy_s` in sum buckets come while requests run: many refreshes where a checkpoint is tiny.
+    """
     folder = checkpoint(shape) if folder is None else folder
     plan = Plan.of(folder, BUCKET_BYTES)
     copy_s = copy_seconds(plan.num_bytes, rounds)
     rows = []
     for mode in modes:
         console.print(f"refresh, shape {shape}: --weight-staging {mode}")
-        measured = _measure(folder, mode, plan, rounds, requests)
+        measured = _measure(folder, mode, plan, rounds, requests, busy_s)
         rows.append({"shape": shape, "mode": mode, "num_bytes": plan.num_bytes, "copy_s": copy_s} | measured)
     _print(shape, rows, console)
     return rows
@@ -138,7 +141,7 @@ def copy_seconds(num_bytes: int, rounds: int) -> float:
 # --- one server -------------------------------------------------------------------------------------------------------
 
 
-def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) -> dict:
+def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, busy_s: float) -> dict:
     with tempfile.TemporaryDirectory(prefix="lockstep-refresh-") as scratch:
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--weight-staging", mode]
@@ -159,7 +162,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int) ->
                 time.sleep(0.5)
                 undisturbed = [trainer.tokens_per_second(WINDOW_S)]  # before, between and after: requests grow
                 busy: list[Refreshed] = []
-                while len(busy) < rounds or sum(one.seconds for one in busy) < BUSY_S:
+                while len(busy) < rounds or sum(one.seconds for one in busy) < busy_s:
                     busy.append(trainer.refresh(stated=False, count_tokens=True))
                     undisturbed.append(trainer.tokens_per_second(WINDOW_S))
             trainer.leave()

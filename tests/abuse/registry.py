@@ -71,7 +71,7 @@ def attack(
     restores: bool = False,
     quick: bool = False,
 ) -> Callable[[Callable[[Victim], str]], Callable[[Victim], str]]:
-    """Add an attack, named as its function.  `quick` ones are played by `make test` too."""
+    """Add an attack, named as its function.  `quick` ones are played by `make test-full` too."""
 
     def add(play: Callable[[Victim], str]) -> Callable[[Victim], str]:
         name = play.__name__.replace("_", " ")

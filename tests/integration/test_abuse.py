@@ -64,6 +64,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.abuse.server.CALL_S", 3.0)
 
 
+@pytest.mark.full(
+    but=(
+        "aborts of waiting requests",
+        "bytes that are no http",
+        "clients that go away",
+        "foreign origins and hosts",
+        "a second trainer",
+        "late buckets of a lost update",
+    )
+)
 @pytest.mark.parametrize("attack", QUICK, ids=lambda attack: attack.name)
 def test_quick_attacks_do_no_harm(siege: Siege, attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aborts, "PAUSES", (None, "abort"))
@@ -132,6 +142,7 @@ def played_on(broken: Siege, wrong: str, play: Callable[[Victim], str], **grante
     return played
 
 
+@pytest.mark.full
 def test_a_server_that_is_not_broken_is_not_found_wrong(broken: Siege) -> None:
     assert played_on(broken, "none", harmless).wrong == []
 
@@ -156,6 +167,7 @@ CAUGHT = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.usefixtures("impatient", "one_second")
 @pytest.mark.parametrize("wrong", CAUGHT)
 def test_what_is_wrong_after_an_attack_is_found(broken: Siege, wrong: str) -> None:
@@ -163,12 +175,14 @@ def test_what_is_wrong_after_an_attack_is_found(broken: Siege, wrong: str) -> No
     assert any(CAUGHT[wrong] in what for what in found), found
 
 
+@pytest.mark.mutant
 @pytest.mark.usefixtures("one_second")
 def test_late_health_is_found_by_the_prober(broken: Siege) -> None:
     found = played_on(broken, "answers_health_late", harmless).wrong
     assert any(what.startswith("prober: ") for what in found), found
 
 
+@pytest.mark.mutant
 def test_other_weights_are_found(broken: Siege) -> None:
     """No part of the server is broken: the attack has succeeded."""
 
@@ -185,6 +199,7 @@ def test_other_weights_are_found(broken: Siege) -> None:
     assert broken.play(made(harmless)).wrong == []
 
 
+@pytest.mark.mutant
 def test_a_file_left_behind_is_found(broken: Siege) -> None:
     assert broken.play(made(harmless)).wrong == []
     assert broken.victim is not None
@@ -193,6 +208,7 @@ def test_a_file_left_behind_is_found(broken: Siege) -> None:
     assert broken.end() == ["left in its temporary folder: left"]
 
 
+@pytest.mark.full
 def test_an_attack_that_does_not_end_is_ended(broken: Siege) -> None:
     def endless(victim: Victim) -> str:
         while victim.call("GET", "/ping") is not None:
@@ -213,6 +229,7 @@ BY_ATTACK = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("wrong", BY_ATTACK)
 def test_what_an_attack_itself_looks_for_is_found(broken: Siege, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:

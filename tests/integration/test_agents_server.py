@@ -13,6 +13,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 POOL = 1024
 LAYERS, TOP_K = 3, 3
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

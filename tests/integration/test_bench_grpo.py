@@ -10,6 +10,8 @@ from rich.console import Console
 from benchmarks import grpo
 from tests.model_zoo import tiny_checkpoint, tiny_spec
 
+pytestmark = pytest.mark.full
+
 
 def test_two_checkouts_take_turns_on_the_same_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(tmp_path / "model")

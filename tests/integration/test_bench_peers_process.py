@@ -20,6 +20,8 @@ from benchmarks.peers.environments import ROOT, Environment, InstallError, insta
 from benchmarks.peers.measure import Fleet, ShapeRun
 from benchmarks.peers.process import Worker, WorkerError
 
+pytestmark = pytest.mark.full
+
 START_S = 60.0
 PROMPTS = [[1, 2]]
 

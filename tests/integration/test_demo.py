@@ -68,6 +68,7 @@ def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
+@pytest.mark.full
 def test_a_step_of_size_zero_fails_the_checks(tmp_path: Path) -> None:
     result = demo(*SMALL, "--workdir", str(tmp_path), "--learning-rate", "0")
     assert result.returncode == 1, result.stdout + result.stderr
@@ -80,6 +81,7 @@ def test_a_step_of_size_zero_fails_the_checks(tmp_path: Path) -> None:
     assert "3 of 13 checks FAILED" in result.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_every_process(tmp_path: Path, number: int) -> None:
     words = [*SMALL, "--workdir", str(tmp_path), "--steps", "8", "--max-new-tokens", "200"]
@@ -96,6 +98,7 @@ def test_a_signal_stops_every_process(tmp_path: Path, number: int) -> None:
     wait_until(lambda: processes_naming(str(tmp_path)) == [])
 
 
+@pytest.mark.full
 def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,6 +109,7 @@ def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
     assert "Traceback" not in result.stdout + result.stderr
 
 
+@pytest.mark.full
 def test_a_full_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "mine.txt").write_text("keep me")

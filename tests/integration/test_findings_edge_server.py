@@ -17,6 +17,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 PING = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PROMPT = [i % 250 + 1 for i in range(400)]
 

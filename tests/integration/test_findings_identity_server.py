@@ -19,6 +19,8 @@ from tests.server_process import ServerProcess, free_port
 from tests.trainer_process import TrainerProcess
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 
+pytestmark = pytest.mark.full
+
 Tensors = dict[str, torch.Tensor]
 FIRST, SECOND = (f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1))
 

@@ -82,6 +82,7 @@ def stuck(two_ranks: ServerProcess) -> Iterator[Callable[[], Call]]:
         group.destroy()
 
 
+@pytest.mark.full
 def test_w24_an_abort_ends_a_receive_that_nobody_will_finish(
     two_ranks: ServerProcess, stuck: Callable[[], Call]
 ) -> None:
@@ -96,6 +97,7 @@ def test_w24_an_abort_ends_a_receive_that_nobody_will_finish(
     assert two_ranks.http.post("/abort_weight_update", json={}).status_code == 200
 
 
+@pytest.mark.full
 def test_w24_a_continue_does_not_wait_for_a_trainer_that_is_gone(
     two_ranks: ServerProcess, stuck: Callable[[], Call]
 ) -> None:
@@ -111,6 +113,7 @@ def test_w24_a_continue_does_not_wait_for_a_trainer_that_is_gone(
     assert reply.status_code == 200 and reply.json()["meta_info"]["weight_version"] == "default"
 
 
+@pytest.mark.full
 def test_w24_an_abort_ends_other_waits_too(folder: Path, tmp_path: Path) -> None:
     """For a peer on a socket that says nothing, and for one who never comes."""
     silent = zmq.Context().socket(zmq.REQ)
@@ -132,6 +135,7 @@ def test_w24_an_abort_ends_other_waits_too(folder: Path, tmp_path: Path) -> None
 # --- W25: a rank that is stopped --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -> None:
     pid = two_ranks.rank_pids()[1]
     os.kill(pid, signal.SIGSTOP)
@@ -149,6 +153,7 @@ def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -
 # --- W22: told to stop within a weight verb ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("timeout_s", "drain_s", "status"), [(2.0, 20.0, 502), (30.0, 1.0, 503)])
 def test_w22_a_weight_verb_under_way_is_answered_before_the_server_stops(
     folder: Path, timeout_s: float, drain_s: float, status: int

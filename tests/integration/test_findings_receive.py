@@ -20,6 +20,7 @@ MUCH = 256 << 20  # bytes: on their way for long enough
 FORMS = (None, "flattened_bucket", "pieces")
 
 
+@pytest.mark.full(but="1")
 @pytest.mark.parametrize("receivers", [1, 2, 3, 4])
 def test_w09_float32_where_bfloat16_was_announced(receivers: int) -> None:
     """Every receiver says so and lives.  Up to two of them the group serves on; of more, all leave it."""
@@ -41,6 +42,7 @@ def test_w09_float32_where_bfloat16_was_announced(receivers: int) -> None:
             assert third.get("a") == (3.0 if receivers <= 2 else None)
 
 
+@pytest.mark.full
 def test_w05_a_listener_that_accepts_and_says_nothing() -> None:
     """The rendezvous ends at its deadline, and what it leaves behind ends with the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -57,6 +59,7 @@ def test_w05_a_listener_that_accepts_and_says_nothing() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("members", [1, 4])
 def test_w24_a_trainer_killed_amid_a_message_is_noticed(members: int) -> None:
     """By all of them, also those that other members pass the message on to; and leaving the group takes no time."""

@@ -20,6 +20,8 @@ from tests.weight_group_helpers import in_background
 from weight_sync.bucket import pack
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
+pytestmark = pytest.mark.full
+
 TIMEOUT_S = 5.0
 NORM = "model.norm.weight"
 

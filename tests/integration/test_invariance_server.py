@@ -11,6 +11,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [[5, 6, 7], [300] * 40, [8, 9, 10, 11], list(range(100, 190)), [5, 6, 7, 1]]
 
 

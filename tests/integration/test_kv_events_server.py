@@ -19,6 +19,8 @@ from tests.model_zoo import tiny_checkpoint
 from tests.promql import Scrapes
 from tests.server_process import ServerProcess, free_port
 
+pytestmark = pytest.mark.full
+
 SLOTS = 700
 REQUESTS = 500
 

@@ -131,6 +131,7 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
+@pytest.mark.full(but="15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     with served("serve", folder, tmp_path) as server:
@@ -150,6 +151,7 @@ def test_a_signal_drains_and_exits_0(folder: Path, tmp_path: Path, number: signa
         assert is_gone(scheduler)
 
 
+@pytest.mark.full
 def test_what_does_not_finish_in_the_drain_time_is_aborted_with_its_tokens(folder: Path, tmp_path: Path) -> None:
     with served("serve", folder, tmp_path, drain=0.3) as server:
         server.wait_until_ready()
@@ -167,6 +169,7 @@ def test_what_does_not_finish_in_the_drain_time_is_aborted_with_its_tokens(folde
         assert server.end()[0] == 0
 
 
+@pytest.mark.full
 def test_a_second_signal_stops_at_once(folder: Path, tmp_path: Path) -> None:
     with served("serve", folder, tmp_path, drain=30.0) as server:
         server.wait_until_ready()
@@ -183,6 +186,7 @@ def test_a_second_signal_stops_at_once(folder: Path, tmp_path: Path) -> None:
         assert box == []
 
 
+@pytest.mark.full
 def test_a_killed_scheduler_ends_the_server_with_the_reason(folder: Path, tmp_path: Path) -> None:
     with served("serve", folder, tmp_path) as server:
         server.wait_until_ready()
@@ -199,6 +203,7 @@ def test_a_killed_scheduler_ends_the_server_with_the_reason(folder: Path, tmp_pa
         assert box[0].json()["error"]["message"].endswith("killed by SIGKILL")
 
 
+@pytest.mark.full(but="fail-model.safetensors is truncated")
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
@@ -216,6 +221,7 @@ def test_a_scheduler_that_cannot_start_is_one_line(folder: Path, tmp_path: Path,
         assert "Traceback" not in said
 
 
+@pytest.mark.full
 def test_a_signal_while_starting_exits_0(folder: Path, tmp_path: Path) -> None:
     with served("serve", folder, tmp_path) as server:
         deadline = time.monotonic() + 30
@@ -282,6 +288,7 @@ def test_help_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.full
 def test_the_http_process_imports_no_layers_and_no_models() -> None:
     code = (
         "import sys, rollout.entrypoints.launch\n"

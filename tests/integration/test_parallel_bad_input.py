@@ -16,6 +16,8 @@ from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.server_process import ServerProcess, alive, free_port
 
+pytestmark = pytest.mark.full
+
 EXPERTS = list(range(8))
 TP2 = ["--tp-size", "2", "--ep-size", "2"]
 MEET = ["--dist-init-addr", "127.0.0.1:6555"]

@@ -58,6 +58,7 @@ def new_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.double() * 1.25 for name, tensor in logical_tensors(folder).items()}
 
 
+@pytest.mark.full(but="tp2")
 @pytest.mark.parametrize("settings", [TP2, DP2], ids=["tp2", "dp2"])
 def test_generate_refresh_generate(folder: Path, expected: dict, tmp_path: Path, settings: dict[str, Any]) -> None:
     tensors = new_tensors(folder)
@@ -98,6 +99,7 @@ def _checkpoint(folder: Path, path: Path, tensors: dict[str, torch.Tensor]) -> N
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
+@pytest.mark.full
 def test_a_bucket_that_one_rank_cannot_take_changes_nothing(folder: Path, expected: dict, tmp_path: Path) -> None:
     tensors = new_tensors(folder)
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
@@ -115,6 +117,7 @@ def test_a_bucket_that_one_rank_cannot_take_changes_nothing(folder: Path, expect
         assert [facts(reply) for reply in generate(server)] == expected["old"]
 
 
+@pytest.mark.full
 def test_the_sender_refreshes_all_ranks_and_a_placement_is_adopted(folder: Path) -> None:
     tensors = new_tensors(folder)
     with serve(folder, **TP2, ep_num_redundant_experts=4, enable_eplb=True) as server:
@@ -140,6 +143,7 @@ def test_the_sender_refreshes_all_ranks_and_a_placement_is_adopted(folder: Path)
         assert server.http.get("/health_generate").status_code == 200
 
 
+@pytest.mark.full(but="1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_takes_the_server_down_with_the_reason(folder: Path, victim: int) -> None:
     server = serve(folder, **TP2)
@@ -156,6 +160,7 @@ def test_a_rank_that_dies_takes_the_server_down_with_the_reason(folder: Path, vi
         server.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ready", [True, False])
 def test_ranks_end_with_their_server(folder: Path, ready: bool) -> None:
     """Also while they still wait for each other."""
@@ -174,6 +179,7 @@ def test_ranks_end_with_their_server(folder: Path, ready: bool) -> None:
         server.close()
 
 
+@pytest.mark.full
 def test_a_signal_ends_all_ranks_in_order(folder: Path) -> None:
     server = serve(folder, **DP2)
     try:
@@ -186,6 +192,7 @@ def test_a_signal_ends_all_ranks_in_order(folder: Path) -> None:
         server.close()
 
 
+@pytest.mark.full
 def test_replicas_share_the_requests_and_the_refresh(folder: Path, expected: dict, tmp_path: Path) -> None:
     tensors = new_tensors(folder)
     with serve(folder, dp_size=2, session_pin_fraction=0.5) as server:
@@ -224,6 +231,7 @@ def _check_session_on_both_ranks(server: ServerProcess) -> None:
     assert finished.json()["num_released_tokens"] == 2 * kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
 def test_two_launches_make_one_engine(folder: Path, expected: dict, layout: dict[str, Any]) -> None:
     nodes = layout | {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
@@ -241,6 +249,7 @@ def test_two_launches_make_one_engine(folder: Path, expected: dict, layout: dict
         first.close()
 
 
+@pytest.mark.full
 def test_a_machine_that_is_lost_ends_the_other(folder: Path) -> None:
     nodes = TP2 | {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
     second = serve(folder, **nodes, node_rank=1)

@@ -88,6 +88,7 @@ def test_engine_agrees_with_transformers(kind: str, seed: int, tmp_path: Path) -
     assert compared > 300 or not is_moe, "too few rows were compared in order"
 
 
+@pytest.mark.mutant
 def test_the_route_check_can_fail(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "moe_dense_first", seed=0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -152,6 +152,7 @@ def live_checksums(harness: Harness) -> dict[str, str]:
     return harness.control(WeightsCheckerReqInput).data["checksums"]
 
 
+@pytest.mark.full(but="True-in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("bracketed", [True, False])
 def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
@@ -179,6 +180,7 @@ def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
     check_new_admissions(harness, folders, cold=mode == "in_place")
 
 
+@pytest.mark.full(but="True")
 @pytest.mark.parametrize("bracketed", [True, False])
 def test_refresh_after_pause_abort(folders, trainer, bracketed: bool) -> None:
     harness = start(folders, trainer)
@@ -226,6 +228,7 @@ def test_one_unbracketed_call_is_a_transaction_of_its_own(folders, trainer) -> N
     check_new_admissions(harness, folders, cold=True)
 
 
+@pytest.mark.full
 def test_per_tensor_broadcasts(folders, trainer) -> None:
     harness = start(folders, trainer)
     harness.control(BeginWeightUpdateReqInput, weight_version="v2")
@@ -236,6 +239,7 @@ def test_per_tensor_broadcasts(folders, trainer) -> None:
     check_results(harness, folders, new_kv=False)
 
 
+@pytest.mark.full
 def test_version_named_between_buckets(folders, trainer) -> None:
     """The order that miles uses: buckets, update_weight_version, end."""
     harness = start(folders, trainer)
@@ -249,6 +253,7 @@ def test_version_named_between_buckets(folders, trainer) -> None:
     check_results(harness, folders, new_kv=True)
 
 
+@pytest.mark.full(but="True")
 @pytest.mark.parametrize("bracketed", [True, False])
 def test_half_an_update_never_serves(folders, trainer, bracketed: bool) -> None:
     """A trainer that stops half-way: end (or continue) refuses, and the old weights serve bit for bit."""
@@ -274,6 +279,7 @@ def test_half_an_update_never_serves(folders, trainer, bracketed: bool) -> None:
         assert np.allclose(result.logprobs, score(folders[0], result), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_failed_bucket_dooms_the_session(folders, trainer) -> None:
     """A short bucket inside begin/end: the bucket is refused, end is refused, and a new session works."""
     harness = start(folders, trainer)

@@ -11,6 +11,8 @@ from tests.model_zoo import tiny_checkpoint
 from tests.replay import Replay, steps
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 FRAMEWORK = Framework(
     name="NeMo-RL",
     packages=("recorded at 7ea279a",),

@@ -19,6 +19,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 

@@ -45,6 +45,7 @@ def fails_to_start(folder: Path, **settings) -> str:
         server.close()
 
 
+@pytest.mark.full
 def test_startup_errors_are_one_line(folder: Path, dense: Path, tmp_path: Path) -> None:
     def copy(name: str) -> Path:
         return Path(shutil.copytree(folder, tmp_path / name))
@@ -65,6 +66,7 @@ def test_startup_errors_are_one_line(folder: Path, dense: Path, tmp_path: Path) 
     assert "--api-key" in fails_to_start(folder, host="0.0.0.0")
 
 
+@pytest.mark.full
 def test_a_taken_port(folder: Path) -> None:
     with ServerProcess(folder) as first:
         said = fails_to_start(folder, port=first.port)
@@ -72,6 +74,8 @@ def test_a_taken_port(folder: Path) -> None:
         assert first.http.get("/health").status_code == 200, "the first server is not disturbed"
 
 
+@pytest.mark.serial
+@pytest.mark.full
 def test_killing_the_scheduler_ends_the_server_with_the_reason(folder: Path) -> None:
     before = shared_memory()
     server = ServerProcess(folder)
@@ -88,6 +92,7 @@ def test_killing_the_scheduler_ends_the_server_with_the_reason(folder: Path) -> 
         server.close()
 
 
+@pytest.mark.full
 def test_killing_the_server_ends_the_scheduler(folder: Path) -> None:
     server = ServerProcess(folder)
     try:
@@ -102,6 +107,8 @@ def test_killing_the_server_ends_the_scheduler(folder: Path) -> None:
         server.close()
 
 
+@pytest.mark.serial
+@pytest.mark.full(but="15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(folder: Path, number: signal.Signals) -> None:
     before = shared_memory()
@@ -125,6 +132,7 @@ def test_a_signal_drains_and_exits_0(folder: Path, number: signal.Signals) -> No
         server.close()
 
 
+@pytest.mark.full
 def test_routes_by_default_and_routes_refused(folder: Path, dense: Path) -> None:
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
     with ServerProcess(folder, return_routed_experts_by_default=True) as server:

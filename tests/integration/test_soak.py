@@ -28,6 +28,8 @@ from tests.soak.report import complaints, print_report
 from tests.soak.samples import Sample, Span, Violation, samples_of
 from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
 
+pytestmark = pytest.mark.full
+
 SECONDS = 12.0
 MOST_KEPT = 1000
 TO_CATCH = 3  # samples on which each variant must be noticed

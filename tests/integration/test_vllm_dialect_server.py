@@ -20,6 +20,8 @@ from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 from weight_sync.tensor_meta import dtype_name
 
+pytestmark = pytest.mark.full
+
 TIMEOUT_S = 30.0
 BUFFER_BYTES = 20_000
 LONG = 1500  # tokens: seconds

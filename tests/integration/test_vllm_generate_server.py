@@ -15,6 +15,8 @@ import pytest
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 PROMPT = [5, 17, 3, 42, 8, 9, 23]
 LAYERS, TOP_K = 3, 3
 CONTEXT = 2048  # long enough for a request to be met while it runs

@@ -42,6 +42,18 @@ def test_the_part_has_all_faults_transports_and_staging_modes() -> None:
     assert {(cell.transport, cell.staging) for cell in part} == set(itertools.product(TRANSPORTS, STAGINGS))
 
 
+@pytest.mark.full(
+    but=(
+        "distributed-host",
+        "flattened-in_place",
+        "tensor safetensors-journal",
+        "ipc-device",
+        "delta-in_place",
+        "disk-host",
+        "tensor pickle-host",
+        "pull_weights-in_place",
+    )
+)
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_cells(zoo: Zoo, tmp_path: Path, transport: str, staging: StagingMode) -> None:
@@ -51,6 +63,7 @@ def test_cells(zoo: Zoo, tmp_path: Path, transport: str, staging: StagingMode) -
     assert not [cell for cell in played if cell.wrong is not None]
 
 
+@pytest.mark.full(but=("flattened", "ipc"))
 @pytest.mark.parametrize("transport", killed.TRANSPORTS)
 def test_trainers_that_are_killed(zoo: Zoo, tmp_path: Path, transport: str) -> None:
     chosen = list(killed.cells("host", transport))[1::2]
@@ -73,6 +86,7 @@ STOPPED = {
 }
 
 
+@pytest.mark.full(but="2 ranks")
 @pytest.mark.parametrize("layout", STOPPED)
 def test_ranks_that_stop_or_die(zoo: Zoo, layout: str) -> None:
     chosen = STOPPED[layout]
@@ -80,6 +94,7 @@ def test_ranks_that_stop_or_die(zoo: Zoo, layout: str) -> None:
     assert [cell.wrong for cell in played] == [None] * len(chosen)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("wrong", "verb", "point"),
     [("a_vote_that_raises_is_a_no", "commit", "vote"), ("serves_on_after_a_lost_exchange", "bucket", "exchange")],
@@ -90,6 +105,7 @@ def test_wrong_ranks_are_found(zoo: Zoo, wrong: str, verb: str, point: str) -> N
     assert [cell.wrong is not None for cell in cells] == [True]
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", WRONG_ENGINES)
 def test_wrong_engines_are_found(zoo: Zoo, tmp_path: Path, wrong: str) -> None:
     titles = {

@@ -26,6 +26,7 @@ from safetensors.torch import save
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
 from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.tiers import examples
 from tests.weight_bodies import Body, Endpoint, bodies, junk, weight_endpoints
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 
@@ -154,6 +155,7 @@ def test_every_weight_endpoint_is_under_test(engine: Engine) -> None:
     } <= engine.endpoints.keys()
 
 
+@pytest.mark.full
 def test_bodies_of_the_right_fields(engine: Engine) -> None:
     for path, endpoint in engine.endpoints.items():
         fuzz(engine, endpoint, bodies(endpoint.schema, engine.texts).map(as_json), 4 if path in WAITING else 15)
@@ -166,6 +168,7 @@ def test_bodies_of_the_right_fields(engine: Engine) -> None:
     assert refused >= engine.endpoints.keys() - without_fields, "every endpoint has something to refuse"
 
 
+@pytest.mark.full
 def test_bodies_of_any_json_and_any_bytes(engine: Engine) -> None:
     for endpoint in engine.endpoints.values():
         fuzz(engine, endpoint, junk().map(as_json) | st.binary(max_size=60), 8)
@@ -181,7 +184,13 @@ def test_histories_of_calls(engine: Engine) -> None:
         lambda path: (Endpoint("POST", path, {}), b"{}")
     )
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples(25, gate=8),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(history=st.lists(step | pause, max_size=8))
     def one(history: list[tuple[Endpoint, bytes]]) -> None:
         for endpoint, content in history:
@@ -235,6 +244,7 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.full
 def test_right_bodies_with_wrong_bytes(engine: Engine) -> None:
     """Under a manifest with a fingerprint: whatever a mutation makes of a body, no other content is committed."""
     entry = norm_of(engine)[2]
@@ -272,6 +282,7 @@ def test_a_body_over_the_cap_is_refused(engine: Engine) -> None:
     engine.settle()
 
 
+@pytest.mark.mutant
 def test_the_check_of_the_weights_can_fail(engine: Engine) -> None:
     """The wrong variant: one element of one tensor off is seen, and put right again."""
     assert engine.thread.scheduler is not None

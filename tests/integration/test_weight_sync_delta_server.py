@@ -18,6 +18,8 @@ from weight_sync.delta.publisher import publish_encoded
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
+pytestmark = pytest.mark.full
+
 TIMEOUT_S = 30.0
 Tensors = dict[str, torch.Tensor]
 

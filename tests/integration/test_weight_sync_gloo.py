@@ -180,6 +180,7 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(
     assert engine.call("status")["failed"] is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     [
@@ -232,6 +233,7 @@ def test_a_sender_of_a_refused_call_does_not_wait(engine: Engine, group: GroupHa
     assert isinstance(refused(TIMEOUT_S), Refused)
 
 
+@pytest.mark.full
 def test_a_sender_that_never_sends(impatient_engine: Engine) -> None:
     """The engine gives up at its deadline, leaves the group, and joins again under the same name."""
     before = impatient_engine.call("content")
@@ -288,6 +290,7 @@ def test_an_address_that_can_be_no_host(engine: Engine, address: str) -> None:
         )
 
 
+@pytest.mark.full
 def test_nobody_at_the_rendezvous(impatient_engine: Engine) -> None:
     start = time.monotonic()
     with pytest.raises(Refused, match=r"TransportError.*nobody listens") as caught:
@@ -316,6 +319,7 @@ def test_a_rendezvous_that_cannot_work_is_refused_at_once(engine: Engine, argume
     assert caught.value.status == 400
 
 
+@pytest.mark.full
 def test_three_engines_in_one_group() -> None:
     """With four members gloo passes messages on from engine to engine: one that is too long ends the group for all."""
     engines = [Engine(TIMEOUT_S, rank) for rank in range(3)]

@@ -74,6 +74,7 @@ def send(server: ServerProcess, folder: Path, version: str, form: Form = "pickle
     return answer
 
 
+@pytest.mark.full(but="pickle")
 @pytest.mark.parametrize("form", ["pickle", "json"])
 def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[Path], form: Form) -> None:
     old = logprobs(server)
@@ -86,6 +87,7 @@ def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[
     assert logprobs(server)[1] == logprobs(server)[1]
 
 
+@pytest.mark.full
 def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: list[Path]) -> None:
     server.client.begin_weight_update("v5")
     assert "weight_update" in send(server, folders[1], "v5")
@@ -100,6 +102,7 @@ def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: lis
     assert (of_one[0], of_two[0]) == ("v5", "v6") and of_one[1] != of_two[1]
 
 
+@pytest.mark.full
 def test_a_killed_sender_changes_nothing(server: ServerProcess, folders: list[Path]) -> None:
     before = logprobs(server)
     sender = Sender(folders[2] if before[0] == "v5" else folders[1], "pickle", stop_at=2)

@@ -15,6 +15,8 @@ from tests.server_process import ServerProcess
 from tests.sharded_trainer import run_ranks
 from weight_sync.sender import EngineError, WeightSender
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("scenarios", ["random_gathers,refusals", "fsdp_refresh,engine_refuses,other_rank_fails"])
 def test_two_trainer_ranks(scenarios: str) -> None:

@@ -83,6 +83,7 @@ def put_back(server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
     refreshed(server, [{"serialized_named_tensors": [content], "format": "safetensors"}], "default")
 
 
+@pytest.mark.full(but="list")
 @pytest.mark.parametrize("form", ["list", "flattened", "local", "plain"])
 def test_every_payload_of_another_process(
     server: ServerProcess, sender: TensorSender, tensors: dict[str, torch.Tensor], form: str

@@ -17,7 +17,7 @@ from tests.integrations.page import write_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# What is not on PyPI is replayed from recordings, by tests that `make test` runs too.
+# What is not on PyPI is replayed from recordings, by tests that `make test-full` runs too.
 REPLAYS = sorted((ROOT / "tests" / "integration").glob("test_replay_*.py"))
 FILE_S = 240.0
 

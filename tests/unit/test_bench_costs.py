@@ -16,6 +16,8 @@ from rollout.kernels.build import SOURCES
 from rollout.kernels.schemas import SCHEMAS
 from tests.kernels import native_ops
 
+pytestmark = pytest.mark.full
+
 BF16 = torch.bfloat16
 MACHINE = Machine(read_bytes_per_s=1e9, bf16_flops_per_s=4e9, fp32_flops_per_s=2e9)
 # Blocks and layers are composite: a timer sees their parts.

@@ -13,6 +13,8 @@ from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
 from rollout.models import checkpoint
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 MB = 2**20
 
 

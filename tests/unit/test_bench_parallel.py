@@ -25,6 +25,8 @@ from rollout.models.registry import load_model_config
 from tests.model_zoo import tiny_checkpoint
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.full
+
 DP = {"enable_dp_attention": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.peers.agreement import TOP, compare
+
+pytestmark = pytest.mark.full
 
 PROMPTS, VOCAB = 8, 1000
 

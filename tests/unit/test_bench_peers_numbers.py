@@ -17,6 +17,8 @@ from benchmarks.peers.systems import OURS, OURS_HTTP, kv_tokens
 from benchmarks.peers.targets import BEST, TARGETS, Target, judge
 from benchmarks.shapes import SHAPES
 
+pytestmark = pytest.mark.full
+
 DECODE = Cell(batch=8, prompt_tokens=128, new_tokens=128)
 PREFILL = Cell(batch=1, prompt_tokens=2048, new_tokens=1)
 MACHINE = Machine(50e9, 1000e9, 500e9)

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from benchmarks.peers.workers.gguf_tensors import float32_of, read_bfloat16, stacked
 from benchmarks.peers.workers.protocol import Prompts, answer
 
+pytestmark = pytest.mark.full
+
 
 class Echo:
     """Repeats the last token of each prompt; `extra` more of them than asked for."""

@@ -23,6 +23,8 @@ from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import PHASES, StepStats
 from tests.model_zoo import tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 MACHINE = Machine(read_bytes_per_s=1e10, bf16_flops_per_s=1e11, fp32_flops_per_s=1e11)
 
 

@@ -13,6 +13,8 @@ from benchmarks.python_per_step import OperatorClock, measure, owners
 from rollout.entrypoints.engine import Engine
 from tests.model_zoo import tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
@@ -39,6 +41,7 @@ def test_parts_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tick" not in vars(engine.scheduler)
 
 
+@pytest.mark.mutant
 def test_operators_that_are_not_seen_are_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_per_step, "STEPS", 4)
     monkeypatch.setattr(python_per_step, "owners", lambda _: [])

@@ -15,6 +15,8 @@ from benchmarks.floor import Machine, decode_step_floor_s
 from rollout.entrypoints.engine import Engine
 from tests.model_zoo import tiny_checkpoint, tiny_spec
 
+pytestmark = pytest.mark.full
+
 POINTS = [scaling.Point(batch, context, 8) for context in (10, 40) for batch in (2, 5)]
 SVG = "{http://www.w3.org/2000/svg}"
 MACHINE = Machine(read_bytes_per_s=1e10, bf16_flops_per_s=1e12, fp32_flops_per_s=1e12)

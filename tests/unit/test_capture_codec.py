@@ -11,9 +11,10 @@ from safetensors.numpy import load
 from capture.codec import _checksum, decode_compact, decode_compatible, encode_compact, encode_compatible
 from capture.errors import CaptureError, MissingRowsError, RouteFormatError, RouteValueError
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
+from tests.tiers import examples
 
 VERSIONS = st.text('a1\\"é😀\n', max_size=4)
-thorough = settings(deadline=None, max_examples=150)
+thorough = settings(deadline=None, max_examples=examples(150))
 
 
 @st.composite
@@ -231,6 +232,7 @@ def test_nonsense_under_a_right_checksum_is_refused(key, value):
         decode_compact(rebuilt(record, change))
 
 
+@pytest.mark.mutant
 def test_a_decoder_that_skips_the_checksum_would_be_caught(monkeypatch):
     """The bit-flip test can fail: with the checksum made constant, a flipped data bit goes unnoticed."""
     monkeypatch.setattr("capture.codec._checksum", lambda *arguments: "00000000")

@@ -116,6 +116,7 @@ def test_forced_weights_are_the_current_scores_of_the_forced_experts():
     assert torch.allclose(scores, expected, atol=1e-6)
 
 
+@pytest.mark.mutant
 def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
     """Deliberately wrong: forced ids combined with the weights of the model's own choice."""
     model = tiny_model()

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 from capture.slot_store import RouteSlotStore
 from capture.storage import rows_to_numpy, storage_dtype, storage_missing
+from tests.tiers import examples
 
 SLOTS, LAYERS, TOP_K, EXPERTS = 12, 2, 2, 8
 
@@ -44,7 +45,7 @@ class SlotStoreMachine(RuleBasedStateMachine):
 
 
 def test_store_behaves_like_a_dictionary():
-    run_state_machine_as_test(SlotStoreMachine, settings=settings(max_examples=40, deadline=None))
+    run_state_machine_as_test(SlotStoreMachine, settings=settings(max_examples=examples(40), deadline=None))
 
 
 class KeepsTheOldRow(RouteSlotStore):
@@ -56,6 +57,7 @@ class KeepsTheOldRow(RouteSlotStore):
         self._enter_noted()
 
 
+@pytest.mark.mutant
 def test_a_store_that_serves_rows_of_freed_slots_is_caught():
     class Wrong(SlotStoreMachine):
         store_type = KeepsTheOldRow
@@ -72,6 +74,7 @@ class EntersTheNewestFirst(RouteSlotStore):
         super()._enter_noted()
 
 
+@pytest.mark.mutant
 def test_a_store_that_mixes_up_the_order_of_writes_is_caught():
     class Wrong(SlotStoreMachine):
         store_type = EntersTheNewestFirst

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollout.core.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
 from rollout.tokenizer_manager.tokenizer import Tokenizer
+from tests.tiers import examples
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 
@@ -26,7 +27,7 @@ broken_ids = st.lists(st.integers(94, 255), max_size=80)  # long runs in which n
 token_ids = st.one_of(mixed_ids, broken_ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ids=token_ids, cuts=st.lists(st.integers(1, 5), max_size=24), skip=st.booleans())
 def test_any_chunking_gives_the_text_of_one_decode(
     tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool
@@ -75,7 +76,7 @@ def test_longest_partial_stop_agrees_with_its_definition(text: str, stop: list[s
     assert longest_partial_stop(text, stop) == max(lengths, default=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text("abEND\n é", max_size=14), stop=st.text("abEND\n é", min_size=1, max_size=4))
 def test_streaming_to_a_stop_string_shows_only_prefixes_of_the_trimmed_text(
     tokenizer: Tokenizer, text: str, stop: str

@@ -19,6 +19,8 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
 from tests.deepep_stand_in import stand_in
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.full
+
 # Four experts, two a rank; a token's first channel is 100 * rank + token.
 IDS = [
     torch.tensor([[0, 1, 3], [2, 3, -1], [1, -1, -1]]),

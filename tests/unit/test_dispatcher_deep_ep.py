@@ -26,6 +26,9 @@ from tests.deepep_contract import (
     with_dispatcher,
     wrong_cases,
 )
+from tests.tiers import examples
+
+pytestmark = pytest.mark.full
 
 # --- results --------------------------------------------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ def test_results_are_those_of_one_rank(api: str, num_ranks: int) -> None:
     api=st.sampled_from(APIS),
     steps=st.lists(st.tuples(*[st.integers(0, MAX_TOKENS)] * 2, st.integers(0, 99)), min_size=1, max_size=5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_any_history_of_steps_gives_what_one_rank_gives(api: str, steps: list[tuple[int, int, int]]) -> None:
     made = [
         [
@@ -227,6 +230,7 @@ def variant(**modes: Any) -> type[DeepEpDispatcher]:
     return type("Variant", (DeepEpDispatcher,), modes)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     ("api", "modes"),
@@ -266,6 +270,7 @@ class ChoosesByItsOwnTokens(DeepEpDispatcher):
         return super().dispatch(hidden_TD, ids_TK, weights_TK)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("wrong", "message"), [(NeverCleans, "clean_low_latency_buffer"), (ChoosesByItsOwnTokens, "different calls")]
 )

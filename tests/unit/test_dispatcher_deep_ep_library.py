@@ -27,6 +27,8 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
 from tests.deepep_stand_in import stand_in
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.full
+
 NORMAL_ONLY = SimpleNamespace(Buffer=SimpleNamespace())
 RELEASE_1 = SimpleNamespace(Buffer=SimpleNamespace(low_latency_dispatch=None))
 RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)

@@ -13,6 +13,7 @@ from eplb.algorithms.deepseek import deepseek, deepseek_hierarchical
 from eplb.algorithms.types import ExpertLayout
 from eplb.errors import LayoutError
 from tests.eplb_reference import reference_global, reference_hierarchical
+from tests.tiers import examples
 
 PUBLISHED_LOADS = np.array(
     [
@@ -33,7 +34,7 @@ def test_published_example() -> None:
     assert deepseek(PUBLISHED_LOADS, PUBLISHED_LAYOUT).physical_to_logical_LP.tolist() != PUBLISHED_MAP
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_same_map_as_the_slow_reference(data: st.DataObject) -> None:
     nodes = data.draw(st.sampled_from([1, 2, 3]), "nodes")

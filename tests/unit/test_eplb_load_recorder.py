@@ -21,6 +21,7 @@ from eplb.load_history import expected_by_chance, total_variation
 from eplb.load_recorder import LoadRecorder
 from eplb.load_windows import LoadWindows
 from eplb.placement import ExpertPlacement
+from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, TOP_K = 2, 6, 8, 2
 
@@ -132,7 +133,7 @@ class RecorderMachine(RuleBasedStateMachine):
         assert np.array_equal(tensors["token_id"], torch.cat([item[3] for item in self.noted]).numpy())
 
 
-def run(machine: type[RecorderMachine], histories: int = 30) -> None:
+def run(machine: type[RecorderMachine], histories: int = examples(30)) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=histories, stateful_step_count=30, deadline=None))
 
 
@@ -185,6 +186,7 @@ class MixesLayers(LoadRecorder):
         self._layer_offsets = self._layer_offsets * 0
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     "wrong", [UsesTheMapOfTheDump, StampsLate, KeepsTheEnginesArrays, KeepsTheStepsBuffer, MixesLayers]
 )

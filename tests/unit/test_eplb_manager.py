@@ -28,6 +28,7 @@ from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
 from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ChunkReport
+from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 32, 36, 4
 LAYOUT = ExpertLayout(num_logical_experts=EXPERTS, num_physical_experts=SLOTS, num_ranks=RANKS)
@@ -416,4 +417,4 @@ class Stages(RuleBasedStateMachine):
 
 
 TestStages = Stages.TestCase
-TestStages.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStages.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

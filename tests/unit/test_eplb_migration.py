@@ -20,6 +20,7 @@ from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout
 from eplb.errors import EplbRequestError, MapError
 from eplb.migration import Migration, MigrationChunk, Move, plan_migration
+from tests.tiers import examples
 
 SLOT_BYTES = 1000
 
@@ -136,7 +137,7 @@ def check_rank_views(migration: Migration) -> None:
                 assert sent == [move for move in work[b].receives if move.source_rank == a]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases(), st.sampled_from([None, 1, 2]), st.sampled_from([None, 1, 3]))
 def test_the_moves_give_the_new_map(
     case: tuple[ExpertLayout, np.ndarray, np.ndarray], layers_per_chunk: int | None, most_handled: int | None
@@ -238,6 +239,7 @@ WRONG: dict[str, Callable[[list[Move]], object]] = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_plan_is_seen(name: str) -> None:
     migration = plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES)

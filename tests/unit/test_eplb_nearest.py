@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from eplb.split_table import PICKS, SplitTable
+from tests.tiers import examples
 
 RANKS, EXPERTS, SLOTS = 4, 6, 12
 
@@ -38,7 +40,7 @@ def near(table: SplitTable, rank: int) -> SplitTable:
     return table.nearest(rank, RANKS, SLOTS // RANKS)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(placements())
 def test_slots_are_loaded_as_planned_and_more_tokens_stay(drawn: tuple[ExpertLocationMetadata, torch.Tensor]) -> None:
     metadata, weights = drawn
@@ -54,6 +56,7 @@ def test_slots_are_loaded_as_planned_and_more_tokens_stay(drawn: tuple[ExpertLoc
     assert torch.allclose(stay, most, atol=4 / PICKS)
 
 
+@pytest.mark.mutant
 def test_a_wrong_table_is_noticed() -> None:
     """Everything to the replica at home overloads it."""
     metadata = ExpertLocationMetadata(torch.tensor([[0, 1, 2, 0, 3, 4, 0, 5, 1, 2, 3, 4]]), EXPERTS)

@@ -13,6 +13,7 @@ from eplb.errors import LayoutError, MapError
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.placement import ExpertPlacement
 from eplb.split_table import PICKS, SplitTable, picks
+from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 12, 4
 
@@ -43,7 +44,7 @@ def test_ranks_share_out_all_slots(seed: int) -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(0, 500), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_tokens_go_to_slots_of_their_expert_by_weight(seed: int, first_row: int, weighted: bool) -> None:
     metadata, generator = random_location(seed), torch.Generator().manual_seed(seed)
     weights_LP = torch.rand((LAYERS, SLOTS), generator=generator) + 0.05 if weighted else None
@@ -88,7 +89,7 @@ def test_one_rank_reads_one_replica() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_adopting_is_as_if_made_so_and_keeps_addresses(steps: list[tuple[int, bool]]) -> None:
     placement = ExpertPlacement(trivial_location(LAYERS, EXPERTS, SLOTS), ep_rank=1, ep_size=RANKS)
     addresses = placement._split.slots_LRE.data_ptr(), placement._split.ends_LRE.data_ptr()

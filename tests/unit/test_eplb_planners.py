@@ -24,6 +24,7 @@ from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
 from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs, add_cli_args
 from tests.eplb_optimum import Placement, can_reach, even_maximum, placements, placements_after, weighted_maximum
+from tests.tiers import examples
 
 
 @st.composite
@@ -57,7 +58,7 @@ def require_valid(plan: Plan, counts_LE: np.ndarray) -> None:
     assert rank_loads(counts_LE, plan).mean(axis=1) == pytest.approx(np.ones(len(counts_LE)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -69,7 +70,7 @@ def test_balanced_is_valid_deterministic_and_scale_invariant(data: st.DataObject
         assert np.array_equal(balanced(counts * factor, layout).physical_to_logical_LP, plan.physical_to_logical_LP)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_min_move_is_valid_deterministic_and_scale_invariant(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -211,7 +212,7 @@ def test_targets_on_served_models(experts: int, slots: int, ranks: int, loads: s
     assert others.sum() / (4 * slots) > 0.85
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, gate=10), deadline=None)
 @given(st.data())
 def test_auto_explains_and_is_never_worse_than_keeping_the_map(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -336,6 +337,7 @@ def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.Monk
         ServerArgs(model_path="m", eplb_algorithm="best").validate()
 
 
+@pytest.mark.mutant
 def test_the_checks_see_wrong_plans() -> None:
     layout = ExpertLayout(num_logical_experts=3, num_physical_experts=4, num_ranks=2)
     counts = np.array([[1, 2, 3]])

@@ -97,6 +97,7 @@ def faults_of(migration: Migration, kinds: Sequence[str], clean: Sequence[Moved]
     return found
 
 
+@pytest.mark.full(but="2")
 @pytest.mark.parametrize("num_ranks", PLANS)
 def test_a_fault_anywhere_leaves_one_map_and_the_content_that_it_says(num_ranks: int) -> None:
     migration = PLANS[num_ranks]
@@ -256,6 +257,7 @@ def stage_in_the_slots(self: _ChunkOnRank) -> None:
         self._outgoing.append((source, torch.tensor([_signed(number) for number in self._header(move, source)])))
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("target", "name", "wrong", "fault"),
     [

@@ -97,6 +97,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_engine_05_the_worst_bodies_are_refused_in_bounded_memory_and_time() -> None:
     done = subprocess.run([sys.executable, "-c", WORST_BODIES], capture_output=True, text=True, timeout=120)
     assert done.stdout == "done\n", done.stderr[-2000:]
@@ -176,6 +177,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_engine_06_texts_that_cannot_fit_are_refused_before_they_are_encoded(folder: Path) -> None:
     command = [sys.executable, "-c", LONG_TEXTS, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -364,6 +366,7 @@ def long_context(folder: Path) -> Iterator[Live]:
         yield server
 
 
+@pytest.mark.full
 def test_engine_12_log_probabilities_with_text_do_not_hold_up_others(long_context: Live) -> None:
     params = {"max_new_tokens": 400, "n": 4}
     body = {"input_ids": [1, 2, 3], "sampling_params": params, "return_logprob": True, "return_text_in_logprobs": True}

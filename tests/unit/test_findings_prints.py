@@ -97,6 +97,7 @@ def send(engine: Harness, tensors: Tensors) -> ControlReqOutput:
 # --- W6: a wrong copy shows -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but="True")
 @pytest.mark.parametrize("what", ["replica of an expert", "router", "shard"])
 @pytest.mark.parametrize("keep_content", [False, True])
 def test_w06_a_wrong_copy_on_another_rank_shows(
@@ -290,6 +291,7 @@ def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> N
         assert check(engine, "checksum").data["digest"] == delta.digest
 
 
+@pytest.mark.full(but="True")
 @pytest.mark.parametrize("is_published", [False, True])
 def test_w04_a_delta_that_one_rank_cannot_stage_changes_nothing(
     folder: Path, tmp_path: Path, is_published: bool
@@ -321,6 +323,7 @@ def alias_after_a_failed_write(folder: Path) -> None:
         require_content(engine, content)
 
 
+@pytest.mark.full
 def test_w04_one_rank_that_fails_does_not_leave_the_others_comparing_aliases(folder: Path) -> None:
     apart(alias_after_a_failed_write, folder)
 
@@ -357,6 +360,7 @@ def test_w04_one_rank_that_cannot_read_is_told_and_nobody_waits(folder: Path) ->
     apart(one_rank_cannot_read, folder)
 
 
+@pytest.mark.full(but=("replicas", "ep-in_place"))
 @pytest.mark.parametrize("staging", ["host", "in_place"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging: str) -> None:

@@ -100,6 +100,7 @@ def late(calls: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.full(but="3 replicas")
 @pytest.mark.parametrize("layout", [{"tp_size": 4}, {"dp_size": 3}], ids=["4 ranks", "3 replicas"])
 def test_w01_a_late_commit_vote_ends_the_engine(
     start: Callable[..., ParallelHarness], new: Tensors, layout: dict[str, int]
@@ -207,10 +208,11 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
     assert labels(harness) == {"v1"}
 
 
+@pytest.mark.full
 def test_w03_replicas_in_different_states_refuse_a_bucket(start: Callable[..., ParallelHarness], new: Tensors) -> None:
     """As when a pause reaches one of them within the job before: one would commit the bucket, the other keep it."""
     harness = start(dp_size=2)
-    harness.schedulers[0].paused = True
+    harness.schedulers[0].serving.pause()
     (answer,) = send(harness, new, parts=1)
     assert answer.status_code == 409 and "different states" in answer.message, answer.message
     assert labels(harness) == {"default"}

@@ -71,6 +71,7 @@ def test_server_args_are_what_differs_from_the_defaults() -> None:
     assert (args.tp_size, args.enable_memory_saver, args.keep_staging_memory) == (2, True, False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["sglang.launch_server", "sglang.srt.entrypoints.http_server"])
 def test_redirected_modules_are_the_launcher(module: str) -> None:
     code = f"import {module} as found; print(found.launch_server.__doc__)"
@@ -84,6 +85,7 @@ def test_redirected_modules_are_the_launcher(module: str) -> None:
     assert result.stdout.startswith("Serve, told by SGLang's"), result.stderr
 
 
+@pytest.mark.full
 def test_as_a_program_it_refuses_in_one_line() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--enable-lora"],

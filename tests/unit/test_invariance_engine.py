@@ -334,6 +334,7 @@ class OtherBlocksInPrefill(AttentionBackend):
         return self._now.attend(layer, q)
 
 
+@pytest.mark.mutant
 @DTYPES
 @pytest.mark.parametrize("wrong", [splits_sums_of_large_batches, adds_experts_one_by_one])
 def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str, wrong: Callable[[Ops], Ops]) -> None:
@@ -348,6 +349,7 @@ def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str
         assert any_differs(server.rescored(batch, want), want)
 
 
+@pytest.mark.mutant
 @DTYPES
 def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str) -> None:
     batch = asks(6, seed=4)
@@ -363,6 +365,7 @@ def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str
     assert any_differs(wrong(chunked_prefill_size=7).together(batch), want)
 
 
+@pytest.mark.mutant
 @DTYPES
 def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str) -> None:
     batch = asks(2, seed=4)
@@ -373,6 +376,7 @@ def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str
         assert any_differs(server.alone(batch), want)
 
 
+@pytest.mark.mutant
 def test_samples_that_depend_on_the_others_are_noticed(folder: Path) -> None:
     """Requests without a seed get one in the order in which they come."""
     batch = [Ask(ask.prompt, {"temperature": 1.0, "max_new_tokens": 10}) for ask in asks(3, seed=8)]

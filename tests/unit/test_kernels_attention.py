@@ -22,6 +22,7 @@ from rollout.mem_cache.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
 from tests.kernels import error, native_ops, rows_are_independent
 from tests.model_zoo import load_tiny, tiny_checkpoint
+from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error in the 2-norm: a few roundings of the result, and in bfloat16 of the probabilities.
@@ -107,6 +108,7 @@ def test_against_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> Non
         assert (out.double() - exact).abs().max() < 8 * TOLERANCES[dtype]
 
 
+@pytest.mark.mutant
 def test_one_wrong_key_value_or_position_is_noticed() -> None:
     sequences = Sequences([70, 66], torch.float32)
     spans = sequences.last()
@@ -161,6 +163,7 @@ def test_few_positions_on_both_sides_of_an_edge(dtype: torch.dtype, heads: tuple
                 assert torch.equal(few, whole[start : start + count]), f"{start} .. {start + count - 1}"
 
 
+@pytest.mark.mutant
 def test_a_split_that_depends_on_the_batch_is_noticed() -> None:
     """Flash-Decoding as it is often done: the keys are cut into more pieces when there are fewer requests."""
     sequences = Sequences([600] * 12, torch.float32)
@@ -321,7 +324,7 @@ def _step(sequences: Sequences, computed: list[int], num_extends: int, backend: 
     return backend.attend(0, sequences.q[rows, positions])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_backend_agrees_with_torch_on_any_layout(data: st.DataObject) -> None:
     num_extends = data.draw(st.integers(0, 3), "extends")

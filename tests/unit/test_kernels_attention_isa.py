@@ -5,32 +5,19 @@ Also with a mistake put in, so that the checks of `kernels_attention.cpp` are kn
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from rollout.kernels.build import FLAGS, SOURCES, find_compiler
+from tests.check_programs import TARGETS, headers_with, run_check
 
 PROGRAM = Path(__file__).with_name("kernels_attention.cpp")
-X86 = platform.machine() == "x86_64"
-TARGETS = {"native": "native"} | ({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})
 
 
-def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProcess[str]:
-    binary, torch_root = tmp_path / "check", Path(torch.__file__).parent
-    flags = [flag for flag in FLAGS if not flag.startswith("-march")]
-    words = [*find_compiler(), *flags, f"-march={march}", f"-I{headers}", f"-I{torch_root / 'include'}", str(PROGRAM)]
-    libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-lc10"]
-    subprocess.run([*words, *libraries, "-o", str(binary)], check=True, capture_output=True, timeout=120)
-    return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=60)
-
-
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
-def test_attention_is_right_and_the_same_in_any_chunk(tmp_path: Path, target: str) -> None:
-    done = _run(tmp_path, TARGETS[target], SOURCES)
+def test_attention_is_right_and_the_same_in_any_chunk(target: str) -> None:
+    done = run_check(PROGRAM, TARGETS[target])
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
@@ -53,12 +40,8 @@ MISTAKES = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("complaint", list(MISTAKES))
 def test_a_mistake_is_noticed(tmp_path: Path, complaint: str) -> None:
-    file, right, wrong = MISTAKES[complaint]
-    for path in SOURCES.glob("*.h"):
-        text = path.read_text()
-        assert path.name != file or text.count(right) == 1
-        (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == file else text)
-    done = _run(tmp_path, "native", tmp_path)
+    done = run_check(PROGRAM, headers=headers_with(MISTAKES[complaint], tmp_path))
     assert done.returncode != 0 and complaint in done.stdout

@@ -218,6 +218,7 @@ def test_float32_against_float64(name: str) -> None:
     assert ours.max() < (LARGE_SCORES_TOLERANCE if name in LARGE_SCORES else FLOAT32_TOLERANCE)
 
 
+@pytest.mark.mutant
 def test_an_additional_rounding_is_noticed() -> None:
     """Sums kept in bfloat16, and a result rounded towards zero: as inexact operators would be."""
     hidden, weight = _randn(torch.bfloat16, TOKENS, 256), _randn(torch.bfloat16, 96, 256, seed=1, scale=1 / 16)
@@ -229,6 +230,7 @@ def test_an_additional_rounding_is_noticed() -> None:
         assert row_errors(wrong, exact).mean() > 1.1 * MEAN_MARGIN * reference.mean()
 
 
+@pytest.mark.mutant
 def test_float32_sums_in_bfloat16_inputs_are_noticed() -> None:
     hidden, weight = _randn(torch.float32, TOKENS, 256), _randn(torch.float32, 96, 256, seed=1, scale=1 / 16)
     wrong = hidden.bfloat16().float() @ weight.T

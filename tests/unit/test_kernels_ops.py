@@ -85,6 +85,7 @@ def test_experts_without_rows(native: Ops) -> None:
     assert experts(native, _randn(0, 4), ids, None, w13, w2).shape == (0, 2, 4)
 
 
+@pytest.mark.mutant
 def test_the_comparison_notices_wrong_experts(native: Ops) -> None:
     torch.manual_seed(0)
     ids, hidden, weights = ROUTINGS["spread"](), _randn(37, 64), torch.rand(37, 3)
@@ -293,6 +294,7 @@ def test_rows_do_not_depend_on_one_another(native: Ops, dtype: torch.dtype) -> N
     assert not dependent
 
 
+@pytest.mark.mutant
 def test_the_independence_check_notices_a_dependent_row() -> None:
     hidden = _randn(32, 8)
     assert rows_are_independent(lambda rows: hidden[rows] * 2, 32)

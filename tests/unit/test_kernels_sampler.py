@@ -16,10 +16,11 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
 from tests.kernels import rows_are_independent
 from tests.sampler_reference import complaints, kept_tokens, scaled_logits
+from tests.tiers import examples
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 4097]
 END_ID = 0
-EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,7 @@ def test_every_feature_against_float64(native: NativeSampler, batch: tuple[torch
     assert not complaints(logits.bfloat16().float(), rows, half)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("vocab", [300, 4097])
 @pytest.mark.parametrize(
     ("part", "wrong"),
@@ -106,6 +108,7 @@ def test_a_wrong_answer_is_noticed(native: NativeSampler, vocab: int, part: str,
     assert any(part in text for text in complaints(logits, rows, dataclasses.replace(tokens, **wrong(tokens))))
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", 0.93), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.4), ("frequency_penalty", 0.3)],
@@ -218,6 +221,7 @@ def test_a_row_has_the_same_bits_in_every_batch(native: NativeSampler, vocab: in
     assert torch.equal(_bits(draw(native, logits.float(), rows), rows), compute(torch.arange(count)))
 
 
+@pytest.mark.mutant
 def test_the_independence_check_notices_noise_of_the_batch(native: NativeSampler) -> None:
     logits, rows = _logits(40, 50), [SamplingRow(SamplingParams(), 3, (), [1], []) for _ in range(40)]
 

@@ -5,41 +5,26 @@ Also with a mistake put in, so that the checks of `kernels_sampler.cpp` are know
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from rollout.kernels.build import FLAGS, SOURCES, find_compiler
+from tests.check_programs import TARGETS, headers_with, run_check
 
 PROGRAM = Path(__file__).with_name("kernels_sampler.cpp")
-X86 = platform.machine() == "x86_64"
-TARGETS = {"native": "native", **({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})}
+FLAGS = ("-O1", "-D_GLIBCXX_ASSERTIONS", "-DNDEBUG")
 
 
-def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProcess[str]:
-    binary, include = tmp_path / "check", Path(torch.__file__).parent / "include"
-    flags = [
-        *(flag for flag in FLAGS if not flag.startswith("-march")),
-        f"-march={march}",
-        "-O1",
-        "-D_GLIBCXX_ASSERTIONS",
-    ]
-    words = [*find_compiler(), *flags, "-DNDEBUG", f"-I{headers}", f"-I{include}", str(PROGRAM), "-o", str(binary)]
-    subprocess.run(words, check=True, capture_output=True, timeout=300)
-    return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=120)
-
-
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
-def test_rows_are_sampled_as_defined(tmp_path: Path, target: str) -> None:
-    done = _run(tmp_path, TARGETS[target], SOURCES)
+def test_rows_are_sampled_as_defined(target: str) -> None:
+    done = run_check(PROGRAM, TARGETS[target], flags=FLAGS)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("header", "right", "wrong", "complaint"),
     [
@@ -54,9 +39,6 @@ def test_rows_are_sampled_as_defined(tmp_path: Path, target: str) -> None:
     ],
 )
 def test_a_mistake_is_noticed(tmp_path: Path, header: str, right: str, wrong: str, complaint: str) -> None:
-    for path in SOURCES.glob("*.h"):
-        text = path.read_text()
-        assert path.name != header or text.count(right) == 1
-        (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == header else text)
-    done = _run(tmp_path, "native", tmp_path)
+    headers = headers_with((header, right, wrong), tmp_path)
+    done = run_check(PROGRAM, headers=headers, flags=FLAGS)
     assert done.returncode == 1 and f"{complaint} (" in done.stdout, done.stdout

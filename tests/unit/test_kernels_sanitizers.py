@@ -17,6 +17,8 @@ from tests import odd_sizes
 from tests.kernels import native_ops
 from tests.sanitizers import FLAGS, report_of, run_sanitized, sanitized
 
+pytestmark = pytest.mark.full
+
 
 def test_no_report_and_the_same_bits_over_odd_sizes() -> None:
     done = run_sanitized(["-m", "tests.odd_sizes", str(sanitized(SOURCES))])

@@ -5,36 +5,26 @@ Also with a mistake put in, so that the checks of `kernels_vectors.cpp` are know
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from rollout.kernels.build import FLAGS, SOURCES, find_compiler
+from tests.check_programs import TARGETS, headers_with, run_check
 
 PROGRAM = Path(__file__).with_name("kernels_vectors.cpp")
-X86 = platform.machine() == "x86_64"
-TARGETS = {"native": "native", **({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})}
+FLAGS = ("-DNDEBUG",)
 
 
-def _run(tmp_path: Path, march: str, headers: Path) -> subprocess.CompletedProcess[str]:
-    binary, include = tmp_path / "check", Path(torch.__file__).parent / "include"
-    flags = [flag for flag in FLAGS if not flag.startswith("-march")]
-    words = [*find_compiler(), *flags, f"-march={march}", "-DNDEBUG", f"-I{headers}", f"-I{include}"]
-    subprocess.run([*words, str(PROGRAM), "-o", str(binary)], check=True, capture_output=True, timeout=120)
-    return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=60)
-
-
+@pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", list(TARGETS))
-def test_vectors_compute_what_they_say(tmp_path: Path, target: str) -> None:
-    done = _run(tmp_path, TARGETS[target], SOURCES)
+def test_vectors_compute_what_they_say(target: str) -> None:
+    done = run_check(PROGRAM, TARGETS[target], flags=FLAGS)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),
     [
@@ -48,8 +38,5 @@ def test_vectors_compute_what_they_say(tmp_path: Path, target: str) -> None:
     ],
 )
 def test_a_mistake_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
-    for path in (*SOURCES.glob("*.h"), SOURCES / "packed.cpp"):
-        text = path.read_text()
-        assert path.name != header or right in text
-        (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == header else text)
-    assert _run(tmp_path, "native", tmp_path).returncode != 0
+    headers = headers_with((header, right, wrong), tmp_path)
+    assert run_check(PROGRAM, headers=headers, flags=FLAGS).returncode != 0

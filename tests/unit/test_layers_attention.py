@@ -13,6 +13,7 @@ from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.layer_specs import FullKV
 from rollout.mem_cache.kv_pool import KVPool
+from tests.tiers import examples
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -79,7 +80,7 @@ class _Sequences:
         return torch.stack(rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_layout(data: st.DataObject) -> None:
     num_extends = data.draw(st.integers(0, 4), "extends")
@@ -120,6 +121,7 @@ def test_decode_lengths_far_apart_are_bucketed() -> None:
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.mutant
 def test_a_wrong_slot_is_noticed() -> None:
     sequences = _Sequences([12, 7])
     _, expected = sequences.attend([1, 1], 0)
@@ -128,7 +130,7 @@ def test_a_wrong_slot_is_noticed() -> None:
     assert (ours - expected).abs().max() > 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
 def test_buckets_partition_and_bound_the_padding(lengths: list[int]) -> None:
     buckets = bucket_by_length(lengths)

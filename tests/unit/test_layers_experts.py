@@ -21,6 +21,7 @@ from rollout.kernels.expert_compute import (
 from rollout.kernels.ops import plain_ops
 from rollout.kernels.plain import weighted_sum
 from rollout.layers.moe.dispatchers.local import LocalDispatcher
+from tests.tiers import examples
 
 EXPERTS, HIDDEN, INNER = 6, 16, 8
 
@@ -83,7 +84,7 @@ def test_strategies_equal_the_plain_formula(
     torch.testing.assert_close(out.double(), _plain(hidden, ids, w13, w2), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_strategies_agree_on_random_routings(data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, 4))
@@ -97,6 +98,7 @@ def test_strategies_agree_on_random_routings(data: st.DataObject) -> None:
         torch.testing.assert_close(apply_experts(hidden, ids, w13, w2, strategy), expected, atol=1e-13, rtol=1e-13)
 
 
+@pytest.mark.mutant
 def test_the_comparison_notices_a_wrong_expert_and_swapped_halves() -> None:
     ids, (w13, w2) = ROUTINGS["even"], _weights(torch.float64)
     hidden = torch.randn(12, HIDDEN, dtype=torch.float64)

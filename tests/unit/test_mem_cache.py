@@ -15,6 +15,7 @@ from rollout.core.errors import StartupError
 from rollout.mem_cache.allocator import SlotAllocator
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+from tests.tiers import examples
 
 NUM_SLOTS = 40
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -89,7 +90,7 @@ class RadixMachine(RuleBasedStateMachine):
         assert 0 <= self.cache.num_locked <= self.cache.num_cached
 
 
-RadixMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+RadixMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 test_radix_cache = RadixMachine.TestCase
 
 

@@ -19,6 +19,7 @@ from rollout.layers.layer import Layer
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.memory_saver import KeptCopyError, MemorySaver, weight_tensors
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from tests.tiers import examples
 from weight_sync.tensor_meta import TensorMeta, parts_of
 
 MIB = 1 << 20
@@ -50,7 +51,7 @@ def test_memory_goes_back_and_addresses_stay() -> None:
     assert int(tensor.sum(dtype=torch.int64)) == 3 * 64 * MIB
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(offset=st.integers(0, 9000), nbytes=st.integers(1, 30000))
 def test_only_its_own_bytes_are_lost(offset: int, nbytes: int) -> None:
     """A storage anywhere among others: theirs on the same pages stay."""

@@ -113,7 +113,7 @@ def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Ca
 @pytest.mark.parametrize(
     ("dtype", "make_ops"),
     [(torch.bfloat16, plain_ops), (torch.bfloat16, native_ops), (torch.float16, plain_ops)],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_half_precision_stays_near_the_reference(folder: Path, dtype: torch.dtype, make_ops: Callable[[], Ops]) -> None:
     """Weights are rounded alike, so what is left is arithmetic.  A token with other routes may be far off: left out."""
@@ -142,6 +142,7 @@ def test_replicated_and_permuted_placement_changes_nothing(tmp_path: Path, kind:
     _assert_equals_reference(output, _reference(folder, ids))
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     "broken",
     ["mlp.gate.weight", "self_attn.k_norm.weight", "experts.3.up_proj.weight", "self_attn.v_proj.weight", "model.norm"],
@@ -156,6 +157,7 @@ def test_the_comparison_notices_a_wrong_tensor(tmp_path: Path, broken: str) -> N
         _assert_equals_reference(ForwardHarness(load_tiny(folder)).step({0: ids})[0], wrong)
 
 
+@pytest.mark.mutant
 def test_the_comparison_notices_a_wrong_position(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "moe_dense_first", 0)
     ids, harness = _ids(17), ForwardHarness(load_tiny(folder))

@@ -96,6 +96,7 @@ def test_routes_travel_narrow_and_only_with_the_last_layer(num_experts: int, byt
     assert torch.equal(found.transpose(0, 1), torch.cat([ids_LtK, ids_LtK.flip(1)], dim=1))
 
 
+@pytest.mark.mutant
 def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = one_rank(folder, MIXED)
 

@@ -171,6 +171,7 @@ def check(name: str, layout: ParallelLayout, located: Sequence[int], kind: type[
         assert difference == 0.0 if name in KEEPS_ORDER else difference < 1e-12, case
 
 
+@pytest.mark.full(but=("none-sizes4", "all_to_all-sizes11"))
 @pytest.mark.parametrize("located", [TRIVIAL, REDUNDANT], ids=["trivial", "redundant"])
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in NAMES for sizes in LAYOUTS[name]])
 def test_the_outputs_are_those_of_one_rank(name: str, sizes: tuple[int, int, int], located: list[int]) -> None:
@@ -243,6 +244,7 @@ class WeighsNothing(AllToAllDispatcher):
         return super().combine(expert_out, ones)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

@@ -135,6 +135,7 @@ def eplb_of(scheduler: Scheduler) -> EplbControl:
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=("tp2 ep2", "dp2 all-to-all"))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_given_maps_one_after_the_other(folder: Path, weights: Tensors, expected: list[Result], name: str) -> None:
     """Needs no counts, so no --enable-eplb."""
@@ -211,6 +212,7 @@ def test_counts_are_of_all_ranks_tokens(folder: Path, engine: ParallelHarness) -
                 assert history.is_counted and np.array_equal(history.counts_LE.numpy(), counts)
 
 
+@pytest.mark.full
 def test_an_engine_looks_by_itself(folder: Path, weights: Tensors, capfd: pytest.CaptureFixture[str]) -> None:
     settings = TWO | {"enable_eplb": True, "eplb_rebalance_num_iterations": 25, "eplb_rebalance_layers_per_chunk": 1}
     with ParallelHarness(folder, **settings) as harness:

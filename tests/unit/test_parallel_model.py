@@ -53,6 +53,9 @@ def redundant(num_layers: int) -> ExpertLocationMetadata:
     return ExpertLocationMetadata(torch.stack([(row + layer) % 8 for layer in range(num_layers)]), 8)
 
 
+@pytest.mark.full(
+    but=("none-sizes0", "none-sizes4", "none-sizes10-moe", "all_to_all-sizes15", "all_to_all-sizes17-moe")
+)
 @pytest.mark.parametrize("kind", ["moe_dense_first", "moe"])
 @pytest.mark.parametrize(("backend", "sizes"), GRID)
 def test_a_layout_changes_no_result(folders: dict[str, Path], kind: str, backend: str, sizes: Sizes) -> None:
@@ -67,6 +70,7 @@ def test_a_dense_model(folders: dict[str, Path], sizes: Sizes) -> None:
     assert largest_difference(found, one_rank(folders["dense"], MIXED)) < 1e-10
 
 
+@pytest.mark.full(but=("none-sizes2", "all_to_all-sizes10"))
 @pytest.mark.parametrize(("backend", "sizes"), [item for item in GRID if item[1][2] > 1])
 def test_redundant_experts_change_no_result(folders: dict[str, Path], backend: str, sizes: Sizes) -> None:
     folder = folders["moe_dense_first"]
@@ -134,6 +138,7 @@ def is_right(folders: dict[str, Path]) -> Judge:
     return Judge(folders["moe_dense_first"])
 
 
+@pytest.mark.mutant
 def test_physical_ids_shown_to_hooks_are_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_right((2, 1, 2))
 
@@ -145,6 +150,7 @@ def test_physical_ids_shown_to_hooks_are_caught(is_right: Judge, monkeypatch: py
     assert not is_right((2, 1, 2))
 
 
+@pytest.mark.mutant
 def test_a_replica_picked_by_each_rank_for_itself_is_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ExpertPlacement.logical_to_physical
 
@@ -156,12 +162,14 @@ def test_a_replica_picked_by_each_rank_for_itself_is_caught(is_right: Judge, mon
     assert is_right((4, 4, 4)), "ranks that share no tokens may pick as they like"
 
 
+@pytest.mark.mutant
 def test_parts_of_experts_that_are_not_added_up_are_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_right((2, 1, 1))
     monkeypatch.setattr(AllTokensDispatcher, "combine", lambda self, expert_out, handle: expert_out)
     assert not is_right((2, 1, 1))
 
 
+@pytest.mark.mutant
 def test_the_wrong_one_of_shared_key_value_heads_is_caught(is_right: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.kv_heads
     assert is_right((4, 1, 1))

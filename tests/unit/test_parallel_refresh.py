@@ -134,6 +134,7 @@ def test_paused_client_without_begin(engine: ParallelHarness, new: Tensors) -> N
     check_content(engine, new)
 
 
+@pytest.mark.full(but=("tp2, experts split", "dp2 all-to-all"))
 def test_what_is_read_back_is_whole(engine: ParallelHarness, new: Tensors) -> None:
     assert refresh(engine, new, "v1").success
     for name in ("model.layers.1.mlp.experts.5.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
@@ -164,6 +165,7 @@ def test_from_disk_and_by_delta(engine: ParallelHarness, old: Path, tmp_path: Pa
     check_content(engine, {name: tensor.double() for name, tensor in before.items()})
 
 
+@pytest.mark.full(but="dp2 all-to-all")
 @pytest.mark.parametrize("fault", ["nan", "missing", "shape", "aborted"])
 def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path, new: Tensors, fault: str) -> None:
     before = {name: tensor.double() for name, tensor in logical_tensors(old).items()}
@@ -189,6 +191,7 @@ def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path
     check_content(engine, new)
 
 
+@pytest.mark.full(but="dp2 all-to-all")
 @pytest.mark.parametrize("step", ["write", "prepare", "commit"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_that_fails_stops_all(
@@ -216,6 +219,7 @@ def test_one_rank_that_fails_stops_all(
     check_content(engine, new)
 
 
+@pytest.mark.full(but="dp2 all-to-all")
 def test_memory_goes_and_comes_back_on_all_ranks(engine: ParallelHarness, new: Tensors) -> None:
     engine.submit(PROMPTS[0], params={"max_new_tokens": 60}, dp_rank=engine.num_dp_ranks - 1)
     engine.tick()

@@ -20,6 +20,8 @@ from tests.parallel_harness import ParallelHarness
 from tests.reference import reference_forward
 from tests.routes_judge import ALL_TO_ALL, EXPERTS, LAYOUTS, SMALL_POOL, World, finished, submit_all
 
+pytestmark = pytest.mark.full(but="dp2 of tp4 all-to-all, 3")
+
 SEEDS = [3, 4]
 CASES = [(name, seed) for name in LAYOUTS for seed in SEEDS]
 

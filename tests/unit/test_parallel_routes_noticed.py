@@ -20,6 +20,8 @@ from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.routes_judge import SMALL_POOL, World, finished, submit_all
 
+pytestmark = pytest.mark.mutant
+
 SEEDS = [3, 4]
 BOTH = "dp2 of tp4 all-to-all"  # scattered tokens and data-parallel ranks
 Wrong = Callable[[torch.Tensor, Communicator], torch.Tensor]

@@ -114,6 +114,7 @@ def test_a_pause_waits_for_the_requests_of_all_ranks(dp: ParallelHarness) -> Non
     dp.check_idle()
 
 
+@pytest.mark.full
 def test_a_flush_that_one_rank_must_refuse_is_refused_by_all(dp: ParallelHarness, folder: Path) -> None:
     dp.generate([PROMPTS[1]] * 2, GREEDY)
     cached = [scheduler.cache.prefix_cache.num_cached for scheduler in dp.schedulers]
@@ -152,6 +153,7 @@ def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path
     assert np.array_equal(counts, np.stack(want))
 
 
+@pytest.mark.full(but="settings0-True")
 @pytest.mark.parametrize(
     ("settings", "holds"),
     [

@@ -36,6 +36,7 @@ from rollout.model_executor.weight_loading import WeightIndex
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_world import World
 from tests.published_versions import write_checkpoint
+from tests.tiers import examples
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
 from weight_sync.shadow import ShadowStaging
@@ -268,14 +269,15 @@ def _control_of(scheduler: Any) -> WeightControl:
     return scheduler._verbs[PauseGenerationReqInput].__self__._weights
 
 
+@pytest.mark.full(but="2 ranks, dp")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
     machine = type("Machine", (Ranks,), {"folder": folder, "scratch": tmp_path, "layout": LAYOUTS[name]})
-    examples = 8 if name.startswith("2") else 5
+    histories = 8 if name.startswith("2") else 5
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(histories, gate=4),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -389,6 +391,7 @@ def test_the_story_holds(world: World) -> None:
     story(world)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_is_caught(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[name](monkeypatch, world)

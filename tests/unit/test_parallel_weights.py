@@ -99,6 +99,7 @@ def test_a_cold_load_fills_every_rank(folders: tuple[Path, Path], sizes: Sizes, 
     assert max(size for _, size in found) < sum(tensor.numel() for tensor in content.values()) * 1.2
 
 
+@pytest.mark.full(but=("sizes0-host", "sizes2-device", "sizes1-journal"))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 2, 2), (4, 1, 4)])
 def test_a_refresh_is_one_on_all_ranks(folders: tuple[Path, Path], sizes: Sizes, mode: StagingMode) -> None:

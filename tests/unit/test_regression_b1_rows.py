@@ -112,6 +112,7 @@ def test_1_3_and_4_a_layer_that_shows_nothing_is_an_error(engines: Engines, sile
         engines.objections()
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("value", [0, 113], ids=["zeros", "whatever was there"])
 def test_1_3_and_4_a_capture_that_says_nothing_of_it_is_caught(
     engines: Engines, silent_layer: None, value: int, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +266,7 @@ def only_recomputed(req: Req, routes: torch.Tensor) -> torch.Tensor:
     return routes if req.saved_rows is None else routes[len(req.saved_rows.epochs) :]
 
 
+@pytest.mark.full
 def test_10_vllm_39917_a_retraction_loses_no_rows(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(30 + number, 12) for number in range(10)]
     assert engines.objections(prompts, **PRESSED) == []  # type: ignore[arg-type]
@@ -353,6 +355,7 @@ def test_32_xtuner_1827_only_who_asks_gets_routes(
     assert has_routes() == [True] * 4
 
 
+@pytest.mark.full
 def test_33_trt_llm_17778_rows_are_of_logical_experts(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """(tokens - 1, MoE layers, K), whatever slots the experts are in."""
     moved = moved_experts(5, 2)

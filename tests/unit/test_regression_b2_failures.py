@@ -123,6 +123,7 @@ def test_53_unirl_480_a_failed_write_is_taken_back(place: int) -> None:
         assert serves_one_version(weights)
 
 
+@pytest.mark.mutant
 def test_53_writing_without_a_way_back_is_caught() -> None:
     """The wrong variant: write what came, one by one, and stop at the first failure."""
     weights = FakeWeights(seed=1)

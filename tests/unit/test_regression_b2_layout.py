@@ -138,6 +138,7 @@ def test_39_skyrl_1680_and_40_sglang_38298_any_split_in_any_order_is_one_load(
     assert is_loaded(model, folders[1])
 
 
+@pytest.mark.mutant
 def test_40_a_fusion_that_lives_for_one_call_is_caught(folders: tuple[Path, Path]) -> None:
     """The wrong variant: gate and up are joined only where both came in one call, otherwise dropped."""
     model, tensors = load_tiny(folders[0], F64), logical_tensors(folders[1])
@@ -250,6 +251,7 @@ def head_follows(model: DecoderForCausalLM, embedding: torch.Tensor) -> bool:
     return torch.allclose(model.compute_logits(hidden_ND), hidden_ND @ embedding.T, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.mutant
 def test_50_prime_rl_2438_a_head_with_a_copy_of_its_own_is_caught(folders: tuple[Path, Path]) -> None:
     """The wrong variant: the head was untied once, and serves step 0 for ever."""
     model, tensors = load_tiny(folders[0], F64), logical_tensors(folders[1])

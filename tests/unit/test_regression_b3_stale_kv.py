@@ -104,6 +104,7 @@ def test_63_miles_2783_prefix_kv_of_old_weights_is_never_matched(
     assert is_of(folders[1], again) and kv_versions(again) == {"v2"}
 
 
+@pytest.mark.mutant
 def test_63_a_cache_without_versions_is_caught(
     folders: tuple[Path, Path], trainer: LoopbackTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_69_vllm_49040_no_token_has_the_new_label_before_the_refresh_is_done(
     assert harness.results[waiting].versions == [("v2", 0, 5)] and is_of(folders[1], harness.results[waiting])
 
 
+@pytest.mark.mutant
 def test_69_a_version_published_with_the_first_bucket_is_caught(
     folders: tuple[Path, Path], trainer: LoopbackTrainer
 ) -> None:

@@ -94,6 +94,7 @@ def placements(harness: ParallelHarness) -> list[ExpertPlacement]:
     return [scheduler.runner.state.placement for scheduler in harness.schedulers]
 
 
+@pytest.mark.full(but="tp2")
 @pytest.mark.parametrize("layout", ["tp2", "dp2 of tp4 all-to-all"])
 def test_71_sglang_18213_results_do_not_change_when_experts_move(
     folder: Path, judge: OneRank, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +179,7 @@ def test_72_vllm_57883_a_counter_that_runs_backwards_is_seen(
 # --- 73: waits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_73_vllm_32860_no_rank_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank does not come: the other says so at the deadline.  Wrong: a wait without one."""
     for deadline_s, ends in ((1.0, True), (60.0, False)):

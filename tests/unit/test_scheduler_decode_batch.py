@@ -11,6 +11,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
+from tests.tiers import examples
 
 CAPACITY = 6
 ACTIONS = st.one_of(
@@ -64,7 +65,7 @@ class Stepper:
 
 
 @given(actions=st.lists(ACTIONS, max_size=25))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_arrays_follow_the_requests(actions: list[tuple[str, int]]) -> None:
     stepper = Stepper()
     for action, value in actions:

@@ -35,6 +35,7 @@ from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import control_of, refresh
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
+from tests.tiers import examples
 
 TINY = CheckpointSpec(
     hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=16, experts=4, top_k=2,
@@ -92,9 +93,11 @@ class Histories(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(["abort", "retract", "in_place", "wait"]))
     def pause(self, mode: str) -> None:
         scheduler = self.harness.scheduler
+        was_paused = scheduler.serving.is_paused
         answer = self.harness.control(PauseGenerationReqInput, mode=mode, wait_s=0.1)
         if mode == "wait" and not answer.success:  # without memory nothing comes to its end
-            assert answer.status_code == 409 and not scheduler.serving.is_paused and not scheduler.serving.is_pausing
+            assert answer.status_code == 409 and not scheduler.serving.is_pausing
+            assert scheduler.serving.is_paused == was_paused
             return
         assert answer.success and answer.data["paused"]
         assert not self.harness.tick(), "no step runs while paused"
@@ -226,7 +229,10 @@ def test_histories(machine: type) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(40, gate=8),
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
@@ -261,6 +267,7 @@ class _InTurn:
         return future
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(
     ("machine", "part", "wrong", "noticed"),
     [

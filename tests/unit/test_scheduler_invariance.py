@@ -138,6 +138,7 @@ def test_four_samples_of_one_prompt_share_its_prefill(checkpoint, batch) -> None
     assert [r.finished.cached_tokens for r in got] == [0] + [len(prompt) - 1] * 3
 
 
+@pytest.mark.full(but="0")
 def test_prompt_logprobs_do_not_depend_on_chunks_cache_or_retraction(checkpoint, batch) -> None:
     fields = {"logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [5, 9]}
     want = [run(checkpoint, [prompt], fields=fields)[0].finished.prompt_logprobs for prompt in batch]

@@ -39,7 +39,7 @@ def engine(folder: Path, **settings) -> Harness:
     return Harness(folder, weight_version="v1", **settings)
 
 
-def started(folder: Path, steps: int = 5, new_tokens: int = 20, **fields) -> Harness:
+def started(folder: Path, steps: int = 5, new_tokens: int = 60, **fields) -> Harness:
     """One request, `steps` steps on its way."""
     harness = engine(folder)
     harness.submit(PROMPT, rid="r", params={"max_new_tokens": new_tokens}, **fields)
@@ -78,7 +78,7 @@ def test_kv_within_the_lag_is_kept_and_said_to_be_old(folders, tensors) -> None:
 def test_kv_beyond_the_lag_is_computed_again(folders, tensors, server: int, request_: int | None) -> None:
     """Retracted at the first step after the commit: what was sampled stays, everything after is the new weights'."""
     harness = engine(folders[0], max_kv_version_lag=server)
-    harness.submit(PROMPT, rid="r", params={"max_new_tokens": 20}, max_kv_version_lag=request_, stream=True)
+    harness.submit(PROMPT, rid="r", params={"max_new_tokens": 40}, max_kv_version_lag=request_, stream=True)
     for _ in range(5):
         harness.tick()
     result = harness.results["r"]
@@ -86,7 +86,7 @@ def test_kv_beyond_the_lag_is_computed_again(folders, tensors, server: int, requ
     tokens, logprobs = list(result.token_ids), list(result.logprobs)
     harness.run()
     cut = result.versions[0][2]
-    assert 4 <= cut <= len(tokens) < 20
+    assert 4 <= cut <= len(tokens) < 40
     assert result.token_ids[: len(tokens)] == tokens and result.logprobs[: len(tokens)] == logprobs
     assert result.finished.num_retractions == 1
     assert prefilled_by(result) == [("v2", 0, len(PROMPT))]
@@ -95,12 +95,12 @@ def test_kv_beyond_the_lag_is_computed_again(folders, tensors, server: int, requ
     assert np.array_equal(np.array(result.logprobs[cut:]), rescored(folders[1], result)[cut:])
     rows = len(PROMPT) + cut - 1
     spans = [(span.version, span.start, span.end) for span in result.finished.routed_experts.versions]
-    assert spans == [("v1", 0, rows), ("v2", rows, len(PROMPT) + 19)]
+    assert spans == [("v1", 0, rows), ("v2", rows, len(PROMPT) + 39)]
     harness.check_idle()
 
 
 def test_a_lag_of_one_is_used_up_by_the_second_commit(folders, tensors) -> None:
-    harness = started(folders[0], new_tokens=40, max_kv_version_lag=1)
+    harness = started(folders[0], new_tokens=60, max_kv_version_lag=1)
     assert refresh(harness, tensors[1], "v2").success
     assert harness.scheduler.stats.num_retractions == 0
     for _ in range(3):
@@ -117,8 +117,8 @@ def test_a_lag_of_one_is_used_up_by_the_second_commit(folders, tensors) -> None:
 
 def test_a_request_may_ask_for_no_limit(folders, tensors) -> None:
     harness = engine(folders[0], max_kv_version_lag=0)
-    harness.submit(PROMPT, rid="kept", params={"max_new_tokens": 12}, max_kv_version_lag=-1)
-    harness.submit(PROMPT, rid="renewed", params={"max_new_tokens": 12})
+    harness.submit(PROMPT, rid="kept", params={"max_new_tokens": 60}, max_kv_version_lag=-1)
+    harness.submit(PROMPT, rid="renewed", params={"max_new_tokens": 60})
     for _ in range(5):
         harness.tick()
     assert refresh(harness, tensors[1], "v2").success

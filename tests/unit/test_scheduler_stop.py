@@ -14,6 +14,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler import stop
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
+from tests.tiers import examples
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 TEXTS = st.text("abEND\n é😀", min_size=1, max_size=12)
@@ -53,7 +54,7 @@ def matches(checker: StopChecker, token_ids: list[int], **params: object) -> lis
     return answers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS, noise=st.lists(st.integers(0, 265), max_size=6), stop=st.lists(TEXTS, min_size=1, max_size=2))
 @example(text="aé", noise=[], stop=["é"])
 @example(text="a", noise=[], stop=["\ufffd"])
@@ -65,6 +66,7 @@ def test_the_quick_look_changes_no_answer(tokenizer_file: Path, text: str, noise
             assert quick == matches(LooksAtEveryToken((), tokenizer_file), ids, stop=stop, skip_special_tokens=skip)
 
 
+@pytest.mark.mutant
 def test_a_quick_look_that_forgets_half_characters_is_noticed(tokenizer_file: Path) -> None:
     ids = Tokenizer.from_file(str(tokenizer_file)).encode("aé").ids
     assert len(ids) == 3, "é takes two tokens"

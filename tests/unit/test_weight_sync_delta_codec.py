@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.delta_models import DriftingMasters, applied, bits, same_bits
+from tests.tiers import examples
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
@@ -49,7 +50,7 @@ def changed(base: torch.Tensor, seed: int, share: float, step: int) -> torch.Ten
     return words.view(base.dtype).view(base.shape)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     dtype=st.sampled_from(sorted(DTYPES)),
     numel=st.sampled_from([0, 1, 2, 7, 8, 9, 255, 256, 257, 1000, 4097]),
@@ -199,7 +200,7 @@ def decoded(payload: bytes, old: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return applied(read_frame(payload, LIMIT), old)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_a_damaged_frame_is_refused_or_harmless(data: st.DataObject) -> None:
     """Bytes flipped, cut, repeated or inserted anywhere: a typed error, or exactly the right content."""
@@ -227,6 +228,7 @@ def test_a_damaged_frame_is_refused_or_harmless(data: st.DataObject) -> None:
     assert same_bits(result, new)
 
 
+@pytest.mark.mutant
 def test_the_fuzzer_would_notice_a_codec_without_fences() -> None:
     """A changed step decodes well once its fingerprints say so: the fingerprints are what refuses it."""
     payload, old, _ = valid_frame()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import BLOCK, combine, digest, fingerprint, fingerprint_hex, parse_fingerprint
 from weight_sync.tensor_meta import DTYPES, TensorMeta
@@ -70,7 +71,7 @@ def shards(tensor: torch.Tensor, cuts: list[int]) -> list[tuple[int, torch.Tenso
     return [(start, flat[start:end]) for start, end in itertools.pairwise(edges)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     numel=st.integers(0, 3 * BLOCK),
     cuts=st.lists(st.floats(0, 1), max_size=4),

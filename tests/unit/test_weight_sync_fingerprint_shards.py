@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.kernels.build import load_kernels
+from tests.tiers import examples
 from weight_sync.block_sums import (
     BLOCK,
     UNSIGNED,
@@ -89,7 +90,7 @@ def bucket_of(numels: list[int], dtypes: list[torch.dtype]) -> list[tuple[str, t
         st.tuples(st.sampled_from((0, 1, 5, BLOCK, 3 * BLOCK, BLOCK + 8)), st.booleans()), min_size=1, max_size=9
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_many_fingerprints_at_once_are_those_of_each(kinds: list[tuple[int, bool]]) -> None:
     named = bucket_of(
         [numel for numel, _ in sorted(kinds, key=lambda kind: not kind[1])],
@@ -196,7 +197,7 @@ def test_shards_of_every_form_add_up() -> None:
         assert combine(*values) == fingerprint(full), cover
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([BF16, torch.float32, torch.float64, torch.uint8]))
 def test_a_slice_is_the_whole_less_the_rest(data: st.DataObject, dtype: torch.dtype) -> None:
     """One random box: what it contributes is what the elements in it contribute, one by one."""

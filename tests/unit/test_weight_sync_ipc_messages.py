@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.ipc_wire import cuda_handle, entry
 from tests.logical_weights_fake import EMBED, NORM
+from tests.tiers import examples
 from weight_sync.errors import WeightRequestError
 from weight_sync.ipc_messages import IpcBuffer, read_bucket, read_end, read_handle
 from weight_sync.shared_segment import SharedSegment
@@ -49,7 +50,7 @@ def read_all(data: bytes, buffer: IpcBuffer) -> None:
     read_end(memoryview(data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda data: b"\x80\x05" + data)))
 def test_any_bytes_are_read_or_refused(buffer: IpcBuffer, data: bytes) -> None:
     read_all(data, buffer)
@@ -64,7 +65,7 @@ VALID = [
 ]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(data=st.data())
 def test_mutated_messages_are_read_or_refused(buffer: IpcBuffer, data: st.DataObject) -> None:
     message = bytearray(data.draw(st.sampled_from(VALID)))
@@ -82,7 +83,7 @@ def test_mutated_messages_are_read_or_refused(buffer: IpcBuffer, data: st.DataOb
     read_all(bytes(message), buffer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     entries=st.lists(
         st.fixed_dictionaries(

@@ -84,6 +84,7 @@ def test_updates_leave_nothing_to_one_another(contents: tuple[Path, list[Tensors
     many()
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_area_that_is_taken_for_the_live_content_is_noticed(
     contents: tuple[Path, list[Tensors]], layout: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from rollout.kernels.ops import compiled_ops, plain_ops
 from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, FakeWeights, bits, expert_name, fused, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.in_model import InPlaceStaging, Journal, JournalStaging
 from weight_sync.shadow import ShadowStaging
@@ -81,7 +82,7 @@ def load(folder: Path, layout: str) -> DecoderForCausalLM:
 
 
 @given(data=st.data(), mode=st.sampled_from(MODES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_buckets_may_cut_anywhere_in_any_order(data: st.DataObject, mode: StagingMode) -> None:
     weights = FakeWeights(seed=0)
     addresses = [t.data_ptr() for t in (weights.embed, weights.norm, weights.w13, weights.w2)]

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import examples
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Budget, Function, PayloadReader, Record, RecordType
 from weight_sync.torch_payload import TorchPayload
@@ -280,14 +281,14 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(PIECES, max_size=60))
 def test_random_programs_raise_nothing_else(pieces: list[bytes]) -> None:
     with contextlib.suppress(WeightRequestError):
         ours(HEADER + b"".join(pieces) + b".")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_else(data: bytes) -> None:
     with contextlib.suppress(WeightRequestError):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.logical_weights_fake import FakeWeights, bits, version
+from tests.tiers import examples
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers.safetensors_bytes import MAX_HEADER_BYTES, SafetensorsSource
 from weight_sync.shared_segment import SharedSegment
@@ -158,7 +159,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(edits, st.floats(0.05, 1))
 def test_damaged_files_agree_with_the_package(changes: list[tuple[str, float, bytes]], reach: float) -> None:
     """What is read of a damaged file is what the package reads of it."""

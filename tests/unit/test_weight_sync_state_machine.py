@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, FakeWeights, bits, fused, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
+from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.receivers.base import BucketSource
@@ -420,11 +421,12 @@ WRONG = (
     *(ForgetsToRestore, ForgetsToTell, LetsStepsRun, NeverExpires, NeverRenews),
     *(WritesOnReceive, ForgivesBuckets, TakesEveryCall, SkipsContentCheck, SkipsCoverage),
 )
-QUICK = settings(max_examples=150, stateful_step_count=30, deadline=None)
+QUICK = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 TestRefreshes = Refreshes.TestCase
 TestRefreshes.settings = QUICK
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_machine_catches_wrong_updaters(wrong: type[LoopbackUpdater]) -> None:
     machine = type("Wrong", (Refreshes,), {"updater_class": wrong})

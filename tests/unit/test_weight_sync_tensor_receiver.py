@@ -35,6 +35,7 @@ from tests.sglang_payloads import (
     forking_pickle,
 )
 from tests.tensor_sender import TensorSender
+from tests.tiers import examples
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers.tensor import TensorSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file, torch_shared_file
@@ -305,6 +306,7 @@ def count(path: Path) -> int:
     return struct.unpack("<i", path.read_bytes()[:4])[0]
 
 
+@pytest.mark.full(but="flattened")
 @pytest.mark.parametrize("form", ["list", "flattened", "local"])
 def test_memory_of_another_process(sender: TensorSender, form: str) -> None:
     names = [name for name, _ in NAMED]
@@ -425,7 +427,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(range(len(VALID))), edits)
 def test_damaged_payloads_load_or_are_refused(which: int, changes: list[tuple[str, float, bytes]]) -> None:
     """Every edit of a valid payload either is refused or yields tensors of what it then says."""
