@@ -174,7 +174,7 @@ def steps_of_group(harness: Harness, prompt: list[int], n: int, new_tokens: int,
 GROUP = {"max_total_tokens": 65_536, "max_running_requests": 256, "enable_return_routed_experts": False}
 
 
-@pytest.mark.full(but=("1-64", "7", "64-64"))
+@pytest.mark.full(but=("sequential-1-64", "sequential-7", "sequential-64-64"))
 @pytest.mark.parametrize(("n", "new_tokens", "most"), [(64, 64, 66), (256, 128, 132)])
 @pytest.mark.parametrize("prompt_len", [1, 2, 7, 64])
 def test_engine_09_samples_of_one_prompt_run_together(

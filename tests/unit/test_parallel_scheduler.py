@@ -153,7 +153,7 @@ def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path
     assert np.array_equal(counts, np.stack(want))
 
 
-@pytest.mark.full(but="settings0-True")
+@pytest.mark.full(but="sequential-settings0-True")
 @pytest.mark.parametrize(
     ("settings", "holds"),
     [
