@@ -7,6 +7,7 @@ Shapes: T tokens of the step, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -30,29 +31,37 @@ class RoutedExpertsCapturer:
         self.top_k = top_k
         self._dtype, self._device = dtype, device
         self._rows_TLK: torch.Tensor | None = None
-        self._layers: tuple[torch.Tensor, ...] = ()  # views of the rows, by layer
-        self._absent: set[int] = set()
+        self._host_TLK: np.ndarray | None = None  # the same memory: numpy copies few numbers sooner
+        self._shape_TK = (0, top_k)
+        self._recorded = [False] * num_moe_layers
 
     def begin_step(self, num_tokens: int) -> None:
         """Expect one record of `num_tokens` rows from every MoE layer.  Drops what an unfinished step left."""
         shape = (num_tokens, self.num_moe_layers, self.top_k)
-        self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._layers = self._rows_TLK.unbind(1)
-        self._absent = set(range(self.num_moe_layers))
+        self._rows_TLK = rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._host_TLK = rows_TLK.numpy() if rows_TLK.is_cpu else None
+        self._shape_TK = (num_tokens, self.top_k)
+        self._recorded = [False] * self.num_moe_layers
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
         """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""
         assert self._rows_TLK is not None, "record outside a step"
-        assert moe_layer in self._absent, f"MoE layer {moe_layer} recorded twice, or does not exist"
-        rows_TK = self._layers[moe_layer]
-        assert logical_ids_TK.shape == rows_TK.shape, f"{tuple(logical_ids_TK.shape)} != {tuple(rows_TK.shape)}"
-        rows_TK.copy_(logical_ids_TK)
-        self._absent.remove(moe_layer)
+        known = 0 <= moe_layer < self.num_moe_layers
+        assert known and not self._recorded[moe_layer], f"MoE layer {moe_layer} recorded twice, or does not exist"
+        assert logical_ids_TK.shape == self._shape_TK, f"{tuple(logical_ids_TK.shape)} != {self._shape_TK}"
+        if self._host_TLK is not None:
+            self._host_TLK[:, moe_layer] = logical_ids_TK.numpy()
+        else:
+            self._rows_TLK[:, moe_layer] = logical_ids_TK
+        self._recorded[moe_layer] = True
 
     def finish_step(self) -> torch.Tensor:
         """The step's choices [T, L, K], the caller's to keep."""
         rows_TLK = self._rows_TLK
         assert rows_TLK is not None, "finish outside a step"
-        assert not self._absent, f"MoE layers {sorted(self._absent)} did not record"
-        self._rows_TLK, self._layers = None, ()
+        assert all(self._recorded), f"MoE layers {self._absent()} did not record"
+        self._rows_TLK = self._host_TLK = None
         return rows_TLK
+
+    def _absent(self) -> list[int]:
+        return [layer for layer, is_there in enumerate(self._recorded) if not is_there]
