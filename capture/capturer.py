@@ -29,30 +29,33 @@ class RoutedExpertsCapturer:
         """`dtype`: of the rows; it holds every id."""
         self.num_moe_layers = num_moe_layers
         self.top_k = top_k
-        self._dtype, self._device = dtype, device
-        self._rows_TLK: torch.Tensor | None = None
-        self._host_TLK: np.ndarray | None = None  # the same memory: numpy copies few numbers sooner
+        self._dtype, self._device = dtype, torch.device(device)
+        self._dtype_on_host = torch.empty(0, dtype=dtype).numpy().dtype
+        self._rows_TLK: np.ndarray | torch.Tensor | None = None  # on the host numpy copies few numbers sooner
         self._shape_TK = (0, top_k)
         self._recorded = [False] * num_moe_layers
 
     def begin_step(self, num_tokens: int) -> None:
         """Expect one record of `num_tokens` rows from every MoE layer.  Drops what an unfinished step left."""
         shape = (num_tokens, self.num_moe_layers, self.top_k)
-        self._rows_TLK = rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._host_TLK = rows_TLK.numpy() if rows_TLK.is_cpu else None
+        if self._device.type == "cpu":
+            self._rows_TLK = np.empty(shape, dtype=self._dtype_on_host)
+        else:
+            self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
         self._shape_TK = (num_tokens, self.top_k)
         self._recorded = [False] * self.num_moe_layers
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
         """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""
-        assert self._rows_TLK is not None, "record outside a step"
+        rows_TLK = self._rows_TLK
+        assert rows_TLK is not None, "record outside a step"
         known = 0 <= moe_layer < self.num_moe_layers
         assert known and not self._recorded[moe_layer], f"MoE layer {moe_layer} recorded twice, or does not exist"
         assert logical_ids_TK.shape == self._shape_TK, f"{tuple(logical_ids_TK.shape)} != {self._shape_TK}"
-        if self._host_TLK is not None:
-            self._host_TLK[:, moe_layer] = logical_ids_TK.numpy()
+        if isinstance(rows_TLK, np.ndarray):
+            rows_TLK[:, moe_layer] = logical_ids_TK.numpy()
         else:
-            self._rows_TLK[:, moe_layer] = logical_ids_TK
+            rows_TLK[:, moe_layer] = logical_ids_TK
         self._recorded[moe_layer] = True
 
     def finish_step(self) -> torch.Tensor:
@@ -60,8 +63,8 @@ class RoutedExpertsCapturer:
         rows_TLK = self._rows_TLK
         assert rows_TLK is not None, "finish outside a step"
         assert all(self._recorded), f"MoE layers {self._absent()} did not record"
-        self._rows_TLK = self._host_TLK = None
-        return rows_TLK
+        self._rows_TLK = None
+        return torch.from_numpy(rows_TLK) if isinstance(rows_TLK, np.ndarray) else rows_TLK
 
     def _absent(self) -> list[int]:
         return [layer for layer, is_there in enumerate(self._recorded) if not is_there]

@@ -34,10 +34,12 @@ class RouteSlotStore:
 
     def write(self, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
         """Set the rows of distinct `slots` [T] int64 to `rows_TLK`, ids of any integer type, on any device."""
-        assert rows_TLK.shape == (slots.shape[0], *self._rows.shape[1:]), tuple(rows_TLK.shape)
-        on_host = slots.cpu().numpy()
-        self._rows_on_host[on_host] = rows_TLK.cpu().numpy()
-        self._written_on_host[on_host] = True
+        if not slots.is_cpu:
+            slots, rows_TLK = slots.cpu(), rows_TLK.cpu()
+        slots_on_host, rows_on_host = slots.numpy(), rows_TLK.numpy()
+        assert len(slots_on_host) == len(rows_on_host), (slots.shape, rows_TLK.shape)
+        self._rows_on_host[slots_on_host] = rows_on_host
+        self._written_on_host[slots_on_host] = True
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """A copy [T, L, K] of the rows of `slots` [T] int64; a slot without a row comes back MISSING."""
