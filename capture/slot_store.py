@@ -37,7 +37,7 @@ class RouteSlotStore:
         if not slots.is_cpu:
             slots, rows_TLK = slots.cpu(), rows_TLK.cpu()
         slots_on_host, rows_on_host = slots.numpy(), rows_TLK.numpy()
-        assert len(slots_on_host) == len(rows_on_host), (slots.shape, rows_TLK.shape)
+        assert rows_on_host.shape == (len(slots_on_host), *self._rows_on_host.shape[1:]), rows_on_host.shape
         self._rows_on_host[slots_on_host] = rows_on_host
         self._written_on_host[slots_on_host] = True
 
