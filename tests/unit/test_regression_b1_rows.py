@@ -119,8 +119,8 @@ def test_1_3_and_4_a_capture_that_says_nothing_of_it_is_caught(
 ) -> None:
     def filled(self: RoutedExpertsCapturer) -> torch.Tensor:
         assert self._rows_TLK is not None
-        self._rows_TLK[:, sorted(self._absent)] = value
-        return self._rows_TLK
+        self._rows_TLK[:, self._absent()] = value
+        return torch.as_tensor(self._rows_TLK)
 
     monkeypatch.setattr(RoutedExpertsCapturer, "finish_step", filled)
     assert routes_only(engines.objections())
@@ -224,10 +224,20 @@ class OneBuffer(RoutedExpertsCapturer):
 
 
 class NotesWithoutACopy(RouteSlotStore):
-    """Wrong: keeps what it is given, and the next step does not wait."""
+    """Wrong: keeps what it is given until somebody reads, and the next step does not wait."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def write(self, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
         self._noted.append((slots, rows_TLK))
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        for noted in self._noted:
+            super().write(*noted)
+        self._noted.clear()
+        return super().read(slots)
 
 
 def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
