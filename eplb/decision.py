@@ -3,11 +3,11 @@
     too few tokens seen              no    noise would be planned for
     balanced enough as it is         no
     a planner finds nothing better   no
-    it takes longer than it saves    no    seconds of the moves against seconds saved until the next look
+    it takes longer than it saves    no    seconds of the moves against seconds saved until the next one
     otherwise                        yes
 
-A look that somebody asks for goes past the first, second and fourth.  Every decision carries its numbers, so that a dry
-run, a reply and a log line say the same.
+An evaluation that a request asks for skips the first, second and fourth test.  Every decision carries its numbers, so
+that a dry run, a reply and a log line say the same.
 
 Knows planners and arithmetic.  Does not know clocks, tensors or ranks' groups.
 
@@ -32,7 +32,7 @@ LEAST_GAIN = 1e-3  # in mean balancedness: less is not measurable, and a new spl
 
 @dataclass(frozen=True, kw_only=True)
 class RebalancePolicy:
-    """`threshold`: mean balancedness from which on nothing is done; 1 for a look at the plan every time.
+    """`threshold`: mean balancedness from which on nothing is done; 1 to plan every time.
 
     `layers_per_chunk`, `most_stall_s`: bounds of what is moved between two steps.  `expert_share`: part of a step's
     time that waits for the busiest rank's experts; not measured, half is a guess that favours staying put on engines
@@ -91,7 +91,7 @@ class Balance:
 class Decision:
     """What was decided and why; `reason` is one line.  `plan` and `migration` where there is something to move.
 
-    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: until the next look.
+    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: until the next one.
     """
 
     rebalances: bool
@@ -156,7 +156,7 @@ def decide(
 def _weighed(
     situation: Situation, policy: RebalancePolicy, plan: Plan, before_L: np.ndarray, after_L: np.ndarray, asked: bool
 ) -> Decision:
-    """The gain until the next look against the cost of the moves."""
+    """The gain until the next evaluation against the cost of the moves."""
     most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * situation.bytes_per_s))
     migration = plan_migration(
         situation.in_force.physical_to_logical_LP,

@@ -68,7 +68,7 @@ class ExpertLocationMetadata:
 def trivial_location(
     num_layers: int, num_logical_experts: int, num_physical_experts: int | None = None
 ) -> ExpertLocationMetadata:
-    """Slot p holds logical expert p mod E: as many slots as experts unless told otherwise."""
+    """Slot p holds logical expert p mod E: as many slots as experts unless given."""
     row = torch.arange(num_physical_experts or num_logical_experts) % max(1, num_logical_experts)
     return ExpertLocationMetadata(row.expand(num_layers, -1).clone(), num_logical_experts)
 

@@ -78,7 +78,7 @@ class RebalanceManager:
         self._seconds: list[float] = []
         self._handled_bytes, self._handled_s = 0, 0.0
 
-    # --- a look -------------------------------------------------------------------------------------------------------
+    # --- an evaluation ------------------------------------------------------------------------------------------------
 
     @property
     def num_chunks_done(self) -> int:
@@ -91,7 +91,7 @@ class RebalanceManager:
         return self.history.counts_LE.shape[0]
 
     def is_due(self, num_passes: int) -> bool:
-        """Whether it is time to look, `num_passes` after the last look."""
+        """Whether an evaluation is due, `num_passes` after the last one."""
         return self.stage is Stage.IDLE and num_passes >= self.policy.every_steps
 
     @property

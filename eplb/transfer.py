@@ -119,10 +119,11 @@ class ExpertTransfer:
         self._late_at = self._clock() + self._deadline_s
         stated = f"migration {migration.digest()} of placement epoch {placement_epoch}"
         form = f"{self._slots.form} {list(self._slots.part_bytes)}"
-        said = [message.decode().split("\0") for message in self._group.gather_bytes(f"{stated}\0{form}".encode())]
-        if any(theirs != stated for theirs, _ in said):
-            raise RebalanceRefused(f"the ranks do not agree on what to move: {sorted({theirs for theirs, _ in said})}")
-        self._together(lambda: self._allocate(migration, {said[peer][1] for peer in self._peers}))
+        answers = [answer.decode().split("\0") for answer in self._group.gather_bytes(f"{stated}\0{form}".encode())]
+        migrations = {theirs for theirs, _ in answers}
+        if migrations != {stated}:
+            raise RebalanceRefused(f"the ranks do not agree on what to move: {sorted(migrations)}")
+        self._together(lambda: self._allocate(migration, {answers[peer][1] for peer in self._peers}))
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -183,8 +184,8 @@ class ExpertTransfer:
 
     def _reasons(self, mine: str | None) -> str:
         """What each rank that failed says, for all ranks the same."""
-        said = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
-        texts = [text.decode(errors="ignore") for text in said]
+        reasons = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
+        texts = [text.decode(errors="ignore") for text in reasons]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
@@ -252,7 +253,7 @@ class _ChunkOnRank:
         self._headers += [[number & _MASK for number in header.tolist()] for header in headers]
 
     def check(self) -> None:
-        """Whether everything staged is what its source said; then keep what will be overwritten.
+        """Whether everything staged is what its source sent; then keep what will be overwritten.
 
         Raises `TransferError`.
         """

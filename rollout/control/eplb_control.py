@@ -1,4 +1,4 @@
-"""`POST /eplb_rebalance`, and the looks that an engine takes by itself: from counts to experts that moved.
+"""`POST /eplb_rebalance`, and the evaluations that an engine starts by itself: from counts to experts that moved.
 
     asked, or N passes     counts of all ranks -> history
     planning               a thread of rank 0, beside the steps; every turn asks whether it is done
@@ -36,7 +36,7 @@ from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqIn
 from rollout.core.message import ControlReqOutput
 from rollout.scheduler.scheduler import Scheduler, failure
 
-_OVERDUE = 10  # looks that may be missed, as while a weight update is open, before the engine is not well
+_OVERDUE = 10  # evaluations that may be missed, as while a weight update is open, before the engine is not well
 
 
 class _Planned(msgspec.Struct):
@@ -69,7 +69,7 @@ class EplbControl:
         self._planning: Future[_Planned] | None = None  # on rank 0
         self._plans = scheduler.parallel.position.is_inbox_owner
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
-        self._timed = (0, 0.0)  # steps and their seconds at the last look
+        self._timed = (0, 0.0)  # steps and their seconds at the last evaluation
 
     @property
     def verbs(self) -> dict[type, Callable]:
@@ -81,13 +81,13 @@ class EplbControl:
         return status | {"counts_loads": self._history.is_counted, "stuck": status["stuck"] or self._overdue()}
 
     def _overdue(self) -> str | None:
-        """Steps run, and nobody looks."""
+        """Steps run, and no evaluation is made."""
         every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
         if unseen <= _OVERDUE * every:
             return None
         return f"the balance of ranks was not looked at for {unseen} steps, due every {every}"
 
-    # --- a look ---------------------------------------------------------------------------------------------------
+    # --- an evaluation --------------------------------------------------------------------------------------------
 
     def _asked(self, verb: EplbRebalanceReqInput) -> None:
         """Answered when it was decided not to move, or when moving has ended."""
@@ -100,7 +100,7 @@ class EplbControl:
         refresh = None if verb.dry_run else self._reason_to_stay()
         if refresh is not None:
             raise RebalanceRefused(f"experts cannot be moved now: {refresh}")
-        self._look(verb, policy, given)
+        self._evaluate(verb, policy, given)
 
     def _wanted(self, verb: EplbRebalanceReqInput) -> tuple[RebalancePolicy, Plan | None]:
         """Raises `EplbRequestError`, `MapError`."""
@@ -122,7 +122,7 @@ class EplbControl:
             raise EplbRequestError(f"the map is of {len(location)} layers, the model has {self._manager.num_layers}")
         return policy, given_plan(location, split, self._manager.layout)
 
-    def _look(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
+    def _evaluate(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
         """Start planning, on rank 0 beside the steps."""
         self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
@@ -138,7 +138,7 @@ class EplbControl:
             self._planning.add_done_callback(lambda _: self._wake())
 
     def _seconds_per_step(self) -> float:
-        """Since the last look, on this rank."""
+        """Since the last evaluation, on this rank."""
         stats = self._scheduler.stats
         before, self._timed = self._timed, (stats.num_steps, sum(stats.seconds.values()))
         return (self._timed[1] - before[1]) / max(1, self._timed[0] - before[0])
@@ -150,8 +150,8 @@ class EplbControl:
             return "the weights' memory is released"
         if serving.poisoned is not None:
             return f"the weights are poisoned: {serving.poisoned}"
-        told = self._parallel.tp.gather_bytes((self._weight_update() or "").encode())
-        return next((text.decode() for text in told if text), None)
+        reasons = self._parallel.tp.gather_bytes((self._weight_update() or "").encode())
+        return next((reason.decode() for reason in reasons if reason), None)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class EplbControl:
             if self._reason_to_stay() is not None:
                 self._history.postpone()
                 return
-            self._look(None, manager.policy, None)
+            self._evaluate(None, manager.policy, None)
         if manager.stage is Stage.PLANNING and not self._take_decision():
             return
         if manager.stage is Stage.MOVING:

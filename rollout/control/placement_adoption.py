@@ -67,7 +67,7 @@ class PlacementAdoption:
         self._by_default = by_default and is_possible
         self._wants = False
         self._counts_LE: np.ndarray | None = None
-        self._said = "the placement stays: not asked to adopt one"
+        self._outcome = "the placement stays: not asked to adopt one"
 
     def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
         """An update is about to be opened; on the scheduler's thread.
@@ -90,7 +90,7 @@ class PlacementAdoption:
             )
         self._wants = self._by_default if wanted is None else wanted
         self._counts_LE = self._loads() if self._wants else None
-        self._said = "the placement stays: not asked to adopt one"
+        self._outcome = "the placement stays: not asked to adopt one"
 
     def target(self, coverage: Coverage) -> LogicalWeights:
         """Where the update that is opened now is staged; on the I/O thread, on all ranks."""
@@ -98,7 +98,7 @@ class PlacementAdoption:
         if coverage != "full" or not self._wants:
             return self._weights
         shared = self._shared_plan()
-        self._said = shared.reason
+        self._outcome = shared.reason
         if shared.plan is None:
             return self._weights
         self._placement.propose(shared.plan.location(), torch.from_numpy(shared.plan.split_LP))
@@ -109,7 +109,7 @@ class PlacementAdoption:
         adopted = self._placement.has_proposal
         if adopted:
             self._placement.adopt_proposed()
-        return {"placement_adopted": adopted, "placement_note": self._said}
+        return {"placement_adopted": adopted, "placement_note": self._outcome}
 
     def _shared_plan(self) -> _SharedPlan:
         """Planned on the first rank of each engine."""

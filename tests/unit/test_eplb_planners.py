@@ -279,6 +279,26 @@ def test_auto_places_afresh_only_the_layers_that_need_it() -> None:
     assert kept == pytest.approx(balancedness(counts, fresh)[2])
 
 
+def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planner_of_a_user.py").write_text(
+        "from eplb.algorithms.balanced import balanced\n\ndef of_a_user(counts_LE, layout):\n"
+        "    return balanced(counts_LE, layout)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(PLANNERS, "of_a_user", ("planner_of_a_user", ()))
+    layout, counts = ExpertLayout(num_logical_experts=8, num_physical_experts=12, num_ranks=2), zipf(2, 8, 0.8)
+    current = balanced(counts, layout).physical_to_logical_LP
+    for name in PLANNERS:
+        checked_map(make_plan(name, counts, layout, current).physical_to_logical_LP, layout, 2, duplicates=True)
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    assert parser.parse_args(["--model-path", "m", "--eplb-algorithm", "min_move"]).eplb_algorithm == "min_move"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "m", "--eplb-algorithm", "best"])
+    with pytest.raises(StartupError, match="--eplb-algorithm must be one of auto, "):
+        ServerArgs(model_path="m", eplb_algorithm="best").validate()
+
+
 def test_wrong_inputs_are_one_clear_line() -> None:
     def layout(experts: int, slots: int, ranks: int, **more: int) -> ExpertLayout:
         return ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks, **more)
@@ -315,26 +335,6 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         make_plan("auto", counts, small, target=1.5)
     with pytest.raises(LoadsError, match="zipf:EXPONENT"):
         synthetic("pareto:1", 1, 4)
-
-
-def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "planner_of_a_user.py").write_text(
-        "from eplb.algorithms.balanced import balanced\n\ndef of_a_user(counts_LE, layout):\n"
-        "    return balanced(counts_LE, layout)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(PLANNERS, "of_a_user", ("planner_of_a_user", ()))
-    layout, counts = ExpertLayout(num_logical_experts=8, num_physical_experts=12, num_ranks=2), zipf(2, 8, 0.8)
-    current = balanced(counts, layout).physical_to_logical_LP
-    for name in PLANNERS:
-        checked_map(make_plan(name, counts, layout, current).physical_to_logical_LP, layout, 2, duplicates=True)
-    parser = argparse.ArgumentParser()
-    add_cli_args(parser)
-    assert parser.parse_args(["--model-path", "m", "--eplb-algorithm", "min_move"]).eplb_algorithm == "min_move"
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--model-path", "m", "--eplb-algorithm", "best"])
-    with pytest.raises(StartupError, match="--eplb-algorithm must be one of auto, "):
-        ServerArgs(model_path="m", eplb_algorithm="best").validate()
 
 
 @pytest.mark.mutant
