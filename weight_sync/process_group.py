@@ -259,7 +259,13 @@ class WeightUpdateGroups:
         self._groups: dict[str, GroupHandle] = {}
 
     def init(
-        self, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, backend: str | None
+        self,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str | None = None,
     ) -> None:
         """Join a group, blocking until all members have.  A group of this name is destroyed first.
 
