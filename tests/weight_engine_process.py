@@ -139,7 +139,9 @@ class _Server:
         if verb == "content_digest":
             self.updater.content.note(live_fingerprints(self.weights))
             return self.updater.content.digest
-        if verb in ("status", "abort", "destroy_group"):
+        if verb == "destroy_group":
+            return self.updater.groups.destroy(**arguments)
+        if verb in ("status", "abort"):
             return getattr(self.updater, verb)(**arguments)
         raise ValueError(verb)
 

@@ -17,7 +17,6 @@ import torch
 
 from weight_sync.block_sums import SIGNED
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError
-from weight_sync.fingerprint import digest
 from weight_sync.ledger import listed
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
@@ -55,34 +54,6 @@ class Difference:
     num_elements: int | None = None
     max_abs_difference: float | None = None
     places: tuple[str, ...] = ()
-
-
-class ContentBook:
-    """The fingerprint of every tensor in force, as far as it is known: a cold load computes none.
-
-    A refresh knows those of what it brings, so a full one names its content without another pass over memory.
-    """
-
-    def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
-        self._metas = metas
-        self._known: dict[str, int] = {}
-
-    @property
-    def digest(self) -> str | None:
-        """`fingerprint.digest` of the whole content; None while a tensor's fingerprint is not known."""
-        return self.digest_after({})
-
-    def digest_after(self, fingerprints: Mapping[str, int]) -> str | None:
-        """`digest` as it will be once these are noted."""
-        content = self._known | dict(fingerprints)
-        if content.keys() != self._metas.keys():
-            return None
-        return digest((self._metas[name], value) for name, value in content.items())
-
-    def note(self, fingerprints: Mapping[str, int]) -> None:
-        """These tensors, by canonical name, now have this content."""
-        assert fingerprints.keys() <= self._metas.keys(), sorted(fingerprints.keys() - self._metas.keys())
-        self._known.update(fingerprints)
 
 
 def live_fingerprints(weights: LogicalWeights, exchange: Exchange = alone) -> dict[str, int]:

@@ -12,12 +12,11 @@ import tempfile
 import zlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from weight_sync.errors import StagingError
 from weight_sync.staging import Content, DirectSink
-from weight_sync.tensor_meta import LogicalWeights
+from weight_sync.tensor_meta import LogicalWeights, tensor_bytes
 
 
 class InPlaceStaging(DirectSink):
@@ -123,7 +122,7 @@ class Journal:
             raise StagingError(f"no journal can be made in {directory or tempfile.gettempdir()}: {error}") from error
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        content = _host_bytes(tensor)
+        content = tensor_bytes(tensor).numpy()
         view = content.data
         try:
             self._file.seek(self.num_bytes)
@@ -139,7 +138,7 @@ class Journal:
 
     def read(self, entry: JournalEntry) -> torch.Tensor:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        content = _host_bytes(tensor)
+        content = tensor_bytes(tensor).numpy()
         view = content.data
         try:
             self._file.seek(entry.offset)
@@ -156,8 +155,3 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _host_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 [bytes], row-major; a view of a contiguous tensor on the host."""
-    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()

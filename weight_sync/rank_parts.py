@@ -19,7 +19,7 @@ import torch
 
 from weight_sync.errors import CopiesDifferError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
-from weight_sync.tensor_meta import Part, Region, TensorMeta
+from weight_sync.tensor_meta import Part, Region, TensorMeta, tensor_bytes
 
 Exchange = Callable[[bytes], list[bytes]]
 """What every rank brings, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
@@ -94,8 +94,8 @@ def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Ex
         if region is not None and region.dim == 0:
             region = Region(0, region.start, max(0, min(region.length, rows.shape[0] - region.start)))
             content = content[: region.length]
-        content = content[: rows.shape[0]].detach().cpu().contiguous()
-        mine = _PART.pack(True, *_numbers(region)) + content.view(-1).view(torch.uint8).numpy().tobytes()
+        content = tensor_bytes(content[: rows.shape[0]])
+        mine = _PART.pack(True, *_numbers(region)) + content.numpy().tobytes()
     found: dict[Region | None, bytes] = {}
     for data in exchange(mine):
         if data:

@@ -178,6 +178,11 @@ def parts_of(weights: LogicalWeights, name: str) -> list[Part]:
     return [Part(place.region, place.read()) for place in weights.places(name)]
 
 
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes in row-major order, uint8 [nbytes], in host memory; a view where possible."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
 # --- what a control call says of tensors: checked here once --------------------------------------------------------
 
 

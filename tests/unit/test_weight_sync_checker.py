@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, version
-from weight_sync.checker import ContentBook, compare, live_fingerprints, reset_tensors, resettable, take_snapshot
+from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
 from weight_sync.errors import UnknownTensorError, WeightRequestError
-from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.fingerprint import ContentBook, digest, fingerprint
 from weight_sync.tensor_meta import TensorMeta
 
 

@@ -375,8 +375,8 @@ class WritesOnReceive(LoopbackUpdater):
     def receive(self, source: BucketSource, weight_version: str | None = None, update_id: str | None = None) -> None:
         assert isinstance(source, LoopbackSource)
         for name, tensor in source.named if source.failure is None else []:
-            if name in self._weights.metas() and tensor.dtype == self._weights.metas()[name].dtype:
-                self._weights.write(name, tensor)
+            if name in self.weights.metas() and tensor.dtype == self.weights.metas()[name].dtype:
+                self.weights.write(name, tensor)
         super().receive(source, weight_version, update_id)
 
 

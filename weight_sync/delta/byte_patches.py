@@ -4,22 +4,46 @@
     overwrite  u32 count | u32 position of each changed byte | the new bytes
 
 Numbers are little-endian, positions ascend.  Neither says which tensor it starts from: only a checksum of the new
-content tells.
+content tells, under the names that trainers write into delta folders.  None of these but BLAKE3 withstands someone who
+forges content.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
+import blake3
 import numpy as np
 import torch
+import xxhash
 
-from weight_sync.delta.checksums import tensor_bytes
 from weight_sync.delta.compression import compress, decompress, decompress_exactly
 from weight_sync.errors import ContentError, WeightRequestError
+from weight_sync.tensor_meta import tensor_bytes
 
 _NUMBER_BYTES = 4
 _MAX_POSITIONS = 2**32
+
+
+DEFAULT_CHECKSUM = "xxh3-128"
+CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
+    "xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+    "blake3": lambda data: blake3.blake3(data).hexdigest(),
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+}
+
+
+def require_checksum(name: object) -> str:
+    """`name` if it is known.  Raises `WeightRequestError`."""
+    if not isinstance(name, str) or name not in CHECKSUMS:
+        raise WeightRequestError(f"unknown checksum_format {str(name)[:64]!r}; known: {', '.join(CHECKSUMS)}")
+    return name
+
+
+def checksum(name: str, tensor: torch.Tensor) -> str:
+    """Of the tensor's bytes in row-major order, in lower-case hex digits."""
+    return CHECKSUMS[name](tensor_bytes(tensor).numpy().data)
 
 
 def encode_xor(old: torch.Tensor, new: torch.Tensor) -> bytes:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from weight_sync.checkpoint_folder import CheckpointFolder, homes_of, open_checkpoint_folder, require_folder
-from weight_sync.delta.checksums import tensor_bytes
 from weight_sync.delta.durable import flush, locked, sync_folder, write_at, write_new
 from weight_sync.delta.local_state import (
     LOCK_FILE,
@@ -39,7 +38,7 @@ from weight_sync.delta.version_dir import (
 )
 from weight_sync.errors import ContentError, LocalCheckpointError, TransactionStateError, WeightRequestError
 from weight_sync.safetensors_file import SafetensorsFile, open_regular, read_at, read_tensor
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import TensorMeta, tensor_bytes
 
 _CHUNK_BYTES = 16 << 20
 _SUFFIXES = {".safetensors", ".json", ".model", ".tiktoken", ".jinja"}

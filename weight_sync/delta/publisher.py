@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save
 
 from weight_sync.checkpoint_folder import INDEX_FILE
-from weight_sync.delta.byte_patches import ENCODERS
-from weight_sync.delta.checksums import DEFAULT_CHECKSUM, checksum, require_checksum, tensor_bytes
+from weight_sync.delta.byte_patches import DEFAULT_CHECKSUM, ENCODERS, checksum, require_checksum
 from weight_sync.delta.durable import sync_folder, write_new
 from weight_sync.delta.encoder import EncodedDelta
 from weight_sync.delta.frame import write_frame
 from weight_sync.delta.version_dir import FRAME_TENSOR, ULP_GAP, version_path
 from weight_sync.errors import CoverageError, TransactionStateError, WeightRequestError
+from weight_sync.tensor_meta import tensor_bytes
 
 
 def publish_bytes(

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from weight_sync.checkpoint_folder import INDEX_FILE, open_checkpoint_folder, read_index
-from weight_sync.delta.byte_patches import APPLIERS
-from weight_sync.delta.checksums import checksum, require_checksum
+from weight_sync.delta.byte_patches import APPLIERS, checksum, require_checksum
 from weight_sync.delta.frame import DeltaFrame, TensorDelta, read_frame
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.safetensors_file import (
