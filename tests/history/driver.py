@@ -19,9 +19,10 @@ from unittest import mock
 
 import torch
 
+from rollout.control import weight_queue
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.engine import build, weight_queue
+from rollout.engine import build
 from tests.history.actions import History, Submit
 from tests.history.checker import Checker, Tally, Trace
 from tests.history.expected import Expected, Sent, SentContinue, Tensors, Violation

@@ -210,7 +210,7 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
 def test_w03_replicas_in_different_states_refuse_a_bucket(start: Callable[..., ParallelHarness], new: Tensors) -> None:
     """As when a pause reaches one of them within the job before: one would commit the bucket, the other keep it."""
     harness = start(dp_size=2)
-    harness.schedulers[0].paused = True
+    harness.schedulers[0].serving.pause()
     (answer,) = send(harness, new, parts=1)
     assert answer.status_code == 409 and "different states" in answer.message, answer.message
     assert labels(harness) == {"default"}
