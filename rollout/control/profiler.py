@@ -16,7 +16,6 @@ import ctypes
 import gc
 import importlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
 from rollout.control.rank_consensus import PeerRankError
+from rollout.core.console import say
 from rollout.core.errors import BadRequest, Conflict, status_of
 from rollout.core.profile_io_struct import (
     MAX_PROFILED_STEPS,
@@ -130,7 +130,7 @@ class StepProfiler:
         error = self._anywhere(mine)
         if verb is None:
             said = f"wrote a profile to {trace.own_file}" if error is None else f"no profile was written: {error}"
-            print(f"lockstep: {said}", file=sys.stderr, flush=True)
+            say(said)
         elif error is not None:
             self._scheduler.reply(failure(verb.request_id, error))
         else:

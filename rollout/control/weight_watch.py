@@ -10,8 +10,7 @@ Called between steps while no weight verb is under way.  Knows the scheduler and
 
 from __future__ import annotations
 
-import sys
-
+from rollout.core.console import say
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import Lease
@@ -64,7 +63,7 @@ class WeightWatch:
         if self._pause is None or not self._pause.expired:
             return False
         reason = f"nobody continued the pause within {self._pause.seconds:g} s (--pause-timeout)"
-        print(f"lockstep: {reason}; serving again", file=sys.stderr, flush=True)
+        say(f"{reason}; serving again")
         if self._updater.is_open:
             self._updater.drop(reason)
         else:

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from rollout.core.message import ControlReqInput, Endpoint, Int64, Limits, Method, Name, Reply
+from rollout.core.message import GET_AND_POST, ControlReqInput, Endpoint, Int64, Limits, Name, Reply
 
 RecorderModeName = Literal["stat", "per_pass", "per_token"]
-_BOTH: tuple[Method, ...] = ("GET", "POST")
 _TIMEOUT_S = 60.0
 
 
@@ -21,7 +20,9 @@ class StartExpertDistributionReply(Reply, kw_only=True):
 class StartExpertDistributionReqInput(ControlReqInput[StartExpertDistributionReply]):
     """Count the experts that tokens choose, from the next step on.  `mode` null: the server's."""
 
-    endpoint = Endpoint(path="/start_expert_distribution_record", methods=_BOTH, tag="experts", timeout_s=_TIMEOUT_S)
+    endpoint = Endpoint(
+        path="/start_expert_distribution_record", methods=GET_AND_POST, tag="experts", timeout_s=_TIMEOUT_S
+    )
 
     mode: RecorderModeName | None = None
 
@@ -34,7 +35,9 @@ class StopExpertDistributionReply(Reply, kw_only=True):
 class StopExpertDistributionReqInput(ControlReqInput[StopExpertDistributionReply]):
     """Count no further; what was recorded stays until it is dumped."""
 
-    endpoint = Endpoint(path="/stop_expert_distribution_record", methods=_BOTH, tag="experts", timeout_s=_TIMEOUT_S)
+    endpoint = Endpoint(
+        path="/stop_expert_distribution_record", methods=GET_AND_POST, tag="experts", timeout_s=_TIMEOUT_S
+    )
 
 
 class DumpExpertDistributionReply(Reply, kw_only=True):
@@ -51,7 +54,7 @@ class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply
 
     endpoint = Endpoint(
         path="/dump_expert_distribution_record",
-        methods=_BOTH,
+        methods=GET_AND_POST,
         tag="experts",
         timeout_s=_TIMEOUT_S,
         hidden=frozenset({"most_numbers"}),

@@ -17,12 +17,12 @@ import msgspec
 
 from rollout.core import expert_io_struct, profile_io_struct, session_io_struct, weight_io_struct
 from rollout.core.message import (
+    GET_AND_POST,
     AnyRank,
     ControlReqInput,
     ControlReqOutput,
     Endpoint,
     Message,
-    Method,
     NoReply,
     Reply,
     Total,
@@ -87,7 +87,6 @@ class AbortReqInput(Message):
 
 # --- main -> scheduler: control verbs ----------------------------------------------------------------------------
 
-_BOTH: tuple[Method, ...] = ("GET", "POST")
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 
@@ -157,7 +156,7 @@ class FlushCacheReqInput(ControlReqInput[NoReply]):
     `retract`: requests that hold KV give it back and compute it again, instead of being in the way.
     """
 
-    endpoint = Endpoint(path="/flush_cache", methods=_BOTH, timeout_s=30.0, hidden=frozenset({"retract"}))
+    endpoint = Endpoint(path="/flush_cache", methods=GET_AND_POST, timeout_s=30.0, hidden=frozenset({"retract"}))
 
     retract: bool = False
 
@@ -179,7 +178,7 @@ class ReleaseMemoryOccupationReqInput(ControlReqInput[ReleaseReply]):
     409 while requests run or if it was released already.
     """
 
-    endpoint = Endpoint(path="/release_memory_occupation", methods=_BOTH)
+    endpoint = Endpoint(path="/release_memory_occupation", methods=GET_AND_POST)
 
     tags: list[MemoryTag] | None = None
 
@@ -192,7 +191,7 @@ class ResumeReply(Reply, kw_only=True):
 class ResumeMemoryOccupationReqInput(ControlReqInput[ResumeReply]):
     """Take the memory of `tags` again; null or empty: of all that were released.  409 if it is not released."""
 
-    endpoint = Endpoint(path="/resume_memory_occupation", methods=_BOTH)
+    endpoint = Endpoint(path="/resume_memory_occupation", methods=GET_AND_POST)
 
     tags: list[MemoryTag] | None = None
 

@@ -28,6 +28,8 @@ WEIGHT_MARGIN_S = 30.0
 """Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that passes first."""
 
 Method = Literal["GET", "POST"]
+GET_AND_POST: tuple[Method, ...] = ("GET", "POST")
+"""As SGLang has many of its verbs."""
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):

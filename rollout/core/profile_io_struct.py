@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rollout.core.message import ControlReqInput, Endpoint, Limits, Method, Reply
+from rollout.core.message import GET_AND_POST, ControlReqInput, Endpoint, Limits, Reply
 
 MAX_PROFILED_STEPS = 50
-_BOTH: tuple[Method, ...] = ("GET", "POST")
 
 
 class ProfileReply(Reply, kw_only=True):
@@ -27,7 +26,7 @@ class StartProfileReqInput(ControlReqInput[ProfileReply]):
 
     endpoint = Endpoint(
         path="/start_profile",
-        methods=_BOTH,
+        methods=GET_AND_POST,
         tag="profile",
         timeout_s=60.0,
         other_names={"max_iterations": "num_steps"},
@@ -45,7 +44,7 @@ class StartProfileReqInput(ControlReqInput[ProfileReply]):
 class StopProfileReqInput(ControlReqInput[ProfileReply]):
     """Write the trace; answered when it is there."""
 
-    endpoint = Endpoint(path="/stop_profile", methods=_BOTH, tag="profile", timeout_s=600.0)
+    endpoint = Endpoint(path="/stop_profile", methods=GET_AND_POST, tag="profile", timeout_s=600.0)
 
 
 VERBS: tuple[type[ControlReqInput], ...] = (StartProfileReqInput, StopProfileReqInput)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.message import (
+    GET_AND_POST,
     AnyReply,
     ControlReqInput,
     Endpoint,
@@ -299,7 +300,7 @@ class UpdateWeightVersionReqInput(OfUpdateReqInput[VersionReply], kw_only=True):
 class GetWeightsByNameReqInput(ControlReqInput[WeightsReply]):
     """The first `truncate_size` rows of a tensor as nested lists."""
 
-    endpoint = Endpoint(path="/get_weights_by_name", methods=("GET", "POST"), query=("GET",), tag="weights")
+    endpoint = Endpoint(path="/get_weights_by_name", methods=GET_AND_POST, query=("GET",), tag="weights")
 
     name: str
     truncate_size: Annotated[int, Limits(ge=0, lt=2**31)] = 100
@@ -310,7 +311,7 @@ class WeightsCheckerReqInput(ControlReqInput[CheckerReply]):
 
     endpoint = Endpoint(
         path="/weights_checker",
-        methods=("GET", "POST"),
+        methods=GET_AND_POST,
         tag="weights",
         accepts=_SELECTOR | {"allow_quant_error": (bool, False)},
     )

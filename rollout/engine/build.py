@@ -6,7 +6,6 @@ The one place that knows all the parts; they do not know each other's constructo
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
 from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import pause_between_parts
+from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.model_config import ModelConfig
@@ -241,14 +241,10 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
-    status = load_kernels(_say)
+    status = load_kernels(partial(say, prefix=""))
     if not status.available:
-        _say(f"running on plain torch, several times slower in decoding: {status.reason}")
+        say(f"running on plain torch, several times slower in decoding: {status.reason}", prefix="")
     return status
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _wire(

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollout.core.io_struct import ControlReqOutput, SchedulerInput, SchedulerOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.io_struct import SchedulerInput, SchedulerOutput
+from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.models.registry import load_model_config
@@ -60,7 +60,7 @@ class Engine:
         """Fields and reply of POST /generate (`GenerateReqInput`).  Raises `LockstepError` for a refusal."""
         return self._run(self._generate(GenerateReqInput(**request)))
 
-    def control(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
+    def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> ControlReqOutput[AnyReply]:
         """One control verb of `rollout.core.io_struct`; its answer.  Raises what a server would answer with."""
         return self._run(self._manager.control(verb, timeout_s=_CONTROL_TIMEOUT_S, **fields))
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollout.core.console import say
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import ParallelLayout
 from rollout.entrypoints.scheduler_process import SchedulerProcesses
@@ -24,7 +24,7 @@ async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, w
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     ranks = await SchedulerProcesses.start(args, layout, None, folder, worker_command)
-    _say(f"running ranks of the engine at {args.dist_init_addr} (machine {args.node_rank} of {args.nnodes})")
+    say(f"running ranks of the engine at {args.dist_init_addr} (machine {args.node_rank} of {args.nnodes})")
     ended, stopped = asyncio.create_task(ranks.first_end()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -34,13 +34,9 @@ async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, w
             ended.cancel()
         statuses = await ranks.end(0.0 if stop.is_set() else _OTHERS_END_S)
     if stop.is_set():
-        _say("stopped by a signal; the engine ends with its ranks")
+        say("stopped by a signal; the engine ends with its ranks")
         return 1
     if any(statuses):
-        _say("error: " + ended.result().format(when=""))
+        say("error: " + ended.result().format(when=""))
         return 1
     return 0
-
-
-def _say(message: str) -> None:
-    print(f"lockstep: {message}", file=sys.stderr, flush=True)

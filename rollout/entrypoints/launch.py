@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig
@@ -119,7 +120,7 @@ class _Server:
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         reader = asyncio.create_task(manager.run())
         try:
-            _say(f"loading {self._args.model_path}")
+            say(f"loading {self._args.model_path}")
             self._scheduler = await SchedulerProcesses.start(
                 self._args, self._layout, channel, self._folder, self._worker_command
             )
@@ -152,7 +153,7 @@ class _Server:
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
             gc.freeze()  # what is there now stays: no collection between two requests need look at it
-            _say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
+            say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
             if stop.done():
@@ -189,7 +190,7 @@ class _Server:
             return 0
         manager.stop_admitting()
         drain_s = self._args.drain_timeout
-        _say(f"stopping; {manager.num_in_flight} requests get {drain_s:g} s to finish (a second signal stops at once)")
+        say(f"stopping; {manager.num_in_flight} requests get {drain_s:g} s to finish (a second signal stops at once)")
         drained = asyncio.create_task(
             manager.communicator.call(ShutdownReqInput, drain_s + DRAIN_MARGIN_S, drain_s=drain_s)
         )
@@ -301,7 +302,7 @@ async def _report_progress() -> None:
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
         waited += PROGRESS_EVERY_S
-        _say(f"still loading ({waited:.0f} s)")
+        say(f"still loading ({waited:.0f} s)")
 
 
 def _remote_host(args: ServerArgs) -> str | None:
@@ -319,11 +320,7 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _say(message: str, prefix: str = "lockstep: ") -> None:
-    print(prefix + message, file=sys.stderr, flush=True)
-
-
 def _fail(reason: str) -> int:
     line = " ".join(reason.split())
-    print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
+    say(f"error: {line}")
     return 1

@@ -23,13 +23,13 @@ from rollout.entrypoints.verb_body import body_of, fields_of
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 Responder = Callable[[Request, Any], Awaitable[Response]]
-"""Takes the request and its body; for a verb whose response is more than its reply."""
+"""Takes the request and its body."""
 RouteFunction = Callable[..., Awaitable[Response]]
-"""For a verb whose body is not read as others are."""
+"""What FastAPI calls."""
 
 
 class VerbRoutes:
-    """`dialects`: what other routes for the same verbs need, too."""
+    """Sends verbs, and makes their routes; the routes of other dialects send theirs through it, too."""
 
     def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
         self._manager = manager
@@ -57,7 +57,10 @@ class VerbRoutes:
         responders: Mapping[type[ControlReqInput], Responder],
         functions: Mapping[type[ControlReqInput], RouteFunction],
     ) -> tuple[APIRouter, APIRouter]:
-        """The routes that may demand the admin key, and those that take the API key."""
+        """The routes that may demand the admin key, and those that take the API key.
+
+        `responders` answer for a verb once its body is read; `functions` read the request themselves.
+        """
         admin, api = APIRouter(route_class=ControlRoute), APIRouter()
         for verb in VERBS:
             if verb.endpoint.path is None:

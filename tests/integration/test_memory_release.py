@@ -39,9 +39,9 @@ pool = engine.scheduler.runner.kv_pool
 for tensor in (*pool.k, *pool.v):
     tensor.fill_(0.5)  # as a server that has been busy for a while
 facts = {"before": answer(), "used": resident()}
-facts["bytes"] = engine.control(ReleaseMemoryOccupationReqInput, tags=["kv_cache"]).data["num_bytes"]
+facts["bytes"] = engine.control(ReleaseMemoryOccupationReqInput, tags=["kv_cache"]).reply.num_bytes
 facts["without_kv"] = resident()
-facts["weight_bytes"] = engine.control(ReleaseMemoryOccupationReqInput).data["num_bytes"]
+facts["weight_bytes"] = engine.control(ReleaseMemoryOccupationReqInput).reply.num_bytes
 facts["without_both"] = resident()
 assert engine.control(ResumeMemoryOccupationReqInput).success
 facts |= {"after": answer(), "resumed": resident()}

@@ -164,6 +164,7 @@ def test_bodies_of_the_right_fields(engine: Engine) -> None:
     assert {"/begin_weight_update", "/update_weight_version", "/weights_checker", "/get_weights_by_name"} <= accepted
     without_fields = {  # that they need
         *("/abort_weight_update", "/shutdown_weight_transfer_engine", "/areal_update_weights_xccl"),
+        "/drop_weight_snapshot",
     }
     assert refused >= engine.endpoints.keys() - without_fields, "every endpoint has something to refuse"
 
