@@ -34,7 +34,14 @@ SEEDS = [0, 1, 2]
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=[(name, seed) for name in FAMILIES for seed in SEEDS], ids=str)
+CASES = [
+    pytest.param((name, seed), marks=[pytest.mark.full] if seed else [], id=f"{name} {seed}")
+    for name in FAMILIES
+    for seed in SEEDS
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
     name, seed = request.param
     return name, seed, family_checkpoint(tmp_path_factory.mktemp("family") / "model", name, seed)
@@ -154,6 +161,7 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", list(WRONG))
 def test_a_wrong_kind_is_noticed(tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, change = WRONG[wrong]
@@ -186,7 +194,7 @@ def test_ranks_change_no_result(folder: Path, sizes: tuple[int, int, int], backe
     assert largest_difference(found, one_rank(folder, MIXED)) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_a_token_has_the_same_bits_in_every_batch(folder: Path, dtype: str) -> None:
     asks = [Ask(tuple(_ids(i, 5 + 9 * i)), {"max_new_tokens": 6, "temperature": 0.0}) for i in range(4)]
     settings = {"skip_tokenizer_init": True}

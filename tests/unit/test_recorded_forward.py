@@ -21,6 +21,7 @@ from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.forward_harness import ForwardHarness
 from tests.kernels import native_ops
 from tests.model_zoo import load_tiny
+from tests.tiers import examples
 
 Step = tuple[dict[int, list[int]], dict[int, int]]
 
@@ -70,7 +71,7 @@ def _steps(sizes: list[list[int]], decodes: list[int]) -> list[Step]:
 SIZES = st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=3, max_size=7)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sizes=SIZES, decodes=st.lists(st.integers(0, 4), min_size=7, max_size=7), forced=st.booleans())
 def test_a_played_forward_has_the_bits_of_the_model(
     model: DecoderForCausalLM, sizes: list[list[int]], decodes: list[int], forced: bool
@@ -131,6 +132,7 @@ def test_another_placement_is_another_tape(tmp_path: Path) -> None:
     assert one.played == two.played == 2
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", ["inputs swapped", "a constant kept"])
 def test_a_wrong_tape_is_noticed(model: DecoderForCausalLM, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = RecordedForward.__call__

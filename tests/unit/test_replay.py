@@ -248,6 +248,7 @@ def test_a_batch_brings_routes_prompt_by_prompt(engines: Callable[..., Engine]) 
     assert np.array_equal(rows[0], routed.logical_ids_TLK[:-1]) and not np.array_equal(rows[1], rows[0])
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", ["ignored", "one layer late"])
 def test_routes_that_are_not_followed_are_noticed(
     engines: Callable[..., Engine], wrong: str, monkeypatch: pytest.MonkeyPatch
