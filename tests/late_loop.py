@@ -1,7 +1,7 @@
 """A loop that finishes every step one turn late, after the launch of the next: what an engine on a GPU will do.
 
 It is made of the same two halves as the real one, so that a test that passes under both shows that nothing depends on
-their order.  Every test of a module that imports `loop` runs under both.
+their order.  Every test of a module that imports `loop` runs under both, in the gate under the sequential one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LateScheduler(Scheduler):
         return had_step or step is not None
 
 
-@pytest.fixture(params=["sequential", "late"], autouse=True)
+@pytest.fixture(params=["sequential", pytest.param("late", marks=pytest.mark.full)], autouse=True)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which of the two the engines have that a test builds."""
     with pytest.MonkeyPatch.context() as patch:

@@ -251,7 +251,7 @@ def test_a_signal_while_starting_exits_0(folder: Path, tmp_path: Path) -> None:
         (["--model-path", "{model}", "--nnodes", "2", "--tp-size", "2"], "--dist-init-addr"),
         (["--model-path", "{model}", "--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"], "--nnodes 2 does not divide"),
         (["--model-path", "{dense}", "--return-routed-experts-by-default"], "dense"),
-        (["--model-path", "{odd}"], "LlamaForCausalLM is not supported"),
+        (["--model-path", "{odd}"], "MambaForCausalLM is not supported"),
     ],
 )
 def test_bad_settings_are_one_line_and_start_nothing(
@@ -263,7 +263,7 @@ def test_bad_settings_are_one_line_and_start_nothing(
         path.mkdir()
         write_model_folder(path, dense=True)
     config = odd / "config.json"
-    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "LlamaForCausalLM"))
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MambaForCausalLM"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import memory
+from rollout.model_executor import checkpoint
 from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
-from rollout.models import checkpoint
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
 pytestmark = pytest.mark.full
