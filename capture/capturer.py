@@ -30,19 +30,17 @@ class RoutedExpertsCapturer:
         self.top_k = top_k
         self._dtype, self._device = dtype, device
         self._rows_TLK: torch.Tensor | None = None
-        self._layers: tuple[torch.Tensor, ...] = ()  # views of the rows, by layer
         self._absent: set[int] = set()
 
-    def begin_step(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Expect one record of `num_tokens` rows from every MoE layer; where each goes [T, K], by layer.
+    def begin_step(self, num_tokens: int) -> torch.Tensor:
+        """Expect one record of `num_tokens` rows from every MoE layer; where they go [T, L, K].
 
         Drops what an unfinished step left.
         """
         shape = (num_tokens, self.num_moe_layers, self.top_k)
         self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._layers = self._rows_TLK.unbind(1)
         self._absent = set(range(self.num_moe_layers))
-        return self._layers
+        return self._rows_TLK
 
     def played(self) -> None:
         """Every record of the step was copied by a tape of calls of `record`."""
@@ -52,7 +50,7 @@ class RoutedExpertsCapturer:
         """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""
         assert self._rows_TLK is not None, "record outside a step"
         assert moe_layer in self._absent, f"MoE layer {moe_layer} recorded twice, or does not exist"
-        rows_TK = self._layers[moe_layer]
+        rows_TK = self._rows_TLK.select(1, moe_layer)
         assert logical_ids_TK.shape == rows_TK.shape, f"{tuple(logical_ids_TK.shape)} != {tuple(rows_TK.shape)}"
         rows_TK.copy_(logical_ids_TK)
         self._absent.remove(moe_layer)
@@ -62,5 +60,5 @@ class RoutedExpertsCapturer:
         rows_TLK = self._rows_TLK
         assert rows_TLK is not None, "finish outside a step"
         assert not self._absent, f"MoE layers {sorted(self._absent)} did not record"
-        self._rows_TLK, self._layers = None, ()
+        self._rows_TLK = None
         return rows_TLK

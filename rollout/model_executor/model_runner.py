@@ -82,7 +82,7 @@ class ModelRunner:
             if model.scatters_tokens:
                 num_rows = slice_size(num_rows, model.parallel.attn_tp)
                 rider = self._new_rider()
-            written = self._capturer.begin_step(num_rows)
+            written = (self._capturer.begin_step(num_rows),)
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
         context = ForwardContext(batch, self._attention, hooks, rider)

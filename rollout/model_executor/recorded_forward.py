@@ -12,7 +12,7 @@ Shapes: T tokens, D hidden, L MoE layers, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,8 @@ class RecordedForward:
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model = model
-        self._tapes: dict[Hashable, Any] = {}
+        self._tapes: dict[Hashable, Callable[[list[torch.Tensor]], torch.Tensor]] = {}
         self._recordings: dict[Hashable, tuple[int, Recording]] = {}
-        self._play = torch.ops.lockstep.play.default
 
     def __call__(
         self, batch: ForwardBatch, context: ForwardContext, key: Hashable, written: Sequence[torch.Tensor]
@@ -137,7 +136,7 @@ class RecordedForward:
         key = (key, len(written), len(forced), len({id(tensor) for tensor in inputs}))
         tape = self._tapes.get(key)
         if tape is not None:
-            return self._play(tape, inputs), True
+            return tape(inputs), True
         return self._record(batch, context, key, inputs), False
 
     def _record(
@@ -154,7 +153,7 @@ class RecordedForward:
             return hidden_TD
         if known is not None and known[1].is_same(recording):
             self._forget_oldest()
-            self._tapes[key] = recording.tape(len(inputs))
+            self._tapes[key] = recording.tape(len(inputs)).play
             del self._recordings[key]
         else:
             self._recordings[key] = (batch.num_tokens, recording)

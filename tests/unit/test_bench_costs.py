@@ -27,7 +27,6 @@ MOVES_WHAT_IT_IS_GIVEN = {
     for name in (
         *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
         *("isa", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
-        "play",
     )
 }
 

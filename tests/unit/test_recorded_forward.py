@@ -16,7 +16,7 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.layers.context import ForwardContext
 from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.recorded_forward import RecordedForward
+from rollout.model_executor.recorded_forward import RecordedForward, Recording
 from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.forward_harness import ForwardHarness
 from tests.kernels import native_ops
@@ -135,27 +135,20 @@ def test_another_placement_is_another_tape(tmp_path: Path) -> None:
 @pytest.mark.mutant
 @pytest.mark.parametrize("wrong", ["inputs swapped", "a constant kept"])
 def test_a_wrong_tape_is_noticed(model: DecoderForCausalLM, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = RecordedForward.__call__
+    inner = Recording.tape
     kept: list[torch.Tensor] = []
 
-    def call(self: RecordedForward, batch: Any, context: Any, key: Any, written: Any) -> Any:
-        play = self._play
+    class WrongTape:
+        def __init__(self, tape: Any) -> None:
+            self._tape = tape
 
-        def other(tape: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+        def play(self, inputs: list[torch.Tensor]) -> torch.Tensor:
             if wrong == "inputs swapped":
-                inputs = [inputs[1], inputs[0], *inputs[2:]]
-            else:
-                inputs = [inputs[0], (kept or [inputs[1]])[0][:1].expand_as(inputs[1]).contiguous(), *inputs[2:]]
-            kept.append(batch.positions)
-            return play(tape, inputs)
+                return self._tape.play([inputs[1], inputs[0], *inputs[2:]])
+            kept.append(inputs[1])
+            return self._tape.play([inputs[0], kept[0][:1].expand_as(inputs[1]).contiguous(), *inputs[2:]])
 
-        monkeypatch.setattr(self, "_play", other)
-        try:
-            return inner(self, batch, context, key, written)
-        finally:
-            monkeypatch.setattr(self, "_play", play)
-
-    monkeypatch.setattr(RecordedForward, "__call__", call)
+    monkeypatch.setattr(Recording, "tape", lambda self, count: WrongTape(inner(self, count)))
     player, python = Player(model), Player(model)
     found = []
     for tokens in (3, 2, 5, 4):

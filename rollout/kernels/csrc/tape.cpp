@@ -1,4 +1,5 @@
-// A recorded forward: operator calls one after the other, played again on other inputs by one call.
+// A recorded forward: operator calls one after the other, played again on other inputs by one call, which holds no lock
+// of Python's.
 //
 // A step of a small model spends more time between operators than in them, in Python.  A tape holds no more than what
 // was called and with what: inputs and results by number, everything else as it was.
@@ -79,9 +80,6 @@ struct Tape : torch::CustomClassHolder {
   std::vector<Call> calls;
 };
 
-// An operator, not a method: Python's lock is free meanwhile.
-at::Tensor play(const c10::intrusive_ptr<Tape>& tape, const std::vector<at::Tensor>& inputs) { return tape->play(inputs); }
-
 }  // namespace
 }  // namespace lockstep
 
@@ -93,6 +91,6 @@ TORCH_LIBRARY_FRAGMENT(lockstep, m) {
       .def("slot", &Tape::slot)
       .def("constant", [](const c10::intrusive_ptr<Tape>& self, const c10::IValue& value) { self->constant(value); })
       .def("integers", &Tape::integers)
-      .def("seal", &Tape::seal);
-  m.def("play", &lockstep::play);
+      .def("seal", &Tape::seal)
+      .def("play", &Tape::play);
 }
