@@ -289,10 +289,10 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.full
-def test_the_http_process_imports_no_layers_and_no_models() -> None:
+def test_the_http_process_imports_no_layers() -> None:
     code = (
         "import sys, rollout.entrypoints.launch\n"
-        "parts = ('rollout.layers', 'rollout.models', 'rollout.model_executor', 'rollout.scheduler', 'weight_sync')\n"
+        "parts = ('rollout.kernels', 'rollout.layers', 'rollout.model_executor', 'rollout.scheduler', 'weight_sync')\n"
         "assert not [name for name in sys.modules if name.startswith(parts)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
