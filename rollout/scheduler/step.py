@@ -80,6 +80,7 @@ class StepRunner:
         self._num_ended = 0
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
         self._generation = -1
+        self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests brought routes
 
     # --- first half -----------------------------------------------------------------------------------------------
 
@@ -91,7 +92,8 @@ class StepRunner:
         extends = plan.extends
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
         batch.global_num_tokens = global_num_tokens
-        batch.forced_routes = forced_routes(_spans(plan), pool.table.device)
+        if self._replays(plan):
+            batch.forced_routes = forced_routes(_spans(plan), pool.table.device)
         phase("build")
         epoch = self._runner.state.epoch
         hidden_TD, routes = self._runner.forward(batch)
@@ -129,6 +131,13 @@ class StepRunner:
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
             sampled.append(Sampled(rows, tokens, last))
         return logits_NV[len(reqs) :]
+
+    def _replays(self, plan: StepPlan) -> bool:
+        """Whether a request of the step brought routes along."""
+        decodes = plan.decodes
+        if self._replaying[0] != decodes.generation:
+            self._replaying = (decodes.generation, any(req.source.replay is not None for req in decodes.reqs))
+        return self._replaying[1] or any(item.req.source.replay is not None for item in plan.extends)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
         """What was looked up for the last step if the same requests decode now."""

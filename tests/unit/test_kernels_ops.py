@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -377,3 +380,69 @@ def test_the_choice_of_operators() -> None:
         (torch.bfloat16, "cpu", False),
     ):
         assert select_ops(dtype, device, available).linear is plain.linear
+
+
+def test_plain_torch_stands_behind_every_schema() -> None:
+    """Where nothing is compiled, as with --disable-native-kernels, the registry has the functions of `plain`."""
+    code = """
+import torch
+from rollout.kernels import plain, schemas
+assert not hasattr(torch.ops.lockstep, "isa")
+x, w, norm = torch.randn(5, 8), torch.randn(8, 8), torch.rand(8)
+ids, slots = torch.tensor([[0, 1]] * 5), torch.arange(5)
+pools = [torch.zeros(9, 1, 4) for _ in range(2)]
+calls = {
+    "gather_rows": (w, slots), "matrix_rows": (w, slots, 8), "linear": (x, w, 8, norm),
+    "add_rms_norm": (x, x, norm, 1e-6), "norm_linear": (x, None, norm, 1e-6, w, 8),
+    "norm_route": (x, None, norm, 1e-6, w, 8, 2, True, "sigmoid", 2.0, norm),
+    "qk_norm_rope_store": (torch.randn(5, 16), None, torch.randn(5, 2, 4), *pools, slots, 1e-6),
+    "silu_and_mul": (x,), "fused_experts": (x, ids, None, torch.randn(2, 6, 8), torch.randn(2, 8, 3), 3),
+}
+assert calls.keys() == schemas.SCHEMAS.keys()
+def copies(args):
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+for name, args in calls.items():
+    got, want = getattr(torch.ops.lockstep, name)(*copies(args)), getattr(plain, name)(*copies(args))
+    for one, two in zip(got, want) if isinstance(got, tuple) else [(got, want)]:
+        assert torch.equal(one, two), name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@DTYPES
+def test_biases_partial_rotation_and_heads_without_a_norm(native: Ops, dtype: torch.dtype, bias: bool) -> None:
+    hidden, weight = _randn(7, 40, dtype=dtype), _randn(33, 40, seed=1, dtype=dtype)
+    added = _randn(33, seed=2, dtype=dtype) if bias else None
+    got = native.linear(hidden, matrix(native, weight), 33, added)
+    tolerance = 2e-2 if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(got, PLAIN.linear(hidden, weight, 33, added), rtol=tolerance, atol=tolerance)
+    qkv, slots = _randn(7, 4 * 24, seed=3, dtype=dtype), torch.arange(7)
+    rotary = angles(8, 50, dtype, torch.arange(7))
+    for head_weight in (None, _randn(3, 24, seed=4, dtype=dtype)):
+        pools = [torch.zeros(9, 1, 24, dtype=dtype) for _ in range(4)]
+        ours = native.qk_norm_rope_store(qkv, head_weight, rotary, *pools[:2], slots, 1e-6)
+        theirs = PLAIN.qk_norm_rope_store(qkv, head_weight, rotary, *pools[2:], slots, 1e-6)
+        eps = torch.finfo(dtype).eps
+        for one, two in ((ours, theirs), (pools[0], pools[2]), (pools[1], pools[3])):
+            torch.testing.assert_close(one, two, rtol=2 * eps, atol=8 * eps)
+
+
+@DTYPES
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_sigmoid_routers_choose_as_plain_torch_does(
+    native: Ops, dtype: torch.dtype, groups: tuple[int, int], normalise: bool
+) -> None:
+    hidden, weight = _randn(40, 48, dtype=dtype), _randn(64, 48, seed=1, dtype=dtype) / 4
+    norm, bias = torch.ones(48, dtype=dtype), 0.3 * torch.randn(64, generator=torch.Generator().manual_seed(5))
+    rule = (64, 6, normalise, "sigmoid", 2.5, bias, *groups)
+    forced = torch.full((40, 6), -1)
+    forced[3], forced[9] = torch.arange(6), torch.arange(6) * 9
+    for given in (None, forced):
+        ours = native.norm_route(hidden.clone(), None, norm, 1e-6, matrix(native, weight), *rule, given)
+        theirs = PLAIN.norm_route(hidden.clone(), None, norm, 1e-6, weight, *rule, given)
+        assert torch.equal(ours[2], theirs[2])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=2e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-6)
+        if given is not None:
+            assert torch.equal(ours[2][[3, 9]], forced[[3, 9]])
