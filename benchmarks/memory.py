@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shapes import SHAPES, checkpoint
+from rollout.core.layer_specs import FullKV
 from rollout.entrypoints.child_process import ChildProcess
 from rollout.mem_cache.kv_pool import kv_bytes_per_token
 
@@ -140,7 +141,7 @@ def _serve(http: httpx.Client, vocab_size: int) -> None:
 def _row(shape: str, loaded: Memory, served: Memory, main: Memory) -> dict:
     spec = SHAPES[shape]
     weights = sum(file.stat().st_size for file in checkpoint(shape).glob("*.safetensors"))
-    kv_pool = POOL_TOKENS * kv_bytes_per_token(spec.layers, spec.kv_heads, spec.head_dim, torch.bfloat16)
+    kv_pool = POOL_TOKENS * kv_bytes_per_token([FullKV(spec.kv_heads, spec.head_dim)] * spec.layers, torch.bfloat16)
     bound = bound_bytes(weights, kv_pool)
     return {
         "shape": shape,

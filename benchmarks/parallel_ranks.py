@@ -86,9 +86,9 @@ class GatherPerLayer:
         self._ranks = runner.state.model.parallel.attn_tp
         self._whole: list[torch.Tensor] = []
 
-    def begin_step(self, num_rows: int) -> None:
-        self._capturer.begin_step(num_rows)
+    def begin_step(self, num_rows: int) -> torch.Tensor:
         self._whole = []
+        return self._capturer.begin_step(num_rows)
 
     def record(self, moe_layer: int, logical_ids_tK: torch.Tensor) -> None:
         self._capturer.record(moe_layer, logical_ids_tK)
@@ -203,9 +203,10 @@ class RankDriver:
         """Count the pairs that leave for each rank where ranks have experts of their own."""
         layers = [layer.mlp for layer in self.scheduler.runner.state.model.model.layers]  # type: ignore[attr-defined]
         sparse = [layer for layer in layers if hasattr(layer, "dispatcher")]
-        if not sparse or self.parallel.layout.ep_size != self.parallel.tp.size:
+        num_ranks = self.parallel.tp.size
+        if not sparse or num_ranks == 1 or self.parallel.layout.ep_size != num_ranks:
             return
-        dispatcher, slots = sparse[0].dispatcher, sparse[0].placement.num_local_experts
+        dispatcher, slots = sparse[0].dispatcher, sparse[0].gate.placement.num_local_experts
         dispatch, size = dispatcher.dispatch, self.parallel.tp.size
 
         def noted(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:

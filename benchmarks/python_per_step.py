@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,9 @@ from typing import Any
 from torch._ops import OpOverload
 
 from rollout.entrypoints.engine import Engine
+from rollout.kernels.ops import Ops
 from rollout.layers.layer import Layer
+from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.scheduler.stats import PHASES
 
 BASE_US = 150.0  # what a step may cost outside the operators, and on top of it each running request
@@ -46,8 +48,20 @@ class StepCost:
         return BASE_US + PER_REQUEST_US * self.batch
 
 
+class _TimedTapes(dict):
+    """Tapes that are timed as one operator each."""
+
+    def __init__(self, timed: Callable) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def __setitem__(self, key: Any, play: Callable) -> None:
+        super().__setitem__(key, self._timed(play))
+
+
 class OperatorClock:
-    """Stands in the place of every operator that `owners` hold as an attribute and adds up the time inside."""
+    """Stands in the place of every operator that `owners` hold, and of the tapes of a forward, and adds up the time
+    inside."""
 
     def __init__(self, owners: list[Any]) -> None:
         self.seconds = 0.0
@@ -56,18 +70,26 @@ class OperatorClock:
             (owner, name, value)
             for owner in owners
             for name, value in vars(owner).items()
-            if isinstance(value, OpOverload)
+            if isinstance(value, OpOverload | Ops) or (isinstance(owner, RecordedForward) and name == "_tapes")
         ]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        for owner, name, operator in self._places:
-            setattr(owner, name, self._timed(operator))
+        for owner, name, value in self._places:
+            setattr(owner, name, self._instead_of(value))
         try:
             yield
         finally:
-            for owner, name, operator in self._places:
-                setattr(owner, name, operator)
+            for owner, name, value in self._places:
+                setattr(owner, name, value)
+
+    def _instead_of(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _TimedTapes(self._timed)
+        if not isinstance(value, Ops):
+            return self._timed(value)
+        operators = {name: each for name, each in vars(value).items() if isinstance(each, OpOverload)}
+        return replace(value, **{name: self._timed(operator) for name, operator in operators.items()})
 
     def take(self) -> tuple[float, int]:
         """Seconds and calls since the last take."""
@@ -128,10 +150,10 @@ def measure(engine: Engine, batch: int, prompt_tokens: int, vocab_size: int) -> 
 
 
 def owners(engine: Engine) -> list[Any]:
-    """The objects that hold compiled operators: those of the layers, the attention backend, the sampler."""
+    """The objects that hold compiled operators: layers, the attention backend, the sampler; and the tapes."""
     scheduler = engine.scheduler
     runner = scheduler.runner
     model = runner.state.model
     assert isinstance(model, Layer)
-    layer_ops = {id(layer.ops): layer.ops for _, layer in model.named_layers() if hasattr(layer, "ops")}
-    return [*layer_ops.values(), runner._attention, scheduler._steps._sampler]
+    layers = [layer for _, layer in model.named_layers() if hasattr(layer, "ops")]
+    return [*layers, runner._attention, scheduler._steps._sampler, runner.recorded]

@@ -28,6 +28,7 @@ from benchmarks.profile.operators import OperatorTimer
 from benchmarks.profile.steps import StepRecorder, num_decoding
 from benchmarks.shapes import SHAPES, cached_checkpoint
 from rollout.core.io_struct import FlushCacheReqInput
+from rollout.core.layer_specs import FullKV
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -92,7 +93,7 @@ def _measure_model(shape: str, experts: int, points: list[Point], rounds: int) -
     spec = _spec(shape, experts)
     folder = cached_checkpoint(f"{shape}-{LAYERS}-layers-{experts}-experts", spec)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    slot_bytes = kv_bytes_per_token(spec.layers, spec.kv_heads, spec.head_dim, torch.bfloat16)
+    slot_bytes = kv_bytes_per_token([FullKV(spec.kv_heads, spec.head_dim)] * spec.layers, torch.bfloat16)
     # A part of the weights is there twice while they are loaded.
     room = available_memory_bytes() - 2 * weight_bytes
     fitting = [point for point in points if point.slots * slot_bytes <= room]

@@ -126,12 +126,12 @@ def heads(ops: Ops) -> Iterator[torch.Tensor]:
             qkv = _randn(dtype, tokens, (num_heads + 2 * num_kv_heads) * size)
             pools = [torch.zeros(slots, num_kv_heads, size, dtype=dtype) for _ in range(2)]
             angles, places = table.angles(49 - torch.arange(tokens)), slots - 1 - torch.arange(tokens)
-            yield ops.qk_norm_rope_store(qkv, weight, angles, EPS, *pools, places)
+            yield ops.qk_norm_rope_store(qkv, weight, angles, *pools, places, EPS)
             yield from pools
         for wrong in (slots, -1):
             place = torch.tensor([wrong])
             row, angle = qkv[:1], table.angles(torch.tensor([0]))
-            _refuses(lambda: ops.qk_norm_rope_store(row, weight, angle, EPS, *pools, place))  # noqa: B023
+            _refuses(lambda: ops.qk_norm_rope_store(row, weight, angle, *pools, place, EPS))  # noqa: B023
 
 
 def attention(ops: Ops) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@
     later steps     the tape, on the step's own tensors            -> the same operators, without Python between them
 
 A recording holds for any number of tokens: it is used once a step of another size made the same calls with the same
-constants.  So a model whose Python branches on the batch, or that counts its tokens, is played in Python for ever.
+constants.  A model whose Python branches on the batch, or that counts its tokens, runs in Python for ever.
 The model's own code stays the only definition of a forward.  CUDA graphs record at the same seam.
 
 Shapes: T tokens, D hidden, L MoE layers, K top-k.
@@ -87,6 +87,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = tuple(self._named(value) for value in _every_argument(func, args, kwargs or {}))
+        if any(_is_number_for_tensor(*pair) for pair in zip(func._schema.arguments, arguments)):
+            self.obstacle = f"{func} takes a number for a tensor"
         result = func(*args, **(kwargs or {}))
         self.calls.append(Call(func, arguments))
         for value in result if isinstance(result, tuple) else [result] * len(func._schema.returns):
@@ -119,6 +121,7 @@ class RecordedForward:
         self._model = model
         self._tapes: dict[Hashable, Callable[[list[torch.Tensor]], torch.Tensor]] = {}
         self._recordings: dict[Hashable, tuple[int, Recording]] = {}
+        self._never: set[Hashable] = set()  # what was not the same forward for two sizes, or cannot be recorded
 
     def __call__(
         self, batch: ForwardBatch, context: ForwardContext, key: Hashable, written: Sequence[torch.Tensor]
@@ -143,20 +146,20 @@ class RecordedForward:
         self, batch: ForwardBatch, context: ForwardContext, key: Hashable, inputs: list[torch.Tensor]
     ) -> torch.Tensor:
         known = self._recordings.get(key)
-        if known is not None and known[0] == batch.num_tokens:
+        if key in self._never or (known is not None and known[0] == batch.num_tokens):
             return self._model(batch, context)
         recorder = _Recorder(inputs)
         with recorder:
             hidden_TD = self._model(batch, context)
         recording = recorder.recording(hidden_TD)
-        if recording is None:
-            return hidden_TD
-        if known is not None and known[1].is_same(recording):
+        if recording is None or (known is not None and not known[1].is_same(recording)):
+            self._never.add(key)
+        elif known is None:
+            self._recordings[key] = (batch.num_tokens, recording)
+        else:
             self._forget_oldest()
             self._tapes[key] = recording.tape(len(inputs)).play
             del self._recordings[key]
-        else:
-            self._recordings[key] = (batch.num_tokens, recording)
         return hidden_TD
 
     def _forget_oldest(self) -> None:
@@ -169,6 +172,11 @@ def _every_argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     declared = func._schema.arguments
     rest = [kwargs.get(item.name, item.default_value) for item in declared[len(args) :]]
     return [*args, *rest]
+
+
+def _is_number_for_tensor(declared: Any, value: Any) -> bool:
+    """What torch makes of a number beside a tensor, as in `ids // 2`, a tape cannot hold."""
+    return isinstance(value, int | float) and "Tensor" in str(declared.type)
 
 
 def _is_same(one: Any, two: Any) -> bool:
