@@ -11,6 +11,8 @@ import pytest
 
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 
+pytestmark = pytest.mark.full
+
 # About 60 MB of weights and 67 MB of KV in float32.
 SPEC = CheckpointSpec(
     hidden_size=256, layers=4, heads=4, kv_heads=4, head_dim=64, intermediate_size=256, experts=8, top_k=2,

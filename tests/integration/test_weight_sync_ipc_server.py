@@ -20,6 +20,8 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parameter_server_stand_in import Form, ParameterServerStandIn
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.full
+
 PARAMS = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 ROOT = Path(__file__).resolve().parents[2]
 NORM = "model.norm.weight"
@@ -74,7 +76,6 @@ def send(server: ServerProcess, folder: Path, version: str, form: Form = "pickle
     return answer
 
 
-@pytest.mark.full(but="pickle")
 @pytest.mark.parametrize("form", ["pickle", "json"])
 def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[Path], form: Form) -> None:
     old = logprobs(server)
@@ -87,7 +88,6 @@ def test_a_checkpoint_from_another_process(server: ServerProcess, folders: list[
     assert logprobs(server)[1] == logprobs(server)[1]
 
 
-@pytest.mark.full
 def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: list[Path]) -> None:
     server.client.begin_weight_update("v5")
     assert "weight_update" in send(server, folders[1], "v5")
@@ -102,7 +102,6 @@ def test_with_begin_and_end_and_while_paused(server: ServerProcess, folders: lis
     assert (of_one[0], of_two[0]) == ("v5", "v6") and of_one[1] != of_two[1]
 
 
-@pytest.mark.full
 def test_a_killed_sender_changes_nothing(server: ServerProcess, folders: list[Path]) -> None:
     before = logprobs(server)
     sender = Sender(folders[2] if before[0] == "v5" else folders[1], "pickle", stop_at=2)

@@ -21,6 +21,8 @@ from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket
 from weight_sync.tensor_meta import TensorMeta
 
+pytestmark = pytest.mark.full
+
 POLICIES = ("abort_all", "leave_out")
 OLD = 0  # the seed that engines start with
 
@@ -198,7 +200,6 @@ def test_w12_an_engine_that_commits_after_the_deadline_has_committed(engines: di
     with_deadline(sender, TIMEOUT_S).close()
 
 
-@pytest.mark.full(but="abort_all")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
     engines: dict[str, Engine], policy: Any, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +221,6 @@ def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
     with_deadline(sender, TIMEOUT_S).close()
 
 
-@pytest.mark.full(but="bucket-kill-leave_out")
 @pytest.mark.parametrize(
     ("at", "fault", "policy"),
     [
@@ -421,7 +421,6 @@ def test_an_engine_is_asked_for_buckets_in_their_order(engines: dict[str, Engine
     sender.close()
 
 
-@pytest.mark.full
 def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() -> None:
     timeout_s = 1.0
     with two_engines() as engines:

@@ -39,6 +39,8 @@ from weight_sync.in_model import JournalStaging
 from weight_sync.receivers.base import BucketSource
 from weight_sync.tensor_meta import Place, TensorMeta
 
+pytestmark = pytest.mark.full
+
 Tensors = dict[str, torch.Tensor]
 
 EP2: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 4}
@@ -97,7 +99,6 @@ def send(engine: Harness, tensors: Tensors) -> ControlReqOutput:
 # --- W6: a wrong copy shows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but="True")
 @pytest.mark.parametrize("what", ["replica of an expert", "router", "shard"])
 @pytest.mark.parametrize("keep_content", [False, True])
 def test_w06_a_wrong_copy_on_another_rank_shows(
@@ -291,7 +292,6 @@ def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> N
         assert check(engine, "checksum").data["digest"] == delta.digest
 
 
-@pytest.mark.full(but="True")
 @pytest.mark.parametrize("is_published", [False, True])
 def test_w04_a_delta_that_one_rank_cannot_stage_changes_nothing(
     folder: Path, tmp_path: Path, is_published: bool
@@ -323,7 +323,6 @@ def alias_after_a_failed_write(folder: Path) -> None:
         require_content(engine, content)
 
 
-@pytest.mark.full
 def test_w04_one_rank_that_fails_does_not_leave_the_others_comparing_aliases(folder: Path) -> None:
     apart(alias_after_a_failed_write, folder)
 
@@ -360,7 +359,6 @@ def test_w04_one_rank_that_cannot_read_is_told_and_nobody_waits(folder: Path) ->
     apart(one_rank_cannot_read, folder)
 
 
-@pytest.mark.full(but=("replicas", "ep-in_place"))
 @pytest.mark.parametrize("staging", ["host", "in_place"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging: str) -> None:

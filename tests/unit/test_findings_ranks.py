@@ -41,6 +41,8 @@ from weight_sync.errors import StagingError
 from weight_sync.in_model import Journal
 from weight_sync.updater import WeightUpdater
 
+pytestmark = pytest.mark.full
+
 Tensors = dict[str, torch.Tensor]
 PROMPT = [7, 3, 9]
 
@@ -100,7 +102,6 @@ def late(calls: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.full(but="3 replicas")
 @pytest.mark.parametrize("layout", [{"tp_size": 4}, {"dp_size": 3}], ids=["4 ranks", "3 replicas"])
 def test_w01_a_late_commit_vote_ends_the_engine(
     start: Callable[..., ParallelHarness], new: Tensors, layout: dict[str, int]
@@ -208,7 +209,6 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
     assert labels(harness) == {"v1"}
 
 
-@pytest.mark.full
 def test_w03_replicas_in_different_states_refuse_a_bucket(start: Callable[..., ParallelHarness], new: Tensors) -> None:
     """As when a pause reaches one of them within the job before: one would commit the bucket, the other keep it."""
     harness = start(dp_size=2)

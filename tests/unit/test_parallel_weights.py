@@ -29,6 +29,8 @@ from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Part, Region, TensorMeta
 from weight_sync.transaction import WeightTransaction, new_staging
 
+pytestmark = pytest.mark.full
+
 Sizes = tuple[int, int, int]  # ranks of the engine, attention-DP ranks, expert-parallel ranks
 
 LAYOUTS: list[Sizes] = [(2, 1, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 2), (4, 1, 4)]
@@ -99,7 +101,6 @@ def test_a_cold_load_fills_every_rank(folders: tuple[Path, Path], sizes: Sizes, 
     assert max(size for _, size in found) < sum(tensor.numel() for tensor in content.values()) * 1.2
 
 
-@pytest.mark.full(but=("sizes0-host", "sizes2-device", "sizes1-journal"))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 2, 2), (4, 1, 4)])
 def test_a_refresh_is_one_on_all_ranks(folders: tuple[Path, Path], sizes: Sizes, mode: StagingMode) -> None:
