@@ -17,8 +17,7 @@ import torch
 import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from capture.array_forms import encode_dict, encode_npy, encode_packed
-from capture.codec import encode_compatible
+from capture.codec import encode_compatible, encode_dict, encode_npy, encode_packed
 from capture.replay import force_routes
 from capture.routed_experts import RoutedExperts
 from rollout.client.generation import generate_body, parse_answer
