@@ -4,6 +4,14 @@
 namespace lockstep {
 namespace {
 
+// Where weights are fetched to, ahead of their use.  Past the caches is faster on AMD (sse4a is theirs alone); on an
+// Intel Xeon it halves what a core reads, as such fetches wait in the few line buffers of the first level.
+#if defined(__SSE4A__)
+constexpr int kLocality = 0;
+#else
+constexpr int kLocality = 3;
+#endif
+
 // One group: `weights` is a vector of 16 rows, `token` the group of one token.
 template <class T>
 struct Groups {
@@ -64,7 +72,7 @@ template <int M, class T>
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVectors; ++v) {
       w[v] = G::weights(panel + v * kVector);
-      __builtin_prefetch(panel + v * kVector + kAhead, 0, 0);
+      __builtin_prefetch(panel + v * kVector + kAhead, 0, kLocality);
     }
 #pragma GCC unroll 12
     for (int t = 0; t < M; ++t) {
