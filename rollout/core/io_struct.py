@@ -11,6 +11,7 @@ by one `ControlReqOutput` that carries the verb's `request_id`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Union
 
 import msgspec
@@ -43,7 +44,10 @@ class ReplayedRoutes(msgspec.Struct, kw_only=True):
 
 
 class TokenizedGenerateReqInput(Message):
-    """Samples to produce of one prompt, which travels once; each `rid` is unique among requests in flight."""
+    """Samples to produce of one prompt, which is sent once; each `rid` is unique among requests in flight.
+
+    The main process makes it when a request arrives, fills in what it finds out, and keeps one for each sample.
+    """
 
     rid: str
     input_ids: list[int]
@@ -62,6 +66,13 @@ class TokenizedGenerateReqInput(Message):
     replay: ReplayedRoutes | None = None  # takes the place of the routers' choices; `extra_key` is of these routes
     session_id: str | None = None  # whose prefix is kept for a while after it has ended
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
+
+    @staticmethod
+    def of_samples(samples: Sequence[TokenizedGenerateReqInput]) -> TokenizedGenerateReqInput:
+        """One message for samples of the same prompt: the inverse of `samples`."""
+        first, *others = samples
+        siblings = [(sample.rid, sample.sampling_params.sampling_seed) for sample in others]
+        return msgspec.structs.replace(first, siblings=siblings)
 
     def samples(self) -> list[TokenizedGenerateReqInput]:
         """One for each sample, without siblings; all hold the same list of ids."""

@@ -17,7 +17,7 @@ from rollout.tokenizer_manager.response import (
     HEAVY,
     HEAVY_JSON,
     OutputEntries,
-    RouteShape,
+    ResponseForm,
     build_response,
     encode_json,
     weight,
@@ -41,7 +41,7 @@ class SampleText:
     """The text of one record, decoded as far as its tokens have come."""
 
     def __init__(self, record: SampleRecord, tokenizer: Tokenizer) -> None:
-        params = record.params
+        params = record.source.sampling_params
         self._record = record
         self._trim = not params.no_stop_trim
         self._final: str | None = None
@@ -84,13 +84,12 @@ class GenerateHandle:
         *,
         replies_with_list: bool,
         tokenizer: Tokenizer | None,
-        route_shape: RouteShape,
+        form: ResponseForm,
         abort: Callable[[list[str]], None],
     ) -> None:
         self.replies_with_list = replies_with_list
         self._samples = [Sample(record, SampleText(record, tokenizer) if tokenizer else None) for record in records]
-        self._tokenizer = tokenizer
-        self._route_shape = route_shape
+        self._form = form
         self._abort = abort
         self._news = asyncio.Event()
         self._fresh: dict[int, None] = {}
@@ -191,8 +190,7 @@ class GenerateHandle:
 
     def _build(self, sample: Sample) -> dict[str, Any]:
         text = None if sample.text is None else sample.text.update()
-        token_text = None if self._tokenizer is None else self._tokenizer.token_text
-        return build_response(sample.record, text, self._route_shape, token_text, sample.entries)
+        return build_response(sample.record, text, self._form, sample.entries)
 
 
 async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
