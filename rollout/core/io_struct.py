@@ -326,6 +326,18 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: LogprobDelta | None = None
     finished: FinishedRecord | None = None
 
+    @classmethod
+    def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:
+        """The whole output of a request that is refused, or aborted before the scheduler gets it."""
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        return cls(
+            rid=rid,
+            token_ids=[],
+            num_output_tokens=0,
+            weight_version=weight_version,
+            finished=FinishedRecord(reason=reason),
+        )
+
 
 class BatchTokenOutput(Message):
     outputs: list[ReqOutput]

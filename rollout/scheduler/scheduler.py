@@ -2,8 +2,8 @@
 
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
 
-Knows the order of things.  What runs next is `policy`, slots are `cache_manager`, a step's two halves are `step`,
-messages out are `records`, control verbs are `control` and `weight_control`.
+What runs next is in `policy`, slots in `cache_manager`, a step's two halves in `step`, messages out in `records`,
+control verbs in `rollout.control`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ControlReqOutput,
-    FinishedRecord,
     FinishReason,
     ReqOutput,
     SchedulerInput,
@@ -34,7 +33,6 @@ from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.dp_sync import DPSync
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
@@ -84,7 +82,8 @@ class Scheduler:
         self._steps = steps
         self._stop = stop
         self._max_queued = max_queued_requests
-        self._dp = DPSync(parallel.attn_dp)
+        self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
+        self._engine_busy = False  # whether any of them had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
         self._seeds = _seed_source(random_seed, parallel)
         self._in_flight: InFlight | None = None
@@ -152,7 +151,7 @@ class Scheduler:
 
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
         """Take messages, then run one step if there is work.  True if a step ran."""
-        if self.has_work or self._dp.busy:
+        if self.has_work or self._engine_busy:
             wait_ms = 0
         elif self._soon:
             wait_ms = min(wait_ms, _SOON_MS)
@@ -161,7 +160,7 @@ class Scheduler:
         for advance in self._between_steps:
             advance()
         self.parallel.require_whole()
-        runs = not self.serving.is_stopped and (self.has_work or not self._dp.is_alone)
+        runs = not self.serving.is_stopped and (self.has_work or not self._is_alone)
         if runs:
             runs = self._turn()
         else:
@@ -196,7 +195,7 @@ class Scheduler:
         if self.has_work:
             epoch = self.runner.state.epoch.weight_epoch
             plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
-        counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
+        counts = None if self._is_alone else self._token_counts(plan.num_tokens)
         stats.phase("plan")
         if plan.is_empty and not any(counts or ()):
             return None
@@ -206,6 +205,12 @@ class Scheduler:
         if step.completed or step.ending:
             self.queues.enter_launch(step.completed, step.ending)
         return step
+
+    def _token_counts(self, mine: int) -> list[int]:
+        """Tokens of each data-parallel rank; if one has any, all take part, as experts are spread over all of them."""
+        counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
+        self._engine_busy = any(counts)
+        return counts
 
     def _finish(self, step: InFlight) -> None:
         """The second half: records, ends, messages."""
@@ -243,7 +248,7 @@ class Scheduler:
 
     def _dispatch(self, message: SchedulerInput) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
-            if self._dp.is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
+            if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
                 for sample in message.samples():
                     self._accept(sample)
         elif isinstance(message, AbortReqInput):
@@ -287,15 +292,12 @@ class Scheduler:
         return int(self._seeds.integers(2**63)) if seed is None else seed % 2**64
 
     def _refuse(self, rid: str, error: LockstepError) -> None:
-        reason = FinishReason(type="abort", message=str(error), status_code=status_of(error))
         version = self.runner.state.epoch.weight_version
-        output = ReqOutput(
-            rid=rid, token_ids=[], num_output_tokens=0, weight_version=version, finished=FinishedRecord(reason=reason)
-        )
+        output = ReqOutput.never_ran(rid, version, str(error), status_of(error))
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """Nobody waits for an answer to an abort: one that fails is told to the log, and never ends the loop."""
+        """An abort has no answer: one that fails is logged, and never ends the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
         except Exception:
@@ -304,9 +306,8 @@ class Scheduler:
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
         """End the given requests, or all (None), with what they have.  Returns how many.
 
-        Unknown rids are ignored, repeated ones count once.
-
-        They end with the message and status of `error`, or, without one, with `reason` as their message.
+        Unknown rids are ignored, repeated ones count once.  Requests end with the message and status of `error`, or,
+        without one, with `reason` as their message.
         """
         self.finish_step()
         names = list(self._by_rid) if rids is None else dict.fromkeys(rids)

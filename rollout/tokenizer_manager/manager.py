@@ -347,7 +347,8 @@ class TokenizerManager:
                 record.source.dp_rank = rank
                 self._in_flight[record.rid] = _InFlight(record, handle, next(index))
                 if self._rids.is_aborted(record.rid):
-                    self._on_output(record.aborted_before_prefill(), time.monotonic())
+                    output = ReqOutput.never_ran(record.rid, record.weight_version, "Abort before prefill")
+                    self._on_output(output, time.monotonic())
                 else:
                     by_rank.setdefault(rank, []).append(record.source)
             for sources in by_rank.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishedRecord, FinishReason, ReqOutput, TokenizedGenerateReqInput
+from rollout.core.io_struct import FinishedRecord, ReqOutput, TokenizedGenerateReqInput
 
 TopLogprobs = tuple[list[float], list[int]]
 
@@ -48,16 +48,6 @@ class SampleRecord:
     def max_len(self) -> int:
         """Tokens of the prompt and the longest output."""
         return len(self.source.input_ids) + self.source.sampling_params.max_new_tokens
-
-    def aborted_before_prefill(self) -> ReqOutput:
-        """The whole output of a sample that is aborted before the scheduler gets it."""
-        return ReqOutput(
-            rid=self.rid,
-            token_ids=[],
-            num_output_tokens=0,
-            weight_version=self.weight_version,
-            finished=FinishedRecord(reason=FinishReason(type="abort", message="Abort before prefill")),
-        )
 
     def append(self, output: ReqOutput, now: float) -> None:
         """Add what the scheduler reports at time `now`.
