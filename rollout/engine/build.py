@@ -60,7 +60,7 @@ from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.models.registry import load_model_config
 from rollout.sampling.base import Sampler
-from rollout.sampling.select import select_sampler
+from rollout.sampling.native_sampler import select_sampler
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 
 Namespace = tuple[str | None, int]
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)

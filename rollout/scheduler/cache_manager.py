@@ -15,9 +15,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
-from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
 from rollout.mem_cache.session_pins import SessionPins
 from rollout.scheduler.req import Req
 
