@@ -1,7 +1,5 @@
 """Every message that crosses between the main process and the scheduler: typed structs in msgpack.
 
-Knows shapes of messages and how to encode them.  Does not know sockets.  Nothing here is pickled.
-
     main -> scheduler   SchedulerInput  = requests, aborts, control verbs, in one order
     scheduler -> main   SchedulerOutput = token deltas and finished records, replies to control verbs
 

@@ -72,7 +72,7 @@ class SlotAllocator:
         return torch.from_numpy(self._stack[self._num_free : self._num_free + count].copy()).to(self._device)
 
     def free(self, slots: torch.Tensor) -> None:
-        """Take back slots [n] int64."""
+        """Return slots [n] int64 to the free list."""
         count = slots.shape[0]
         assert self._num_free + count <= self.num_slots, "more slots freed than exist"
         self._stack[self._num_free : self._num_free + count] = slots.cpu().numpy()
@@ -84,10 +84,10 @@ class SlotAllocator:
 
 
 class NewestTokens:
-    """The token that was sampled last for each request row: the next step reads it without a detour over the host.
+    """The token that was sampled last for each request row, which the next step reads without a copy to the host.
 
-    What was put last is entered in the table when other rows are put or asked for, so that while the same requests
-    decode, one step's tokens are the next one's as they are.
+    What was put last is written to the table when other rows are put or read, so that while the same requests decode,
+    one step's tokens are the next one's input as they are.
     """
 
     def __init__(self, max_requests: int, device: torch.device | str = "cpu") -> None:

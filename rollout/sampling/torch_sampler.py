@@ -60,7 +60,7 @@ class TorchSampler(Sampler):
 def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
     """In place, in this order: bias, repetition, frequency and presence, minimum length.
 
-    Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty looks at prompt
+    Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty counts prompt
     and output (Keskar et al., "CTRL", 2019).
     """
     for i, row in info.rows_with_lists:

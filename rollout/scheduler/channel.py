@@ -7,7 +7,7 @@ wait for as many steps:
   sent before it; a pause stops, or aborts, what was sent before it, and nothing that was sent after it.
 * Requests and aborts are taken in a bounded number a turn; a verb is taken in the turn in which it comes, with all
   that was sent before it.
-* `GetState` only reads, so that its place does not matter: it goes first.
+* `GetState` only reads, so that its place does not matter: it is handled first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INLINE_BYTES = 4096  # messages up to this size go with the header
 
 
 def _beginning(message: Message) -> bytes:
-    """With which bytes messages of this kind begin: the number of fields and the name are the same for all."""
+    """The bytes that messages of this kind begin with: the number of fields and the name are the same for all."""
     data, name = encode(message), type(message).__name__.encode()
     return data[: data.index(name) + len(name)]
 
@@ -98,7 +98,7 @@ class ZmqChannel(RawChannel):
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
     def __init__(self, input_addr: str | None, output_addr: str, secret: str | None = None) -> None:
-        """`input_addr` None: a rank that gets its messages from another one.  `secret` goes before every message."""
+        """`input_addr` None: a rank that gets its messages from another one.  `secret` is sent before every message."""
         self._secret = None if secret is None else secret.encode()
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
@@ -166,7 +166,7 @@ class LocalChannel(RawChannel):
         self.outbox.append(message)
 
     def wake(self) -> None:
-        """Nothing waits here: the owner drives the scheduler step by step."""
+        """Does nothing: the owner drives the scheduler step by step, so that no `receive` waits."""
 
 
 class SharedChannel:

@@ -49,8 +49,8 @@ _SOON_MS = 1
 class Scheduler:
     """Owns the queues and the gates.  One thread; `tick` is one turn of the loop, run in inference mode.
 
-    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and what is called
-    between steps run on all ranks in the same turn, and may communicate.
+    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and the calls between
+    steps run on all ranks in the same turn, and may communicate.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Scheduler:
         queued_verbs: Mapping[type, Callable],
         between_steps: Sequence[Callable[[], None]],
     ) -> None:
-        """Handlers by message type, and what is called at every step boundary, in that order.
+        """Set the handlers by message type, and the functions called at every step boundary, in that order.
 
-        A handler answers at once, or returns None and calls `reply` later.  The turn of queued verbs comes later, and
-        only then it matters whether their deadline has passed.
+        A handler answers at once, or returns None and calls `reply` later.  Queued verbs run later, and their deadline
+        is checked only then.
         """
         self._verbs = {**verbs, **queued_verbs}
         self._queued = set(queued_verbs)
         self._between_steps = between_steps
 
     def poll_quickly(self, soon: bool) -> None:
-        """Whether something is about to be ready on all ranks, so that an idle turn must not wait long."""
+        """Keep an idle turn from waiting long, while something is about to be ready on all ranks."""
         self._soon = soon
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ class Scheduler:
     def finish_step(self) -> bool:
         """Finish the step in flight, if there is one: from then on the host knows all that was sampled.
 
-        Whatever acts on requests from outside a step comes after this: an abort, a retraction, a count of them, a gate
-        that closes.  A commit need not: every step names the epoch that computes it.
+        Called first by everything that acts on requests from outside a step: an abort, a retraction, a count of them,
+        a gate that closes.  A commit need not: every step names the epoch that computes it.
         """
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -186,7 +186,7 @@ class Scheduler:
         return step is not None
 
     def _launch(self) -> InFlight | None:
-        """The first half of a step: afterwards the queues stand as they do for the next one."""
+        """The first half of a step: afterwards the queues are ready for the next one."""
         stats = self.stats
         stats.start_step()
         if self.queues.running.needs_history:
@@ -213,7 +213,7 @@ class Scheduler:
         return counts
 
     def _finish(self, step: InFlight) -> None:
-        """The second half: records, ends, messages."""
+        """The second half: records, finished requests, messages."""
         stats = self.stats
         outgoing, num_sampled = self._steps.finish(step)
         if step.is_idle:
@@ -234,7 +234,7 @@ class Scheduler:
         stats.end_step(num_sampled)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
-        """Send what is new of `reqs`; those that finished give back their slots and are forgotten."""
+        """Send what is new of `reqs`; those that finished free their slots and are dropped."""
         outputs = []
         for req in reqs:
             outputs.append(self.records.output(req))
@@ -274,7 +274,7 @@ class Scheduler:
         self.queues.enqueue(req)
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
-        """What only the scheduler can know; the shape of the request was checked before it was sent."""
+        """Checks of the scheduler's own state; the request itself was checked before it was sent."""
         self.serving.require_admission()
         if source.rid in self._by_rid:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
@@ -333,7 +333,7 @@ class Scheduler:
         return len(targets)
 
     def poison(self, reason: str) -> None:
-        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
+        """Stop serving: the weights in memory are neither the old nor the new ones.  Aborts all requests."""
         self.serving.poison(reason)
         self.runner.state.drop_digest()
         self.abort(None, Unavailable(f"the weights are poisoned: {reason}"))

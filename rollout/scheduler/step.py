@@ -45,8 +45,8 @@ class Sampled(NamedTuple):
 class InFlight(NamedTuple):
     """A launched step.  Its tensors are its own, on the device; nothing changes them.
 
-    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows,
-    whatever it samples; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
+    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows, as
+    they have all their tokens with it; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
     """
 
     epoch: ServingEpoch
@@ -86,7 +86,7 @@ class StepRunner:
     # --- first half -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
-        """Give the step to the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
+        """Enqueue the step on the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
         decodes, pool = plan.decodes, self._cache.pool
         inputs = decodes.inputs
         slots = self._cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
@@ -121,7 +121,7 @@ class StepRunner:
         return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
 
     def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
-        """A token for each request that is through with its prompt, from the first rows.  Returns the others."""
+        """Sample a token for each request whose prompt is complete, from the first rows.  Returns the other rows."""
         reqs = [req for req in completed if req.samples]
         if reqs:
             newest = self._cache.pool.newest_tokens
@@ -141,7 +141,7 @@ class StepRunner:
         return self._replaying[1] or any(item.req.source.replay is not None for item in plan.extends)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
-        """What was looked up for the last step if the same requests decode now."""
+        """The rows of the last step if the same requests decode now."""
         if self._decoding is None or self._generation != decodes.generation:
             device = self._cache.pool.newest_tokens.device
             self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device)

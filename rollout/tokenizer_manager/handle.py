@@ -1,6 +1,6 @@
-"""`GenerateHandle`: the samples of one request on their way, and the two ways to wait for them.
+"""`GenerateHandle`: the samples of one request in flight, and the two ways to wait for them: at once, or as a stream.
 
-Knows records and how their text grows.  Does not know sockets: whoever feeds the records calls `notify`.
+The manager appends to the records and calls `notify`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GenerateHandle:
         self._news.set()
 
     def fail(self, error: LockstepError) -> None:
-        """Whoever waits gets `error`."""
+        """End `result` and `stream` with `error`."""
         self._error = error
         self._news.set()
 
@@ -167,7 +167,7 @@ class GenerateHandle:
         return await _run(lambda: _encode(make()), total > (HEAVY if is_over else HEAVY_JSON))
 
     async def _next_news(self) -> list[int]:
-        """Waits without a deadline: every request ends, or `fail` is called when the scheduler is gone."""
+        """Waits without a deadline: every request ends, or `fail` is called when the scheduler has exited."""
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
@@ -198,7 +198,7 @@ async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
 
 
 def _encode(content: Any) -> bytes:
-    """Part by part: nothing else runs while one is encoded, in whatever thread."""
+    """Part by part: the encoder holds the GIL, so that no other thread runs during a part."""
     if isinstance(content, list):
         return b"[" + b",".join(map(encode_json, content)) + b"]"
     return encode_json(content)

@@ -1,10 +1,7 @@
-"""`TokenizerManager`: the main process's side of the engine.  Owns every request in flight, by rid.
+"""`TokenizerManager`: the main process's side of the engine.  Owns the requests in flight, by rid, and the phase.
 
-Knows requests from their arrival to their last token, and the phase the server is in.  Does not know HTTP, and not
-how the scheduler works: it sends messages and reads answers.
-
-    STARTING -> SERVING -> STOPPING        submit and control verbs work in SERVING only;
-        \\          \\-> FAILED <-/          in STOPPING what is in flight runs on
+STARTING -> SERVING -> STOPPING        submit and control verbs work in SERVING only;
+    \\          \\-> FAILED <-/          in STOPPING what is in flight runs on
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class Phase(enum.Enum):
 
 
 class RequestObserver(Protocol):
-    """Told about every sample; the metrics are one."""
+    """Notified of every sample's first token and end; the metrics are one."""
 
     def on_first_token(self, record: SampleRecord) -> None: ...
 
@@ -85,11 +82,11 @@ class TokenizerManager:
         self.server_args = server_args
         self.model_config = model_config
         self.phase = Phase.STARTING
-        self.weight_version = server_args.weight_version  # the last one that the scheduler spoke of
+        self.weight_version = server_args.weight_version  # the last one that the scheduler reported
         self.started_at = time.time()
         self.num_messages = 0
         self.scheduler_failed = asyncio.Event()
-        self.failure_message: str | None = None  # the scheduler's last words
+        self.failure_message: str | None = None  # why the scheduler failed
         self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
         self.sessions = SessionBook()
@@ -99,7 +96,7 @@ class TokenizerManager:
         self._limits: ServingLimits | None = None
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
-        self._first_words: list[SchedulerReady] = []
+        self._ranks_ready: list[SchedulerReady] = []
         self._in_flight: dict[str, _InFlight] = {}
         self._loads = [0] * server_args.dp_size  # tokens that each data-parallel rank may still have to compute
         self._rids = RidRegistry()
@@ -113,7 +110,7 @@ class TokenizerManager:
             self.handle_message(await self._link.receive())
 
     async def scheduler_ready(self) -> SchedulerReady:
-        """Wait for the first word of every data-parallel rank.  The caller bounds the wait by the life of the process.
+        """Wait for the first message of every data-parallel rank.  The caller ends the wait with the process's life.
 
         Raises `StartupError` with the scheduler's reason.
         """
@@ -122,7 +119,7 @@ class TokenizerManager:
         return await asyncio.shield(self._ready)
 
     def serve(self, ready: SchedulerReady, tokenizer: Tokenizer | None) -> None:
-        """Start to admit requests."""
+        """Start admitting requests."""
         self._tokenizer = tokenizer
         if tokenizer is not None:
             tokenizer.context_length = ready.context_length
@@ -152,7 +149,7 @@ class TokenizerManager:
             self.phase = Phase.STOPPING
 
     def fail(self, reason: str) -> None:
-        """The scheduler is gone: everything in flight, and everything that comes, gets 503 with the reason."""
+        """The scheduler has exited: requests in flight, and all that follow, get 503 with the reason."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
         for entry in list(self._in_flight.values()):
@@ -193,7 +190,8 @@ class TokenizerManager:
     async def submit(self, request: GenerateReqInput) -> GenerateHandle:
         """Check, tokenise and send a request.
 
-        Raises `BadRequest` and its kin before anything was sent, `Unavailable` when the server does not serve.
+        Raises `BadRequest`, `UnsupportedFeature` or `TooLarge` before anything was sent, `Unavailable` when the server
+        does not serve.
         """
         limits = self.limits
         limits.check_rank(request.routed_dp_rank)
@@ -244,7 +242,7 @@ class TokenizerManager:
     async def control(
         self, verb: type[ControlReqInput[AnyReply]], *, timeout_s: float | None = None, **fields: Any
     ) -> ControlReqOutput[AnyReply]:
-        """Send a control verb and return its answer, which may say that it failed.
+        """Send a control verb and return its answer, which may be a failure.
 
         Raises `Unavailable` when the server does not serve, `SchedulerTimeout` after `timeout_s` seconds (None: as the
         verb declares).
@@ -269,7 +267,7 @@ class TokenizerManager:
         elif isinstance(message, ControlReqOutput):
             self.communicator.resolve(message)
         else:
-            self._on_first_word(message)
+            self._on_startup(message)
 
     def _on_output(self, output: ReqOutput, now: float) -> None:
         entry = self._in_flight.get(output.rid)
@@ -288,13 +286,13 @@ class TokenizerManager:
             entry.handle.fail(error)
             return
         if not had_token and record.first_token_at is not None:
-            self._tell(lambda observer: observer.on_first_token(record))
+            self._notify(lambda observer: observer.on_first_token(record))
         if output.finished is not None:
             self._forget(output.rid)
-            self._tell(lambda observer: observer.on_finished(record))
+            self._notify(lambda observer: observer.on_finished(record))
         entry.handle.notify(entry.index)
 
-    def _on_first_word(self, message: SchedulerReady | SchedulerFailed) -> None:
+    def _on_startup(self, message: SchedulerReady | SchedulerFailed) -> None:
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
         if isinstance(message, SchedulerFailed):
@@ -305,11 +303,11 @@ class TokenizerManager:
             if not self._ready.done():
                 self._ready.set_exception(StartupError(message.message))
         else:
-            self._first_words.append(message)
-            if len(self._first_words) == self.server_args.dp_size and not self._ready.done():
+            self._ranks_ready.append(message)
+            if len(self._ranks_ready) == self.server_args.dp_size and not self._ready.done():
                 # A request must fit on every rank.
-                slots = min(ready.max_total_num_tokens for ready in self._first_words)
-                self._ready.set_result(msgspec.structs.replace(self._first_words[0], max_total_num_tokens=slots))
+                slots = min(ready.max_total_num_tokens for ready in self._ranks_ready)
+                self._ready.set_result(msgspec.structs.replace(self._ranks_ready[0], max_total_num_tokens=slots))
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -361,7 +359,7 @@ class TokenizerManager:
         self._loads[record.dp_rank] -= record.max_len
         self._rids.release([rid])
 
-    def _tell(self, event: Callable[[RequestObserver], None]) -> None:
+    def _notify(self, event: Callable[[RequestObserver], None]) -> None:
         for observer in self._observers:
             event(observer)
 

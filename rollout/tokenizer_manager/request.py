@@ -41,9 +41,9 @@ class GenerateReqInput:
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
     `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
-    `priority`: requests that wait are admitted from the lowest on, those of the same in the order of their coming.
-    `routed_dp_rank`: the data-parallel rank that runs it; None: the one with the least left to do.
-    `session_id`: of whom the request is; the session's prefix may be kept, and the reply says it again.
+    `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
+    `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
+    `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
 

@@ -43,7 +43,7 @@ _ROUTE_ENCODERS: dict[str, Callable[[RoutedExperts], Any]] = {
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the rows of routed experts of a model look like."""
+    """The shape of a model's routed experts."""
 
     num_experts: int
     top_k: int
@@ -104,7 +104,7 @@ def build_response(
 
 
 def weight(record: SampleRecord) -> int:
-    """How much the response holds: its tokens, their entries, and the bytes of routes over 16."""
+    """Size of the response: its tokens, their entries, and the bytes of routes over 16."""
     source, finished = record.source, record.finished
     entries = 1 + source.top_logprobs_num + len(source.token_ids_logprob or ()) if source.return_logprob else 0
     total = len(record.output_ids) * (1 + entries)

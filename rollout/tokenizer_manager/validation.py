@@ -42,7 +42,7 @@ class ServingLimits:
 
     @property
     def routes_by_default(self) -> bool:
-        """Whether a request that does not say gets routed experts."""
+        """Whether a request that leaves `return_routed_experts` out gets routed experts."""
         return self.returns_routes_by_default and self.captures_routes
 
     def check_rank(self, dp_rank: int | None) -> None:
