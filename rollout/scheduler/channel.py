@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import struct
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,7 +72,7 @@ class Channel(Protocol):
         """End a `receive` that waits.  May be called from any thread."""
 
 
-class RawChannel(ABC):
+class RawChannel(Channel, Protocol):
     """The channel of one process; its messages can be passed on to other ranks as they came."""
 
     @property
@@ -83,15 +82,8 @@ class RawChannel(ABC):
     def receive(self, timeout_ms: int) -> list[SchedulerInput]:
         return [decode(data) for data in self.receive_raw(timeout_ms)]
 
-    @abstractmethod
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
         """As `receive`, not decoded."""
-
-    @abstractmethod
-    def send(self, message: SchedulerOutput) -> None: ...
-
-    @abstractmethod
-    def wake(self) -> None: ...
 
 
 class ZmqChannel(RawChannel):

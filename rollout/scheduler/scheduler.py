@@ -9,7 +9,6 @@ control verbs in `rollout.control`.
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
 from rollout.core.io_struct import (
     AbortReqInput,
@@ -301,7 +301,7 @@ class Scheduler:
         try:
             self.abort(None if message.abort_all else message.rids)
         except Exception:
-            print(f"lockstep: an abort failed: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            say(f"an abort failed: {traceback.format_exc()}")
 
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
         """End the given requests, or all (None), with what they have.  Returns how many.
