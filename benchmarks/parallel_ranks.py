@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from capture.capturer import RoutedExpertsCapturer
-from capture.storage import narrowest
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
@@ -73,7 +72,7 @@ class StepTaken(msgspec.Struct):
 
 
 class GatherPerLayer:
-    """What `RoutedExpertsCapturer` and `RouteRider` do, the other way: every layer's slices gathered at once.
+    """What `RoutedExpertsCapturer` and `SliceRoutes` do, the other way: every layer's slices gathered at once.
 
     `batch()`: the step that is computed.
     """
@@ -82,7 +81,6 @@ class GatherPerLayer:
         self, capturer: RoutedExpertsCapturer, runner: ModelRunner, batch: Callable[[], ForwardBatch | None]
     ) -> None:
         self._capturer, self._batch = capturer, batch
-        self._narrow = narrowest(runner.state.model.config.num_experts)
         self._ranks = runner.state.model.parallel.attn_tp
         self._whole: list[torch.Tensor] = []
 
@@ -95,7 +93,7 @@ class GatherPerLayer:
         batch = self._batch()
         assert batch is not None
         counts = share_sizes(batch.num_tokens, self._ranks.size)
-        self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._narrow), counts))
+        self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._capturer.dtype), counts))
 
     def finish_step(self) -> torch.Tensor:
         self._capturer.finish_step()
@@ -114,7 +112,7 @@ class RankDriver:
         self._batch: ForwardBatch | None = None
         self._pairs: list[int] = []
         runner = self.scheduler.runner
-        self._recorder, self._capturer, self._forward = runner.recorder, runner._capturer, runner.forward
+        self._store, self._capturer, self._forward = runner.route_store, runner._capturer, runner.forward
         runner.forward = self._noted_forward  # type: ignore[method-assign]
         self._watch_dispatcher()
 
@@ -133,12 +131,12 @@ class RankDriver:
 
     def _set_recording(self, routes: Routes) -> None:
         runner = self.scheduler.runner
-        assert routes == "off" or self._recorder is not None, "start the engine with enable_return_routed_experts"
-        runner.recorder, runner._capturer = None if routes == "off" else self._recorder, self._capturer
-        runner.__dict__.pop("_new_rider", None)
+        assert routes == "off" or self._store is not None, "start the engine with enable_return_routed_experts"
+        runner.route_store, runner._capturer = None if routes == "off" else self._store, self._capturer
+        runner.__dict__.pop("_new_slice_routes", None)
         if routes == "per_layer":
             runner._capturer = GatherPerLayer(self._capturer, runner, lambda: self._batch)  # type: ignore
-            runner._new_rider = lambda: None  # type: ignore[method-assign]
+            runner._new_slice_routes = lambda: None  # type: ignore[method-assign]
 
     def _bare_gather(self) -> float:
         """Seconds of one, as between two operators: memory and caches are in use."""

@@ -1,6 +1,6 @@
 """`ModelState`: sole owner of the model, the placement and the version.
 
-Everything that decides what a forward pass computes changes only inside `mutate`.  Knows no transports and no requests.
+Everything that decides what a forward pass computes changes only inside `mutate`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,10 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Protocol
-
-import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict
-from rollout.core.forward_batch import ForwardBatch
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
-from rollout.layers.context import ForwardContext
-from rollout.model_executor.weight_loading import WeightIndex
-
-
-class CausalLM(Protocol):
-    """What the runner needs of a model.  T tokens, D hidden, N rows, V vocabulary."""
-
-    config: ModelConfig
-    moe_layer_ids: tuple[int, ...]
-    parallel: Parallel
-    scatters_tokens: bool  # ranks that share tokens route a slice of them each
-
-    @property
-    def weights(self) -> WeightIndex: ...
-
-    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Final-normed hidden states [T, D]."""
-
-    def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's dtype."""
-
+from rollout.model_executor.decoder import DecoderForCausalLM
 
 _EPOCHS_REMEMBERED = 16
 
@@ -67,7 +41,7 @@ class ServingEpoch:
 class ModelState:
     """Holds the model and the epoch in force."""
 
-    def __init__(self, model: CausalLM, placement: ExpertPlacement, weight_version: str) -> None:
+    def __init__(self, model: DecoderForCausalLM, placement: ExpertPlacement, weight_version: str) -> None:
         self.model = model
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
@@ -134,5 +108,5 @@ class ModelState:
         self.epoch = replace(self.epoch, content_digest=None)
 
     def _amend(self, epoch: ServingEpoch) -> None:
-        """The same content, more or otherwise said of it."""
+        """Same weights, updated metadata."""
         self.epoch = self._recent[-1] = epoch

@@ -113,7 +113,7 @@ def test_a_gather_per_layer_gives_the_same_rows(folder: Path) -> None:
     def gather(parallel: Parallel) -> torch.Tensor:
         rows = ids_LTK.split(share_sizes(7, 2), dim=1)[parallel.attn_tp.rank]
         batch = type("Batch", (), {"num_tokens": 7})
-        capturer = GatherPerLayer(RoutedExpertsCapturer(2, 3), Runner(parallel), lambda: batch)  # type: ignore
+        capturer = GatherPerLayer(RoutedExpertsCapturer(2, 3, 8), Runner(parallel), lambda: batch)  # type: ignore
         capturer.begin_step(rows.shape[1])
         for layer in range(2):
             capturer.record(layer, rows[layer])

@@ -22,7 +22,6 @@ from eplb.algorithms.types import ExpertLayout, Plan, even_split
 from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, RebalanceRefused
 from eplb.expert_location import ExpertLocationMetadata
-from eplb.load_counter import LoadCounter, VersionCounts
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
@@ -61,56 +60,59 @@ def routes(generator: torch.Generator, tokens: int) -> torch.Tensor:
 
 
 def test_counts_are_those_of_the_passes_by_weight_epoch() -> None:
-    generator, counter = torch.Generator().manual_seed(0), LoadCounter(LAYERS, EXPERTS)
+    generator, summed = torch.Generator().manual_seed(0), list[torch.Tensor]()
+    history = LoadHistory(LAYERS, EXPERTS, lambda counts_LE: summed.append(counts_LE) or counts_LE, is_counted=True)
     expected: dict[int, np.ndarray] = {}
-    passes: dict[int, int] = {}
     for step in range(150):
         epoch = step // 60
         ids = routes(generator, 0 if step % 7 == 0 else step % 5 * 100)
-        counter.note(ids, epoch)
+        history.note(ids, epoch)
         counts = np.stack([np.bincount(layer.numpy().ravel(), minlength=EXPERTS) for layer in ids.unbind(1)])
         ids.zero_()  # the buffer of the next step
         expected[epoch] = expected.get(epoch, 0) + counts
-        passes[epoch] = passes.get(epoch, 0) + 1
-    assert counter.num_passes == 150
-    taken = counter.take()
-    assert [window.weight_epoch for window in taken] == [0, 1, 2]
-    for window in taken:
-        assert np.array_equal(window.counts_LE.numpy(), expected[window.weight_epoch])
-        assert window.num_passes == passes[window.weight_epoch]
-    assert counter.num_passes == 0 and counter.take() == []
-    counter.note(routes(generator, 5), 2)
-    assert counter.take()[0].num_passes == 1
+    assert history.num_unseen_passes == history.num_passes == 150
+    history.gather()
+    assert list(expected) == [0, 1, 2] and history.weight_epoch == 2
+    for counts_LE, wanted in zip(summed, expected.values(), strict=True):
+        assert np.array_equal(counts_LE.numpy(), wanted)
+    before = history.counts_LE.clone()
+    history.gather()
+    assert history.num_unseen_passes == 0 and len(summed) == 3 and torch.equal(history.counts_LE, before)
+    history.note(routes(generator, 5), 2)
+    history.postpone()
+    assert (history.num_unseen_passes, history.num_passes) == (1, 0)
+    history.gather()
+    assert (history.num_unseen_passes, history.num_passes, len(summed)) == (0, 0, 4)
 
 
-def window(counts_LE: np.ndarray, weight_epoch: int = 0) -> VersionCounts:
-    return VersionCounts(weight_epoch, torch.from_numpy(counts_LE), 1)
+def window(counts_LE: np.ndarray, weight_epoch: int = 0) -> tuple[int, torch.Tensor]:
+    return weight_epoch, torch.from_numpy(counts_LE)
 
 
 def test_history_forgets_half_and_keeps_what_a_refresh_did_not_change() -> None:
     history = LoadHistory(LAYERS, EXPERTS)
-    history.add(window(COUNTS // 1000))
-    history.add(window(COUNTS // 1000))
+    history.add(*window(COUNTS // 1000))
+    history.add(*window(COUNTS // 1000))
     assert torch.equal(history.counts_LE, 1.5 * torch.from_numpy(COUNTS // 1000))
     same = np.random.default_rng(0).poisson(COUNTS / 1000)
-    history.add(window(same, 1))
+    history.add(*window(same, 1))
     assert history.drift is not None and history.drift.kept and history.weight_epoch == 1
     assert history.drift.total_variation < 2 * history.drift.expected_by_chance
     assert history.counts_LE.sum() > 1.5 * same.sum()
     other = drift(COUNTS, 1.0) // 1000
-    history.add(window(other, 2))
+    history.add(*window(other, 2))
     assert not history.drift.kept, "another distribution: the past does not count"
     assert torch.equal(history.counts_LE, torch.from_numpy(other).double())
 
 
 def test_windows_without_tokens_change_nothing_and_wrong_ones_are_refused() -> None:
     history = LoadHistory(LAYERS, EXPERTS)
-    history.add(window(COUNTS, 3))
-    history.add(window(COUNTS * 0, 4))
+    history.add(*window(COUNTS, 3))
+    history.add(*window(COUNTS * 0, 4))
     assert history.weight_epoch == 3 and torch.equal(history.counts_LE, torch.from_numpy(COUNTS).double())
     for wrong in (window(COUNTS[:1], 3), window(-COUNTS, 3), window(COUNTS, 2)):
         with pytest.raises(LoadsError):
-            history.add(wrong)
+            history.add(*wrong)
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
