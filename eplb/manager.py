@@ -25,7 +25,6 @@ from eplb.decision import Decision, RebalancePolicy, Situation
 from eplb.errors import MapError, RebalanceRefused
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
-from eplb.transfer import ChunkReport
 
 ASSUMED_BYTES_PER_S = 5e8  # until a chunk was timed: two ranks over gloo on two cores do 4.6e8 to 6.8e8
 
@@ -160,14 +159,14 @@ class RebalanceManager:
             self.drop(f"planned from placement epoch {self._epochs[1]}, {placement_epoch} is in force")
         return self._chunks[0] if self._chunks else None
 
-    def chunk_done(self, report: ChunkReport, placement_epoch: int) -> None:
-        """The first of the remaining chunks is in force, under `placement_epoch`."""
+    def chunk_done(self, seconds: float, placement_epoch: int) -> None:
+        """The first of the remaining chunks was moved in `seconds`, and its map is in force under `placement_epoch`."""
         assert self.stage is Stage.MOVING and self.decision is not None and self.decision.migration is not None
         handled = self.decision.migration.handled_bytes(self._chunks.pop(0))
         if handled:
             self._handled_bytes += handled
-            self._handled_s += report.seconds
-        self._seconds.append(report.seconds)
+            self._handled_s += seconds
+        self._seconds.append(seconds)
         self._epochs = (self._epochs[0], placement_epoch)
         self._progress_at = self._clock()
         if not self._chunks:

@@ -133,14 +133,6 @@ class Migration:
         return self.num_received * self.slot_bytes
 
     @property
-    def sent_bytes_G(self) -> list[int]:
-        return self._bytes_of([move.source_rank for move in self.moves if not move.is_local])
-
-    @property
-    def received_bytes_G(self) -> list[int]:
-        return self._bytes_of([move.target_rank for move in self.moves if not move.is_local])
-
-    @property
     def num_changed_slots(self) -> int:
         return int((self.before_LP != self.after_LP).sum())
 
@@ -156,10 +148,6 @@ class Migration:
         for chunk in self.chunks:
             content.update(repr((chunk.layers, chunk.moves)).encode())
         return content.hexdigest()
-
-    def _bytes_of(self, ranks: list[int]) -> list[int]:
-        counts = np.bincount(np.asarray(ranks, dtype=np.int64), minlength=self.layout.num_ranks)
-        return [int(count) * self.slot_bytes for count in counts]
 
 
 def plan_migration(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -76,15 +75,6 @@ class RankGroup(Protocol):
     def gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
-@dataclass(frozen=True)
-class ChunkReport:
-    """What a chunk took on this rank."""
-
-    num_changed_slots: int
-    received_bytes: int
-    seconds: float
-
-
 class ExpertTransfer:
     """`peers[r]`: the rank in `group` that stores the same shard of the experts of expert-parallel rank r.
 
@@ -138,8 +128,8 @@ class ExpertTransfer:
             _Buffers(self._slots, max(item.num_changed_slots for item in work)),
         )
 
-    def run(self, chunk: MigrationChunk, placement_epoch: int) -> ChunkReport:
-        """Put what the new map says into this rank's slots of the chunk's layers.
+    def run(self, chunk: MigrationChunk, placement_epoch: int) -> float:
+        """Put what the new map says into this rank's slots of the chunk's layers.  Returns the seconds that it took.
 
         `placement_epoch`: of the map in force, which describes what is sent.  Raises, on all ranks: `TransferError`
         with every slot as it was, `TornTransferError` where one could not be restored.
@@ -153,8 +143,7 @@ class ExpertTransfer:
         mine.exchange(self._group, self._peers)
         self._together(mine.check)
         self._commit(mine)
-        received = len(work.receives) * sum(self._slots.part_bytes)
-        return ChunkReport(work.num_changed_slots, received, self._clock() - started)
+        return self._clock() - started
 
     def _commit(self, mine: _ChunkOnRank) -> None:
         failure = _failure_of(mine.write_new)

@@ -202,14 +202,14 @@ class EplbControl:
             with state.mutate("rebalance"):
                 if not manager.num_chunks_done:
                     self._transfer.prepare(decision.migration, placement.epoch)
-                report = self._transfer.run(chunk, placement.epoch)
+                seconds = self._transfer.run(chunk, placement.epoch)
                 self._put_in_force(decision.plan, chunk.layers)
         except EplbError as error:
             manager.drop(error)
             if isinstance(error, TornTransferError):
                 self._scheduler.poison(str(error))
             return
-        manager.chunk_done(report, placement.epoch)
+        manager.chunk_done(seconds, placement.epoch)
 
     def _put_in_force(self, plan: Plan, layers: range) -> None:
         """The map that says what slots hold now.  Raises `TornTransferError` where ranks route by different ones."""

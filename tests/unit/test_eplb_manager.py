@@ -26,7 +26,6 @@ from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
 from eplb.plan_bytes import from_bytes, to_bytes
-from eplb.transfer import ChunkReport
 from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 32, 36, 4
@@ -272,10 +271,6 @@ def manager_at(clock: Clock) -> RebalanceManager:
     return RebalanceManager(POLICY, LAYOUT, LoadHistory(LAYERS, EXPERTS), SLOT_BYTES, clock)
 
 
-def report(seconds: float) -> ChunkReport:
-    return ChunkReport(num_changed_slots=1, received_bytes=SLOT_BYTES, seconds=seconds)
-
-
 def test_chunks_are_given_out_one_by_one_and_their_speed_is_kept() -> None:
     manager = manager_at(Clock())
     assert not manager.is_due(9) and manager.is_due(10)
@@ -287,7 +282,7 @@ def test_chunks_are_given_out_one_by_one_and_their_speed_is_kept() -> None:
     assert MOVE.migration is not None
     for epoch, chunk in enumerate(MOVE.migration.chunks):
         assert manager.next_chunk(0, epoch, None) is chunk
-        manager.chunk_done(report(0.5), epoch + 1)
+        manager.chunk_done(0.5, epoch + 1)
     assert manager.stage is Stage.IDLE and manager.outcome is not None
     assert (manager.outcome.chunks_done, manager.outcome.dropped) == (LAYERS, None)
     handled = sum(MOVE.migration.handled_bytes(chunk) for chunk in MOVE.migration.chunks)
@@ -310,7 +305,7 @@ def test_what_comes_between_two_chunks_drops_the_rest(
     manager.start_planning()
     manager.planned(MOVE, move=True)
     assert manager.next_chunk(0, 0, None) is not None
-    manager.chunk_done(report(0.1), 1)
+    manager.chunk_done(0.1, 1)
     assert manager.next_chunk(weight_epoch, placement_epoch, refresh) is None
     assert manager.stage is Stage.IDLE and manager.outcome is not None
     assert (manager.outcome.chunks_done, manager.outcome.num_chunks) == (1, LAYERS)
@@ -331,7 +326,7 @@ def test_what_takes_too_long_is_seen_within_its_deadline() -> None:
     manager.planned(MOVE, move=True)
     assert manager.stuck is None and manager.status()["last_evaluation_age_s"] == 0.0
     clock.now = 1010.0
-    manager.chunk_done(report(4.5), 1)
+    manager.chunk_done(4.5, 1)
     clock.now = 1015.0
     assert manager.stuck is None, "a chunk is progress"
     clock.now = 1015.5
@@ -398,7 +393,7 @@ class Stages(RuleBasedStateMachine):
             self.placement_epoch += 1
             self.planned_for = self.planned_for[0], self.placement_epoch
             self.done += 1
-            self.manager.chunk_done(report(0.1), self.placement_epoch)
+            self.manager.chunk_done(0.1, self.placement_epoch)
 
     @rule(moves_slots=st.booleans())
     def refresh(self, moves_slots: bool) -> None:

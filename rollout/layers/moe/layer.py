@@ -17,12 +17,11 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.layer_specs import MoESpec
-from rollout.distributed.communicator import share_sizes
+from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, SliceRoutes
 from rollout.layers.layer import Layer
 from rollout.layers.moe.dispatchers.base import Dispatcher
-from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
 from rollout.layers.moe.shared_expert import SharedExpert

@@ -15,11 +15,10 @@ from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from rollout.layers.moe.dispatchers.base import Dispatcher
+from rollout.layers.moe.dispatchers.all_tokens import AllTokensDispatcher
+from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
 from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, require_deep_ep
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
-from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
 
 
 @dataclass(frozen=True)
