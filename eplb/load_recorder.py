@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from eplb.expert_location import SplitTable
 from eplb.load_dump import LoadDump
 from eplb.load_history import PassCounter, expected_by_chance, total_variation
 from eplb.load_windows import WINDOWS, LoadWindows
 from eplb.placement import ExpertPlacement
-from eplb.split_table import SplitTable
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]
 MODES: tuple[RecorderMode, ...] = get_args(RecorderMode)

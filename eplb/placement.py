@@ -17,8 +17,7 @@ import torch
 
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.errors import MapError
-from eplb.expert_location import ExpertLocationMetadata
-from eplb.split_table import PICKS, SplitTable
+from eplb.expert_location import PICKS, ExpertLocationMetadata, SplitTable
 
 
 @dataclass(frozen=True)
