@@ -150,7 +150,7 @@ class RankDriver:
 
     def _post(self, work: Work) -> None:
         place = self.parallel.position
-        if not place.is_inbox_owner:
+        if not place.is_tp_leader:
             return
         for index, prompt in enumerate(work.prompts):
             data_rank = index % self._num_data_ranks
@@ -226,7 +226,7 @@ class RankDriver:
         self.channel.outbox.clear()
         place = self.parallel.position
         mine = max(place.attn_dp_rank, place.replica)
-        expected = len(work.prompts[mine :: self._num_data_ranks]) if place.speaks else 0
+        expected = len(work.prompts[mine :: self._num_data_ranks]) if place.is_dp_leader else 0
         bad = [reason for reason in reasons if reason.type != "length"]
         assert not bad and len(reasons) == expected, f"rank {place.world_rank}: {len(reasons)} of {expected}, {bad[:1]}"
 

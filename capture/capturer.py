@@ -1,4 +1,4 @@
-"""`RoutedExpertsCapturer`: where routers leave their choices during one step.
+"""`RoutedExpertsCapturer`: collects what routers choose during one step.
 
 Shapes: T tokens of the step, L MoE layers, K top-k.
 """

@@ -1,15 +1,13 @@
-"""Whether to move experts, and why: a pure function of loads, placement, speed and policy.
+"""Decides whether to move experts, and why: a pure function of loads, placement, speed and policy.
 
     too few tokens seen              no    noise would be planned for
     balanced enough as it is         no
     a planner finds nothing better   no
-    it takes longer than it saves    no    seconds of the moves against seconds saved until the next one
+    it takes longer than it saves    no    seconds of the moves against seconds saved until the next evaluation
     otherwise                        yes
 
 An evaluation that a request asks for skips the first, second and fourth test.  Every decision carries its numbers, so
 that a dry run, a reply and a log line say the same.
-
-Knows planners and arithmetic.  Does not know clocks, tensors or ranks' groups.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
@@ -63,7 +61,7 @@ class RebalancePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What is known when a decision is made.
+    """The inputs of a decision.
 
     `counts_LE`: logical, of one weight version or of versions that are alike.  `bytes_per_s`: at which the busiest
     rank handled experts so far.
@@ -91,7 +89,8 @@ class Balance:
 class Decision:
     """What was decided and why; `reason` is one line.  `plan` and `migration` where there is something to move.
 
-    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: until the next one.
+    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: what is saved until
+    the next evaluation.
     """
 
     rebalances: bool
@@ -124,7 +123,7 @@ class Decision:
 def decide(
     situation: Situation, policy: RebalancePolicy, *, asked: bool = False, given: Plan | None = None
 ) -> Decision:
-    """`asked`: somebody wants it.  `given`: to this placement, whatever planners say.
+    """Decide.  `asked`: a request wants a rebalance.  `given`: the placement to move to, in place of a planned one.
 
     Raises `RebalanceRefused` where it is asked for and no token was counted; `EplbRequestError` as `make_plan`, and
     `MapError` for a placement that has an expert twice on a rank.
@@ -156,7 +155,7 @@ def decide(
 def _weighed(
     situation: Situation, policy: RebalancePolicy, plan: Plan, before_L: np.ndarray, after_L: np.ndarray, asked: bool
 ) -> Decision:
-    """The gain until the next evaluation against the cost of the moves."""
+    """Weigh the gain until the next evaluation against the cost of the moves."""
     most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * situation.bytes_per_s))
     migration = plan_migration(
         situation.in_force.physical_to_logical_LP,
@@ -177,7 +176,7 @@ def _weighed(
         reason = f"asked for: {change}; {plan.reason}"
     else:
         relation = "more than" if pays else "no more than"
-        reason = f"saves {gain_s:.3g} s until the next look, {relation} it takes: {change}; {plan.reason}"
+        reason = f"saves {gain_s:.3g} s until the next evaluation, {relation} it takes: {change}; {plan.reason}"
     return _decision(
         situation, plan.algorithm, pays, reason, before_L, after_L, plan, migration, seconds, predicted_gain_s=gain_s
     )
@@ -222,7 +221,7 @@ def _balance(values_L: np.ndarray) -> Balance:
 
 
 def given_plan(physical_to_logical_LP: np.ndarray, split_LP: np.ndarray | None, layout: ExpertLayout) -> Plan:
-    """A placement that somebody brings.  Without `split_LP` an expert's tokens are divided evenly.
+    """The plan of a placement that a request brings.  Without `split_LP` an expert's tokens are divided evenly.
 
     Raises `MapError`.
     """

@@ -119,7 +119,7 @@ class LoadHistory(PassCounter[int]):
         return self.num_unseen_passes - self._postponed_at
 
     def postpone(self) -> None:
-        """Passes are counted anew; the tokens stay."""
+        """Start counting passes anew, as an evaluation was put off; the tokens stay."""
         self._postponed_at = self.num_unseen_passes
 
     def gather(self) -> None:

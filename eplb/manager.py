@@ -1,4 +1,4 @@
-"""`RebalanceManager`: where a rebalance stands.  No I/O, no thread, no clock of its own.
+"""`RebalanceManager`: the stages of a rebalance, as a state machine without I/O, threads or a clock of its own.
 
     idle --due / asked--> planning --decided: no-----------------------------------> idle
                              |                                                         ^
@@ -7,8 +7,6 @@
 
 After every chunk a complete map is in force, so there is always something to stop at.  A chunk is only given out while
 weights and placement are those that it was planned for.
-
-Knows stages, counts and times.  Does not know how a plan is made, moved or agreed upon.
 """
 
 from __future__ import annotations
@@ -122,7 +120,10 @@ class RebalanceManager:
         self._enter(Stage.PLANNING)
 
     def planned(self, decision: Decision, *, move: bool) -> None:
-        """`move` False: nobody is to act on it, as in a dry run.  Raises `MapError` for a plan of another layout."""
+        """Take a decision.  `move` False: do not act on it, as in a dry run.
+
+        Raises `MapError` for a plan of another layout.
+        """
         assert self.stage is Stage.PLANNING
         if decision.plan is not None and decision.plan.layout != self.layout:
             raise MapError(f"planned for {decision.plan.layout}, this rank has {self.layout}")
@@ -145,10 +146,9 @@ class RebalanceManager:
         self._enter(Stage.IDLE)
 
     def next_chunk(self, weight_epoch: int, placement_epoch: int, refresh: str | None) -> MigrationChunk | None:
-        """What to move now; None where the rest was dropped.  `refresh`: the weight update under way, if there is one.
+        """The next chunk to move; None where the rest was dropped.  `refresh`: the weight update under way, if any.
 
-        A refresh writes slots by the map in force and brings other routers: it goes first, and the plan is for weights
-        that it replaces.
+        A refresh goes first: it writes slots by the current map, and replaces the weights that the plan was made for.
         """
         assert self.stage is Stage.MOVING
         if refresh is not None:
@@ -160,7 +160,7 @@ class RebalanceManager:
         return self._chunks[0] if self._chunks else None
 
     def chunk_done(self, seconds: float, placement_epoch: int) -> None:
-        """The first of the remaining chunks was moved in `seconds`, and its map is in force under `placement_epoch`."""
+        """The first of the remaining chunks was moved in `seconds`, and its map published as `placement_epoch`."""
         assert self.stage is Stage.MOVING and self.decision is not None and self.decision.migration is not None
         handled = self.decision.migration.handled_bytes(self._chunks.pop(0))
         if handled:
@@ -173,7 +173,7 @@ class RebalanceManager:
             self._end(None)
 
     def drop(self, reason: str | Exception) -> None:
-        """What was not moved yet stays where it is."""
+        """Cancel the chunks that were not moved yet."""
         assert self.stage is Stage.MOVING
         self.error = reason if isinstance(reason, Exception) else None
         self._end(str(reason))
@@ -191,7 +191,7 @@ class RebalanceManager:
 
     @property
     def stuck(self) -> str | None:
-        """What has been under way for longer than it may, without progress."""
+        """The stage that has made no progress for longer than the deadline, in one line; None if all is well."""
         waited = self._clock() - self._progress_at
         if self.stage is Stage.IDLE or waited <= self.policy.deadline_s:
             return None

@@ -1,4 +1,4 @@
-"""What one rank planned, as bytes for the others: dataclasses with arrays.  Nothing that is read is executed."""
+"""Encodes what one rank planned as bytes for the others: dataclasses with arrays.  Reading executes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ExpertTransfer`: one rank's part of a migration, chunk by chunk, in step with all other ranks.
+"""`ExpertTransfer`: moves one rank's part of a migration, chunk by chunk, in step with all other ranks.
 
     stage    local sources and what other ranks send -> spare buffers            slots untouched
     check    fingerprint of everything staged against its source's; old content of the slots -> kept buffers
@@ -7,10 +7,9 @@
              vote: yes, the chunk is done; no, every rank writes the kept content back and proves it
 
 A rank that fails says so in the next vote and never leaves the others waiting; all ranks then raise the same error.
-What a collective itself raises, because a rank is gone, is passed on with this rank's slots as they were before.
+What a collective itself raises, because a rank is lost, is passed on with this rank's slots as they were before.
 
-Knows slots as bytes, moves and votes.  Does not know models, who decides on a migration, or when the map that describes
-the new content is put in force: the caller does that at once after `run`.  Memory: spare and kept buffers of the
+The caller publishes the map that describes the new content at once after `run`.  Memory: spare and kept buffers of the
 largest chunk, from `prepare` to `close`.
 
 Shapes: B bytes.
@@ -61,7 +60,7 @@ class ExpertSlots(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks of an engine.  Every call has a deadline of its own and raises when a rank is gone."""
+    """The ranks of an engine.  Every call has a deadline of its own and raises when a rank is lost."""
 
     rank: int
     size: int
@@ -116,7 +115,7 @@ class ExpertTransfer:
         self._together(lambda: self._allocate(migration, {answers[peer][1] for peer in self._peers}))
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         self._buffers = None
 
     def _allocate(self, migration: Migration, forms: set[str]) -> None:
@@ -150,7 +149,7 @@ class ExpertTransfer:
         try:
             all_written = self._group.all_agree(failure is None)
         except Exception:
-            _failure_of(mine.write_old)  # the error of the lost rank is the one to tell
+            _failure_of(mine.write_old)  # the error of the lost rank is the one to report
             raise
         if all_written:
             return
@@ -172,14 +171,14 @@ class ExpertTransfer:
             raise TransferError(f"no expert was moved: {self._reasons(failure)}")
 
     def _reasons(self, mine: str | None) -> str:
-        """What each rank that failed says, for all ranks the same."""
+        """The reasons of all ranks that failed, the same on every rank."""
         reasons = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
         texts = [text.decode(errors="ignore") for text in reasons]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 class _Buffers:
-    """Room for the content of some slots, side by side."""
+    """Memory for the content of some slots, side by side."""
 
     def __init__(self, slots: ExpertSlots, num_slots: int) -> None:
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in slots.part_bytes]
@@ -242,7 +241,7 @@ class _ChunkOnRank:
         self._headers += [[number & _MASK for number in header.tolist()] for header in headers]
 
     def check(self) -> None:
-        """Whether everything staged is what its source sent; then keep what will be overwritten.
+        """Check that everything staged is what its source sent; then keep what will be overwritten.
 
         Raises `TransferError`.
         """
@@ -299,7 +298,7 @@ def _difference(move: Move, header: list[int], expected: list[int]) -> str:
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:
-    """Why it failed; None if it did not."""
+    """Run `action`: why it failed, None if it did not."""
     try:
         action()
     except Exception as error:

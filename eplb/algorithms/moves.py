@@ -1,14 +1,12 @@
-"""Which moves may relieve a layer whose load is stuck over the cap, the most promising first.
+"""Finds moves that may relieve a layer whose load is stuck over the cap, the most promising first.
 
-    stuck ranks    all at the cap or over it; whatever they could pass on goes to another one of them
+    stuck ranks    all at the cap or over it; all that they could pass on goes to another one of them
     other ranks    in groups that are linked by experts; load that reaches a rank can pass on inside its group
 
 A copy takes an expert of the stuck ranks to another rank, in place of a replica there.  What it brings away is
 estimated: no more than the stuck group is over the cap, than the expert has, than the rank can hold or pass on, than
 its group has room; and less what the replica given up took and nobody else has room for.  An exchange costs two copies
 and needs no replica to give up.
-
-Knows one layer's split.  Does not judge moves exactly and keeps no search.
 
 E logical experts, G ranks.  Loads are multiples of the mean load of a rank.
 """

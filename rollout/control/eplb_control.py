@@ -67,7 +67,7 @@ class EplbControl:
         self._state, self._parallel = scheduler.runner.state, scheduler.parallel
         self._verb: EplbRebalanceReqInput | None = None  # that asked for the rebalance under way; None: the engine
         self._planning: Future[_Planned] | None = None  # on rank 0
-        self._plans = scheduler.parallel.position.is_inbox_owner
+        self._plans = scheduler.parallel.position.is_tp_leader
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
         self._timed = (0, 0.0)  # steps and their seconds at the last evaluation
 

@@ -102,7 +102,7 @@ class PlacementAdoption:
         if shared.plan is None:
             return self._weights
         self._placement.propose(shared.plan.location(), torch.from_numpy(shared.plan.split_LP))
-        return self._weights.coming()
+        return self._weights.under_proposed_placement()
 
     def adopt(self) -> dict[str, object]:
         """The update is in force: so is what was proposed for it.  Facts for the reply."""
@@ -114,7 +114,7 @@ class PlacementAdoption:
     def _shared_plan(self) -> _SharedPlan:
         """Planned on the first rank of each engine."""
         position = self._position
-        mine = self._plan() if position.is_inbox_owner else _SharedPlan("")
+        mine = self._plan() if position.is_tp_leader else _SharedPlan("")
         plans = self._exchange(to_bytes(mine))
         return from_bytes(plans[position.replica * self._layout.tp_size], _SharedPlan)
 

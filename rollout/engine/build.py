@@ -291,7 +291,7 @@ def _wire(
 
 def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:
     """One publisher for each prefix cache: ranks that share requests have the same."""
-    if args.kv_events is None or not parallel.position.speaks:
+    if args.kv_events is None or not parallel.position.is_dp_leader:
         return None
     return KVEvents(
         args.kv_events,

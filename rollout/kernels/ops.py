@@ -85,7 +85,7 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits whatever else is in the batch and however many threads compute.
+    every result has the same bits in every batch and with any number of threads.
     """
 
     storage: RowMajor

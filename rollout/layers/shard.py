@@ -1,7 +1,4 @@
-"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads.
-
-Pure arithmetic.  Does not know tensors or groups.
-"""
+"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads."""
 
 from __future__ import annotations
 

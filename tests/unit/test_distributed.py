@@ -18,7 +18,7 @@ def test_positions_of_the_drawing() -> None:
     layout = ParallelLayout(tp_size=4, dp_size=2, ep_size=2, enable_dp_attention=True)
     found = [(p.attn_dp_rank, p.attn_tp_rank, p.ep_rank, p.moe_tp_rank) for p in map(layout.position, range(4))]
     assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
-    assert [p.speaks for p in map(layout.position, range(4))] == [True, False, True, False]
+    assert [p.is_dp_leader for p in map(layout.position, range(4))] == [True, False, True, False]
 
 
 def test_replicas_without_dp_attention() -> None:

@@ -82,7 +82,7 @@ class LowLatencyMode:
     """`Buffer.low_latency_dispatch`: at most M tokens a rank, results [C, G * M, D] of which the first rows are real.
 
     local expert 0   [ row row row  .   .   . ]     G * M places, recv_count of them filled,
-    local expert 1   [ row  .   .   .   .   . ]     the rest is whatever was in memory
+    local expert 1   [ row  .   .   .   .   . ]     the rest is uninitialized
     """
 
     def __init__(self, buffer: Any, shape: DeepEpShape) -> None:

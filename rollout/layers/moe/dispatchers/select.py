@@ -23,7 +23,7 @@ from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, require_
 
 @dataclass(frozen=True)
 class MoeBackend:
-    """What the settings say of dispatchers.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
+    """The settings of the dispatcher.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
 
     name: str = "none"
     max_step_tokens: int = 16384
@@ -31,7 +31,7 @@ class MoeBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherNeeds:
-    """What a dispatcher may want to know of the model and of this rank."""
+    """What a dispatcher is made from: sizes of the model, and this rank."""
 
     parallel: Parallel
     backend: MoeBackend
@@ -64,7 +64,7 @@ DISPATCHERS: dict[str, Callable[[DispatcherNeeds], Dispatcher]] = {
 
 
 def select_dispatcher(needs: DispatcherNeeds) -> Dispatcher:
-    """One for all MoE layers of a rank.  With one rank nothing moves, whatever the name.
+    """The dispatcher of all MoE layers of a rank.  With one rank nothing moves, under any name.
 
     Raises `StartupError` for a name that is not registered or that this machine does not have, and what the dispatcher
     raises.
