@@ -1,10 +1,9 @@
-"""Engines of one or several ranks that do what the benchmark tells them, a process a rank.
+"""Engines of one or several ranks that run the work of a benchmark, a process a rank.
 
     parent   one `Work` to every rank  ->  ranks   turns of the scheduler's loop until nothing is left
              <-  every rank: its `StepTaken`s
 
-Scheduler, model, groups and thread counts are a server's; HTTP and tokenizer are left out.  Knows how ranks are
-started, told and timed.  Does not know what is compared.
+Scheduler, model, groups and thread counts are a server's; HTTP and tokenizer are left out.
 """
 
 from __future__ import annotations
@@ -329,4 +328,4 @@ def main(words: Sequence[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(0)  # the groups' threads wait for peers that may be gone already
+    os._exit(0)  # the groups' threads wait for peers that may have ended already

@@ -1,4 +1,4 @@
-"""What any DeepEP dispatcher must give: batches with every awkward shape, experts that can be told apart, and the sum
+"""What any DeepEP dispatcher must give: batches with every awkward shape, distinguishable experts, and the sum
 that one rank alone would compute.
 
 All numbers are small multiples of 1/4, which bfloat16 holds exactly at every step, so that results are compared bit for

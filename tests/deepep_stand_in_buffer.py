@@ -1,4 +1,4 @@
-"""The stand-in's `Buffer`: normal mode, and low-latency mode.  What it promises is told in `deepep_stand_in`.
+"""The stand-in's `Buffer`: normal mode, and low-latency mode.  What it promises is listed in `deepep_stand_in`.
 
 Shapes: T tokens, H hidden, K top-k, A (token, choice) pairs, G ranks, E experts on all ranks, C = E / G on this one,
 M most tokens of a rank, N rows received.

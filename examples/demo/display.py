@@ -1,6 +1,6 @@
 """What the demo prints: progress of its phases, and the table at the end.
 
-Knows rich.  Without a terminal, progress is a line where a phase begins and one where it ends.
+Without a terminal, progress is a line where a phase begins and one where it ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`lockstep demo` as a user runs it, and what it does when a process fails or somebody stops it."""
+"""`lockstep demo` as a user runs it, and what it does when a process fails or it is interrupted."""
 
 from __future__ import annotations
 

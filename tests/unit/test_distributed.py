@@ -1,4 +1,4 @@
-"""Layouts and collectives: positions, sums in rank order, ragged rows, a rank that is gone."""
+"""Layouts and collectives: positions, sums in rank order, ragged rows, a lost rank."""
 
 from __future__ import annotations
 

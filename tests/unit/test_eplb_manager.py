@@ -173,7 +173,7 @@ def test_another_split_costs_nothing_and_is_taken_for_any_gain() -> None:
     decision = decide(situation(drift(COUNTS, 0.3), seconds_per_step=1e-9), RebalancePolicy())
     assert decision.rebalances and decision.num_changed_slots == 0 and decision.predicted_seconds == 0.0
     assert decision.after is not None and decision.after.mean > decision.before.mean
-    assert decision.num_chunks == 1, "the new split has to be put in force all the same"
+    assert decision.num_chunks == 1, "the new split has to be published all the same"
 
 
 def test_who_asks_gets_it_although_it_does_not_pay() -> None:

@@ -1,4 +1,4 @@
-"""The map in force as ranks see it: local slots, the division of tokens over replicas, another map in place."""
+"""The current map as ranks see it: local slots, the division of tokens over replicas, adopting another map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts moved between real ranks: whatever goes wrong on one of them at any point, all end with one map, and every
+"""Experts moved between real ranks: after any failure of one of them at any point, all end with one map, and every
 slot holds what that map says, or all say that it does not.
 
 Shapes: L MoE layers, P physical experts (slots over all ranks).
