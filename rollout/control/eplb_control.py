@@ -24,11 +24,10 @@ import numpy as np
 import torch
 
 from eplb.algorithms.registry import require_planner
-from eplb.algorithms.types import Plan
+from eplb.algorithms.types import Plan, from_bytes, to_bytes
 from eplb.decision import Decision, RebalancePolicy, decide, given_plan
 from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
 from eplb.manager import RebalanceManager, Stage
-from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of

@@ -18,10 +18,9 @@ import msgspec
 import numpy as np
 import torch
 
-from eplb.algorithms.types import Plan
+from eplb.algorithms.types import Plan, from_bytes, to_bytes
 from eplb.errors import EplbError
 from eplb.placement import ExpertPlacement
-from eplb.plan_bytes import from_bytes, to_bytes
 from rollout.core.errors import BadRequest, Conflict
 from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.model_executor.weight_loading import WeightIndex

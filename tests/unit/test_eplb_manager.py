@@ -18,14 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from benchmarks.eplb_loads import drift, zipf
 from eplb.algorithms.bounds import balancedness
 from eplb.algorithms.registry import make_plan
-from eplb.algorithms.types import ExpertLayout, Plan, even_split
+from eplb.algorithms.types import ExpertLayout, Plan, even_split, from_bytes, to_bytes
 from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, RebalanceRefused
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
-from eplb.plan_bytes import from_bytes, to_bytes
 from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 32, 36, 4

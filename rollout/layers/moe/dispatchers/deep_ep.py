@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,18 +40,12 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
 logger = logging.getLogger(__name__)
 
 
-class Mode(Protocol):
-    """One way to send tokens and to bring results back; a handle is read by the mode that made it."""
-
-    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        """Of contiguous bfloat16 hidden states, ids of the package's type and float32 weights."""
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """[T, D] bfloat16."""
-
-
 class NormalMode:
-    """`Buffer.dispatch`: high throughput."""
+    """`Buffer.dispatch`: high throughput.
+
+    Modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights, and give back
+    [T, D] bfloat16.  A handle is read by the mode that made it.
+    """
 
     def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
         self.buffer, self.shape = buffer, shape
@@ -116,6 +110,9 @@ class LowLatencyMode:
             handle=packed_handle,
         )
         return combined_TD
+
+
+Mode = NormalMode | LowLatencyMode
 
 
 class DeepEpDispatcher(Dispatcher):
