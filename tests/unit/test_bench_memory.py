@@ -32,7 +32,7 @@ def test_bound() -> None:
     assert memory.bound_bytes(weights=1000, kv_pool=10) == 1150 + 10 + 400e6
 
 
-def test_the_worker_is_told_from_other_children() -> None:
+def test_the_worker_is_distinguished_from_other_children() -> None:
     with pytest.raises(ValueError):
         memory.worker_pid(os.getpid())
 

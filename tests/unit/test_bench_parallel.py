@@ -123,7 +123,7 @@ def test_a_gather_per_layer_gives_the_same_rows(folder: Path) -> None:
         assert torch.equal(found.transpose(0, 1), ids_LTK)
 
 
-def test_one_collective_too_many_is_told(folder: Path) -> None:
+def test_one_collective_too_many_is_reported(folder: Path) -> None:
     args = settings_of(folder, **LAYOUTS["dp2"])
     steps = [run[2] for run in run_work(args, WORK)]
     calls, num_bytes = steps[1].sent["tp broadcast"]
@@ -135,7 +135,7 @@ def test_one_collective_too_many_is_told(folder: Path) -> None:
     assert differences(engine_of(args), steps)
 
 
-def test_work_that_is_not_done_is_told(folder: Path) -> None:
+def test_work_that_is_not_done_is_reported(folder: Path) -> None:
     args = settings_of(folder)
     driver = RankDriver(args, Parallel())
     with pytest.raises(AssertionError, match="abort"):

@@ -64,7 +64,7 @@ def test_any_history_of_steps_gives_what_one_rank_gives(api: str, steps: list[tu
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_sums_are_rounded_no_more_often_than_told(api: str) -> None:
+def test_sums_are_rounded_no_more_often_than_documented(api: str) -> None:
     """Each weighted output is rounded three times at most on its way: by its expert, by its rank, by its token."""
     generator = torch.Generator().manual_seed(5)
     matrices = torch.randn(NUM_EXPERTS, HIDDEN[api], generator=generator).bfloat16()

@@ -116,7 +116,7 @@ def test_point_to_point() -> None:
     assert (first.tolist(), second.tolist()) == ([2, 2, 2], [1, 1, 1])
 
 
-def test_a_rank_that_is_gone_is_an_error_before_the_deadline() -> None:
+def test_a_lost_rank_is_an_error_before_the_deadline() -> None:
     def work(parallel: Parallel) -> str:
         if parallel.tp.rank == 1:
             return "left"

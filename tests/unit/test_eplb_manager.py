@@ -116,7 +116,7 @@ def test_windows_without_tokens_change_nothing_and_wrong_ones_are_refused() -> N
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def test_the_placement_in_force_is_measured_as_it_is() -> None:
+def test_the_current_placement_is_measured_as_it_is() -> None:
     moved = make_plan("min_move", LATER, LAYOUT, IN_FORCE.physical_to_logical_LP)
     placement = ExpertPlacement(IN_FORCE.location(), ep_rank=1, ep_size=RANKS)
     assert np.allclose(placement.plan(LAYOUT).split_LP, IN_FORCE.split_LP, atol=1e-4)

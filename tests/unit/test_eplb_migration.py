@@ -210,7 +210,7 @@ def test_sends_are_spread_over_the_holders() -> None:
     assert sent_by_rank(migration) == [4 * SLOT_BYTES] * 4 + [0] * 4
 
 
-def test_a_node_is_left_only_where_nobody_on_it_has_the_expert() -> None:
+def test_another_node_is_asked_only_where_no_rank_of_the_own_has_the_expert() -> None:
     layout = ExpertLayout(num_logical_experts=4, num_physical_experts=8, num_ranks=4, num_nodes=2)
     before = [0, 1, 2, 3, 0, 2, 1, 2]
     after = [0, 1, 2, 3, 0, 2, 0, 3]
@@ -268,7 +268,7 @@ def test_copying_without_staging_is_seen() -> None:
         check(plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES), one_by_one)
 
 
-def test_digests_tell_plans_apart() -> None:
+def test_digests_of_different_plans_differ() -> None:
     plans = [
         plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES),
         plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES + 1),

@@ -119,7 +119,7 @@ def test_a_fault_anywhere_leaves_one_map_and_the_content_that_it_says(num_ranks:
 
 
 @pytest.mark.parametrize("num_ranks", PLANS)
-def test_content_that_cannot_be_restored_is_said_on_all_ranks(num_ranks: int) -> None:
+def test_content_that_cannot_be_restored_is_an_error_on_all_ranks(num_ranks: int) -> None:
     migration = PLANS[num_ranks]
     (clean,) = on_ranks(migration, [Fault()])
     outcomes = on_ranks(migration, faults_of(migration, ["writes_from"], clean))

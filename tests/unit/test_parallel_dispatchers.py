@@ -176,7 +176,7 @@ def test_the_outputs_are_those_of_one_rank(name: str, sizes: tuple[int, int, int
     check(name, layout_of(*sizes), located)
 
 
-def test_one_rank_moves_nothing_whatever_the_name() -> None:
+def test_one_rank_moves_nothing_under_any_name() -> None:
     for name in NAMES:
         assert isinstance(make(name, Parallel(), TRIVIAL), LocalDispatcher)
 
