@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
-from eplb.algorithms.types import ExpertLayout, Plan
-from eplb.decision import Decision, RebalancePolicy, Situation
+from eplb.algorithms.types import ExpertLayout
+from eplb.decision import Decision, RebalancePolicy
 from eplb.errors import MapError, RebalanceRefused
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
@@ -95,20 +93,6 @@ class RebalanceManager:
     def bytes_per_s(self) -> float:
         """At which the busiest rank handled experts in the chunks so far."""
         return self._handled_bytes / self._handled_s if self._handled_s else ASSUMED_BYTES_PER_S
-
-    def situation(
-        self, in_force: Plan, placement_epoch: int, weight_epoch: int, weight_version: str, seconds_per_step: float
-    ) -> Situation:
-        return Situation(
-            counts_LE=np.asarray(self.history.counts_LE),
-            in_force=in_force,
-            placement_epoch=placement_epoch,
-            weight_epoch=weight_epoch,
-            weight_version=weight_version,
-            seconds_per_step=seconds_per_step,
-            slot_bytes=self.slot_bytes,
-            bytes_per_s=self.bytes_per_s,
-        )
 
     # --- stages ---------------------------------------------------------------------------------------------------
 

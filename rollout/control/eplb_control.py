@@ -25,7 +25,7 @@ import torch
 
 from eplb.algorithms.registry import require_planner
 from eplb.algorithms.types import Plan, from_bytes, to_bytes
-from eplb.decision import Decision, RebalancePolicy, decide, given_plan
+from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
 from eplb.manager import RebalanceManager, Stage
 from eplb.transfer import ExpertTransfer
@@ -125,9 +125,15 @@ class EplbControl:
         """Start planning, on rank 0 beside the steps."""
         self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
-        in_force = placement.plan(manager.layout)
-        situation = manager.situation(
-            in_force, placement.epoch, epoch.weight_epoch, epoch.weight_version, self._seconds_per_step()
+        situation = Situation(
+            counts_LE=self._history.counts_LE.numpy(),
+            in_force=placement.plan(manager.layout),
+            placement_epoch=placement.epoch,
+            weight_epoch=epoch.weight_epoch,
+            weight_version=epoch.weight_version,
+            seconds_per_step=self._seconds_per_step(),
+            slot_bytes=manager.slot_bytes,
+            bytes_per_s=manager.bytes_per_s,
         )
         manager.start_planning()
         self._verb = verb
