@@ -32,7 +32,7 @@ _MAP, _COUNTS = "physical_to_logical_map", "logical_count"
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """What a dump says about its model.  `moe_layer_ids` are the hidden layers with experts."""
+    """The model that a dump was recorded from.  `moe_layer_ids` are the hidden layers with experts."""
 
     architecture: str
     moe_layer_ids: tuple[int, ...]

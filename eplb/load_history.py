@@ -115,7 +115,7 @@ class LoadHistory(PassCounter[int]):
 
     @property
     def num_passes(self) -> int:
-        """Since the last `gather`, or since that was put off."""
+        """Since the last `gather` or `postpone`."""
         return self.num_unseen_passes - self._postponed_at
 
     def postpone(self) -> None:

@@ -1,7 +1,7 @@
 """`LoadRecorder`: how many tokens each logical expert got, by pass, weight version and placement.
 
 A pass is noted under the weight version and the placement epoch that it ran with.  Counts are logical; what a slot or
-a rank got follows from the placement that was in force in that very pass, whatever is in force when it is asked.
+a rank got follows from the placement of that very pass, not from the one at the time of the dump.
 
 Shapes: S passes, T tokens, L MoE layers, E logical experts, P physical experts (slots), K top-k, W windows.
 """

@@ -33,7 +33,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the last rebalance ended: `dropped` says why not all of its chunks were moved."""
+    """How the last rebalance ended.  `dropped`: why not all of its chunks were moved."""
 
     num_chunks: int
     chunks_done: int

@@ -23,7 +23,7 @@ _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up pr
 
 
 class RowMajor:
-    """Matrices as they are: gate rows before up rows."""
+    """Plain row-major matrices: gate rows before up rows."""
 
     name = "row-major"
 

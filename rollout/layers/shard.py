@@ -40,7 +40,7 @@ class Shard:
         return self.length == self.total
 
     def times(self, size: int) -> Shard:
-        """In units of which `size` make one of these."""
+        """The same shard in smaller units, `size` of which make one of these."""
         return Shard(self.total * size, self.start * size, self.length * size)
 
 

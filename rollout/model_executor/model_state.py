@@ -76,7 +76,7 @@ class ModelState:
             self._mutation = None
 
     def publish_weights(self, weight_version: str, content_digest: str | None) -> None:
-        """New content is in place: a new epoch under `weight_version`, in one assignment."""
+        """Publish the new content as a new epoch under `weight_version`, in one assignment."""
         assert self._mutation is not None, "weights are published inside mutate()"
         epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
         self._version_of_epoch[epoch.weight_epoch] = weight_version
@@ -85,23 +85,23 @@ class ModelState:
         self.epoch = epoch
 
     def publish_placement(self) -> None:
-        """Experts are where the placement says now; the weights are the same."""
+        """Publish the placement's new epoch; the weights are the same."""
         assert self._mutation is not None, "placements are published inside mutate()"
         self._amend(replace(self.epoch, placement_epoch=self.placement.epoch))
 
     def relabel(self, weight_version: str) -> None:
-        """Another label for the content in force, from the next token on."""
+        """Give the content in force another label, from the next token on."""
         assert self._mutation is not None, "versions change inside mutate()"
         self._amend(replace(self.epoch, weight_version=weight_version))
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = self.epoch.weight_epoch
 
     def note_digest(self, content_digest: str) -> None:
-        """What the content in force was found to be: the digest of all logical tensors."""
+        """Record the digest of all logical tensors of the content in force."""
         self._amend(replace(self.epoch, content_digest=content_digest))
 
     def drop_digest(self) -> None:
-        """What is in memory is no longer what the digest says.
+        """Forget the digest of the epoch in force, as memory no longer holds that content.
 
         What served before keeps its digest among `recent_epochs`; the epoch in force has none.
         """
