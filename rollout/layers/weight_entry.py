@@ -1,4 +1,4 @@
-"""How a layer declares which logical tensors it holds and where: what makes cold load and live refresh the same code."""
+"""How a layer declares which logical tensors it holds and where, for cold load and live refresh alike."""
 
 from __future__ import annotations
 
