@@ -21,10 +21,10 @@ from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, SliceRoutes
 from rollout.layers.layer import Layer
+from rollout.layers.mlp import SharedExpert
 from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
-from rollout.layers.moe.shared_expert import SharedExpert
 from rollout.layers.norm_rotary import RMSNorm
 
 
