@@ -41,7 +41,7 @@ class Batch:
 
 
 def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
-    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, whatever their weight."""
+    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, with any weight."""
     ids_RS = work.local_physical_ids_RS
     assert work.has_holes or not (ids_RS < 0).any()
     assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
