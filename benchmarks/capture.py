@@ -4,7 +4,7 @@ One engine, because two copies of the same weights differ in speed by more than 
 
 off       no recording
 off again the same once more: what the machine's noise makes of no difference
-recorded  recording on, nobody asks: what every request pays
+recorded  recording on, not returned: what every request pays
 returned  recording on, every request takes its rows
 """
 
