@@ -9,6 +9,8 @@ import torch
 
 from capture.routed_experts import narrowest_dtype
 
+_SPARE_ROWS = 64  # small buffers are allocated together: an allocation takes longer than a small step's copies
+
 
 class RoutedExpertsCapturer:
     """Takes one record of every MoE layer in every step, by copy, into a buffer that belongs to that step alone.
@@ -32,6 +34,7 @@ class RoutedExpertsCapturer:
         self._device = device
         self._rows_TLK: torch.Tensor | None = None
         self._absent: set[int] = set()
+        self._spare: list[torch.Tensor] = []  # buffers of steps to come
 
     def begin_step(self, num_tokens: int) -> torch.Tensor:
         """Expect one record of `num_tokens` rows from every MoE layer; where they go [T, L, K].
@@ -39,7 +42,11 @@ class RoutedExpertsCapturer:
         Drops what an unfinished step left.
         """
         shape = (num_tokens, self.num_moe_layers, self.top_k)
-        self._rows_TLK = torch.empty(shape, dtype=self.dtype, device=self._device)
+        if not self._spare or self._spare[-1].shape != shape:
+            steps = _SPARE_ROWS // num_tokens if num_tokens else 0
+            several = torch.empty((max(steps, 1), *shape), dtype=self.dtype, device=self._device)
+            self._spare = list(several.unbind())
+        self._rows_TLK = self._spare.pop()
         self._absent = set(range(self.num_moe_layers))
         return self._rows_TLK
 
