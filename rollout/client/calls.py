@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 from rollout.client import generation
 from rollout.client.errors import ServerTimeout
@@ -14,6 +14,7 @@ from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
     JsonObject,
+    asked,
     field_of,
     is_healthy,
     nothing,
@@ -35,7 +36,6 @@ from rollout.core.io_struct import (
 from rollout.core.message import AnyReply, ControlReqInput
 from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
 
-T = TypeVar("T")
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
@@ -73,7 +73,7 @@ class Calls(WeightCalls):
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        return verb_call(ContinueGenerationReqInput, verb_result, abort_below_weight_version=abort_below_weight_version)
+        return asked(ContinueGenerationReqInput, locals())
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -83,12 +83,12 @@ class Calls(WeightCalls):
     @method
     def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Make the server give memory back to the system; refused while requests run.  None: all that it can."""
-        return verb_call(ReleaseMemoryOccupationReqInput, verb_result, tags=_list(tags))
+        return asked(ReleaseMemoryOccupationReqInput, locals())
 
     @method
     def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Let the server take released memory again.  None: all of it."""
-        return verb_call(ResumeMemoryOccupationReqInput, verb_result, tags=_list(tags))
+        return asked(ResumeMemoryOccupationReqInput, locals())
 
     @method
     def start_profile(
@@ -100,19 +100,12 @@ class Calls(WeightCalls):
         record_shapes: bool = False,
     ) -> Call[JsonObject]:
         """Record every step from now on with torch's profiler; the `files` come at the stop or after `num_steps`."""
-        return verb_call(
-            StartProfileReqInput,
-            verb_result,
-            output_dir=output_dir,
-            num_steps=num_steps,
-            with_stack=with_stack,
-            record_shapes=record_shapes,
-        )
+        return asked(StartProfileReqInput, locals())
 
     @method
     def stop_profile(self) -> Call[JsonObject]:
         """Write what was recorded; answers when the `files` are there."""
-        return verb_call(StopProfileReqInput, verb_result)
+        return asked(StopProfileReqInput, locals())
 
     @method
     def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
@@ -171,7 +164,3 @@ class Calls(WeightCalls):
 
 def _health(timeout_s: float) -> Call[bool]:
     return Call("GET", "/health", is_healthy, timeout_s=timeout_s, unanswered=False)
-
-
-def _list(items: Sequence[T] | None) -> list[T] | None:
-    return None if items is None else list(items)

@@ -236,7 +236,7 @@ class EplbControl:
         elif self._manager.error is not None and self._plans:
             print(f"lockstep: no rebalance: {self._manager.error}", file=sys.stderr, flush=True)
 
-    def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput:
+    def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput[EplbRebalanceReply]:
         decision, outcome, error = self._manager.decision, self._manager.outcome, self._manager.error
         if error is not None:
             return failure(verb.request_id, error)
@@ -245,14 +245,18 @@ class EplbControl:
         if moved and outcome is not None and outcome.dropped is not None:
             done = f"{outcome.chunks_done} of {outcome.num_chunks} chunks were moved"
             return failure(verb.request_id, Conflict(f"{done}; {outcome.dropped}"))
-        data = {"rebalanced": moved, "dry_run": verb.dry_run, "decision": decision.facts()}
-        data["placement_epoch"] = self._state.placement.epoch
+        reply = EplbRebalanceReply(
+            rebalanced=moved,
+            dry_run=verb.dry_run,
+            decision=decision.facts(),
+            placement_epoch=self._state.placement.epoch,
+        )
         if moved and outcome is not None:
-            data["outcome"] = outcome.facts()
+            reply.outcome = outcome.facts()
         if verb.dry_run and decision.plan is not None:
-            data["physical_to_logical_map"] = decision.plan.physical_to_logical_LP.tolist()
-            data["split"] = decision.plan.split_LP.tolist()
-        return verb.answer(msgspec.convert(data, EplbRebalanceReply), decision.reason)
+            reply.physical_to_logical_map = decision.plan.physical_to_logical_LP.tolist()
+            reply.split = decision.plan.split_LP.tolist()
+        return verb.answer(reply, decision.reason)
 
 
 class NoExpertsToMove:

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
 from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
 from rollout.core.expert_io_struct import (
+    DumpExpertDistributionReply,
     DumpExpertDistributionReqInput,
+    ExpertLocationReply,
     GetExpertLocationReqInput,
+    StartExpertDistributionReply,
     StartExpertDistributionReqInput,
+    StopExpertDistributionReply,
     StopExpertDistributionReqInput,
 )
-from rollout.core.message import ControlReqInput, ControlReqOutput, reply_type
+from rollout.core.message import ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.scheduler.scheduler import Scheduler
 
@@ -60,31 +62,34 @@ class ExpertDistribution:
     def _is_recording(self) -> bool:
         return self._runner.load_recorder is not None
 
-    def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput:
+    def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput[StartExpertDistributionReply]:
         config = self._require_moe()
         mode = verb.mode or self._default_mode
         if self._is_recording:
             assert self._recorder is not None
             if self._recorder.mode != mode:
                 raise Conflict(f"already recording in mode {self._recorder.mode}; stop it before mode {mode}")
-            return _done(verb, "Already recording the expert distribution; nothing changed.", {"mode": mode})
+            return verb.answer(
+                StartExpertDistributionReply(mode=mode), "Already recording the expert distribution; nothing changed."
+            )
         dropped = 0 if self._recorder is None else self._recorder.num_passes
         placement = self._state.placement
         layers, experts = len(config.moe_layer_ids), config.num_experts
         self._recorder = LoadRecorder(layers, experts, placement, mode, placement.ep_size)
         self._runner.load_recorder = self._recorder
-        return _done(verb, "Start recording the expert distribution.", {"mode": mode, "num_passes_dropped": dropped})
+        reply = StartExpertDistributionReply(mode=mode, num_passes_dropped=dropped)
+        return verb.answer(reply, "Start recording the expert distribution.")
 
-    def _stop(self, verb: StopExpertDistributionReqInput) -> ControlReqOutput:
+    def _stop(self, verb: StopExpertDistributionReqInput) -> ControlReqOutput[StopExpertDistributionReply]:
         self._require_moe()
         if not self._is_recording:
             raise Conflict("the expert distribution is not being recorded")
         recorder = self._require_recorder()
         self._runner.load_recorder = None
-        data = {"mode": recorder.mode, "num_passes": recorder.num_passes}
-        return _done(verb, "Stop recording the expert distribution.", data)
+        reply = StopExpertDistributionReply(mode=recorder.mode, num_passes=recorder.num_passes)
+        return verb.answer(reply, "Stop recording the expert distribution.")
 
-    def _dump(self, verb: DumpExpertDistributionReqInput) -> ControlReqOutput:
+    def _dump(self, verb: DumpExpertDistributionReqInput) -> ControlReqOutput[DumpExpertDistributionReply]:
         config = self._require_moe()
         recorder = self._require_recorder()
         dump = recorder.dump(recorded_model(config).to_header())
@@ -92,26 +97,24 @@ class ExpertDistribution:
             raise TooLarge(f"the dump has {dump.num_numbers} numbers, too many for JSON: take format safetensors")
         if verb.reset:
             recorder.reset()
-        return _done(verb, "Dump the expert distribution.", {"dump": dump.to_message()})
+        return verb.answer(DumpExpertDistributionReply(dump=dump.to_message()), "Dump the expert distribution.")
 
-    def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput:
+    def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput[ExpertLocationReply]:
         self._require_moe()
         placement, epoch = self._state.placement, self._state.epoch
         metadata = placement.metadata
-        return _done(
-            verb,
-            "",
-            {
-                "placement_epoch": placement.epoch,
-                "weight_version": epoch.weight_version,
-                "weight_epoch": epoch.weight_epoch,
-                "ep_size": placement.ep_size,
-                "num_logical_experts": metadata.num_logical_experts,
-                "num_physical_experts": metadata.num_physical_experts,
-                "moe_layer_ids": list(self._state.model.config.moe_layer_ids),
-                "physical_to_logical_map": metadata.physical_to_logical_map.tolist(),
-                "logical_to_physical_map": placement.slots_of_experts().tolist(),
-            },
+        return verb.answer(
+            ExpertLocationReply(
+                placement_epoch=placement.epoch,
+                weight_version=epoch.weight_version,
+                weight_epoch=epoch.weight_epoch,
+                ep_size=placement.ep_size,
+                num_logical_experts=metadata.num_logical_experts,
+                num_physical_experts=metadata.num_physical_experts,
+                moe_layer_ids=list(self._state.model.config.moe_layer_ids),
+                physical_to_logical_map=metadata.physical_to_logical_map.tolist(),
+                logical_to_physical_map=placement.slots_of_experts().tolist(),
+            )
         )
 
     def _require_moe(self) -> ModelConfig:
@@ -124,7 +127,3 @@ class ExpertDistribution:
         if self._recorder is None:
             raise Conflict("nothing was recorded: POST /start_expert_distribution_record first")
         return self._recorder
-
-
-def _done(verb: ControlReqInput, message: str, data: dict[str, Any]) -> ControlReqOutput:
-    return verb.answer(msgspec.convert(data, reply_type(type(verb))), message)

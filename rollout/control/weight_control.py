@@ -25,9 +25,8 @@ import msgspec
 from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
-from rollout.control.weight_commit import WeightCommit, committed
+from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
-from rollout.control.weight_labels import successor
 from rollout.control.weight_queue import Job, WeightQueue
 from rollout.control.weight_reading import shown_weights
 from rollout.control.weight_sources import SOURCES

@@ -6,7 +6,7 @@ The one place that knows all the parts; they do not know each other's constructo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
-from rollout.engine.batch_invariance import batch_invariance
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
@@ -354,3 +353,15 @@ def _static_state(
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),
     }
+
+
+def batch_invariance(parts: Mapping[str, bool], reason: str, order_of_sums: str | None = None) -> dict[str, Any]:
+    """The fields `batch_invariant` and `batch_invariance_note` of /server_info.
+
+    `parts`: whether each part that computes numbers gives a token the same bits in every batch, chunking and number of
+    threads; `reason`: why one does not.  `order_of_sums`: why sums over ranks depend on the batch.
+    """
+    failing = [name for name, holds in parts.items() if not holds]
+    notes = [f"{' and '.join(failing)} on plain torch: {reason}"] if failing else []
+    notes += [order_of_sums] if order_of_sums is not None else []
+    return {"batch_invariant": not notes, "batch_invariance_note": "; ".join(notes)}

@@ -37,11 +37,10 @@ from rollout.entrypoints.connections import (
     quiet_about_files,
     raise_file_limit,
 )
-from rollout.entrypoints.follower import run_follower
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
-from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses
+from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
 from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager

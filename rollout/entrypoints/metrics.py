@@ -17,7 +17,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from rollout.core.scheduler_state import SchedulerState
-from rollout.entrypoints.eplb_metrics import EplbMetrics
 from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.entrypoints.session_metrics import SessionMetrics
 from rollout.tokenizer_manager.sample import SampleRecord
@@ -152,8 +151,8 @@ class Metrics:
             buckets=_LATENCY_BUCKETS,
             registry=self._registry,
         )
-        self._experts = ExpertMetrics(model_name, self._registry)
-        self._eplb = EplbMetrics(model_name, self._registry)
+        self._experts = ExpertMetrics(model_name)
+        self._registry.register(self._experts)
         self._sessions = SessionMetrics(model_name, self._registry)
 
     # --- RequestObserver -----------------------------------------------------------------------------------------
@@ -192,8 +191,8 @@ class Metrics:
     def update(self, state: SchedulerState) -> None:
         """Take the gauges from the scheduler's state."""
         self._state.by_rank = state.of_ranks
-        self._experts.update(state.expert_distribution)
-        self._eplb.update(state.eplb)
+        self._experts.recorder = state.expert_distribution
+        self._experts.balancer = state.eplb
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:

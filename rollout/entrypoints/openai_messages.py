@@ -47,10 +47,6 @@ class ChatMessage:
             delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """The message of an answer that is complete."""
-        return {"role": "assistant"} | self.delta(text, is_last=True)
-
     def _call(self, call: ToolCall) -> dict[str, Any]:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         function = {"name": call.name, "arguments": call.arguments}

@@ -106,7 +106,30 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
             raise UnsupportedFeature(f"{place}{name} is not supported by this server")
 
 
-class GenerateRequest(Body):
+class AnyGeneration(Body):
+    """What requests of every dialect may say."""
+
+    stream: bool = False
+    session_id: str | None = None
+    extra_key: ExtraKey | None = None
+    cache_salt: ExtraKey | None = None
+    max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
+
+    def common_fields(self) -> dict[str, Any]:
+        """Of a `GenerateReqInput`.  Two requests share a prefix only if both `cache_salt` and `extra_key` agree."""
+        salt, key = self.cache_salt, self.extra_key
+        return {
+            "stream": self.stream,
+            "session_id": self.session_id,
+            "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
+            "max_kv_version_lag": self.max_kv_version_lag,
+            "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
+        }
+
+
+class GenerateRequest(AnyGeneration):
     """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS
@@ -120,31 +143,21 @@ class GenerateRequest(Body):
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: Annotated[TokenIds | list[TokenIds | None] | None, Field(union_mode="left_to_right")] = None
     return_text_in_logprobs: bool = False
-    stream: bool = False
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
     replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
     replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
-    extra_key: ExtraKey | None = None
-    cache_salt: ExtraKey | None = None
-    max_kv_version_lag: int | None = None
     priority: Int64 = 0
-    session_id: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # its old name
 
     def to_request(self) -> GenerateReqInput:
         """Raises `UnsupportedFeature`."""
         for params in self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]:
             _check_sampling_names(params)
-        others = ("cache_salt", "data_parallel_rank")
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in others}
-        fields["priority"] = -self.priority  # SGLang's higher ones come first
-        if self.routed_dp_rank is None:
-            fields["routed_dp_rank"] = self.data_parallel_rank
-        return GenerateReqInput(**fields | {"extra_key": combined_extra_key(self.cache_salt, self.extra_key)})
+        own = type(self).model_fields.keys() - AnyGeneration.model_fields.keys()
+        fields = {name: getattr(self, name) for name in own} | self.common_fields()
+        return GenerateReqInput(**fields | {"priority": -self.priority})  # SGLang's higher ones come first
 
 
 def _check_sampling_names(params: dict[str, Any]) -> None:
@@ -152,13 +165,6 @@ def _check_sampling_names(params: dict[str, Any]) -> None:
     for name, ours in VLLM_SAMPLING_FIELDS.items():
         if params.get(name) is not None and params[name] is not False:
             raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
-
-
-def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Both partition the prefix cache; two requests share a prefix only if both agree."""
-    if cache_salt is None:
-        return extra_key
-    return f"{cache_salt}\x1f{extra_key or ''}"
 
 
 def template_variables(variables: dict[str, Any]) -> dict[str, Any]:

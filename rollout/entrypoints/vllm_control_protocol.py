@@ -5,11 +5,10 @@ Knows names, types and defaults.  Does not know what an endpoint does.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rollout.core.errors import UnsupportedFeature
 from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput
 from rollout.entrypoints.protocol import Body
 from rollout.entrypoints.verb_body import body_of
@@ -32,21 +31,7 @@ class ResetPrefixCacheRequest(Body):
     reset_running_requests: bool = False
 
 
-class _Info(Body):
-    """A body inside a body; `unsupported` is refused here, too."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, raw: Any) -> Any:
-        for name in sorted(cls.unsupported & raw.keys()) if isinstance(raw, dict) else ():
-            if raw[name]:
-                raise UnsupportedFeature(f"{name} is not supported by this server")
-        return raw
-
-
-class InitInfo(_Info, body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
+class InitInfo(body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
     """How tensors will come: by which group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
 
     unsupported = frozenset({"nccl_unique_id_b64"})
@@ -64,7 +49,7 @@ class StartWeightUpdateRequest(Body):
     is_checkpoint_format: Literal[True] = True
 
 
-class UpdateInfo(_Info):
+class UpdateInfo(Body):
     """The tensors that are about to come.  Clients of older versions say here, not before, that they are packed."""
 
     unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
