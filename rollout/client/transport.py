@@ -1,7 +1,4 @@
-"""What both clients share of HTTP: connection options, headers, bodies, deadlines, and the mapping of errors.
-
-Knows httpx's arguments and exceptions.  Sends nothing.
-"""
+"""What both clients share of HTTP: connection options, headers, bodies, deadlines, and the mapping of errors."""
 
 from __future__ import annotations
 

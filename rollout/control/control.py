@@ -1,8 +1,4 @@
-"""Control verbs that need no weights: pause, flush, state, shutdown.
-
-Knows the scheduler's public face, and whom to ask for the rest of the state.  Does not know sockets or weight
-transactions.
-"""
+"""Control verbs that need no weights: pause, flush, state, shutdown."""
 
 from __future__ import annotations
 

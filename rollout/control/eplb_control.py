@@ -6,13 +6,12 @@
     moving                 a chunk of layers between two steps: move, put the map in force, agree that it is one map
 
 All of it in the same turn on all ranks.  A weight update goes first: while one is open nothing is moved, and what was
-not moved yet is dropped.  Knows turns, verbs and votes.  Does not know planners, bytes or how a refresh works.
+not moved yet is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -31,12 +30,14 @@ from eplb.manager import RebalanceManager, Stage
 from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
+from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
 from rollout.core.message import ControlReqOutput
 from rollout.scheduler.scheduler import Scheduler, failure
 
-_OVERDUE = 10  # evaluations that may be missed, as while a weight update is open, before the engine is not well
+_OVERDUE = 10
+"""Evaluations that may be missed, as while a weight update is open, before the balancer is reported as stuck."""
 
 
 class _Planned(msgspec.Struct):
@@ -73,7 +74,7 @@ class EplbControl:
 
     @property
     def verbs(self) -> dict[type, Callable]:
-        return {EplbRebalanceReqInput: self._asked}
+        return {EplbRebalanceReqInput: self._on_verb}
 
     def status(self) -> dict[str, Any]:
         """Plain values for metrics and health."""
@@ -85,11 +86,11 @@ class EplbControl:
         every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
         if unseen <= _OVERDUE * every:
             return None
-        return f"the balance of ranks was not looked at for {unseen} steps, due every {every}"
+        return f"the balance of ranks was not evaluated for {unseen} steps, due every {every}"
 
     # --- an evaluation --------------------------------------------------------------------------------------------
 
-    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+    def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         """Answered when it was decided not to move, or when moving has ended."""
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
@@ -187,7 +188,7 @@ class EplbControl:
             return True
         self._manager.planned(decision, move=verb is None or not verb.dry_run)
         if verb is None and decision.rebalances and self._plans:
-            print(f"lockstep: rebalance: {decision.reason}", file=sys.stderr, flush=True)
+            say(f"rebalance: {decision.reason}")
         return True
 
     def _move(self) -> None:
@@ -203,7 +204,7 @@ class EplbControl:
                 if not manager.num_chunks_done:
                     self._transfer.prepare(decision.migration, placement.epoch)
                 report = self._transfer.run(chunk, placement.epoch)
-                self._put_in_force(decision.plan, chunk.layers)
+                self._publish_map(decision.plan, chunk.layers)
         except EplbError as error:
             manager.drop(error)
             if isinstance(error, TornTransferError):
@@ -211,8 +212,8 @@ class EplbControl:
             return
         manager.chunk_done(report, placement.epoch)
 
-    def _put_in_force(self, plan: Plan, layers: range) -> None:
-        """The map that says what slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
+    def _publish_map(self, plan: Plan, layers: range) -> None:
+        """Adopt the map of what the slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
         placement = self._state.placement
         try:
             placement.adopt(plan.location(), torch.from_numpy(plan.split_LP), list(layers))
@@ -234,7 +235,7 @@ class EplbControl:
         if verb is not None:
             self._scheduler.reply(self._answer(verb))
         elif self._manager.error is not None and self._plans:
-            print(f"lockstep: no rebalance: {self._manager.error}", file=sys.stderr, flush=True)
+            say(f"no rebalance: {self._manager.error}")
 
     def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput[EplbRebalanceReply]:
         decision, outcome, error = self._manager.decision, self._manager.outcome, self._manager.error
@@ -267,7 +268,7 @@ class NoExpertsToMove:
 
     @property
     def verbs(self) -> dict[type, Callable]:
-        return {EplbRebalanceReqInput: self._asked}
+        return {EplbRebalanceReqInput: self._on_verb}
 
     def advance(self) -> None:
         """Nothing to do."""
@@ -275,12 +276,12 @@ class NoExpertsToMove:
     def status(self) -> None:
         """Nothing to show."""
 
-    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+    def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         raise UnsupportedFeature(self._reason)
 
 
 def _planned(work: Callable[[], Decision]) -> _Planned:
-    """In the planner's thread: whatever goes wrong there is an answer."""
+    """In the planner's thread.  Never raises: errors are returned."""
     try:
         return _Planned(decision=work())
     except Exception as error:

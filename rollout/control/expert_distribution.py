@@ -1,7 +1,7 @@
 """The verbs of the load recorder and of the expert map: start, stop, dump, and which expert is where.
 
 They are answered between two steps, without a turn in the weight verbs' queue, so that what they say belongs to one
-moment.  Knows when something is recorded.  What is counted is `eplb.load_recorder`'s business.
+moment.  What is counted is in `eplb.load_recorder`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout.scheduler.scheduler import Scheduler
 
 
 def recorded_model(config: ModelConfig) -> RecordedModel:
-    """What a dump says of a model, and compares."""
+    """What a dump records of a model, and what a placement from one is compared with."""
     return RecordedModel(config.architecture, config.moe_layer_ids, config.num_experts, config.num_experts_per_tok)
 
 

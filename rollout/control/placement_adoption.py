@@ -1,11 +1,10 @@
-"""A full refresh brings every expert's weights anyway: it may as well write them to where they are best held.
+"""A full refresh can adopt a new expert placement for free: it writes every expert's weights anyway.
 
     opened   on the scheduler's thread: the loads so far, where adopting is wanted
     target   on the I/O thread: a fresh placement is planned for them and proposed; staging goes to its slots
     commit   the weights come into force, and with them the placement: no expert is moved
 
 Without loads, for partial updates and where staging writes into the model itself, the placement stays as it is.
-Knows when a placement is proposed and adopted.  Does not know how one is planned.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
 """

@@ -1,7 +1,4 @@
-"""`WeightCommit`: puts a verified transaction in force between two steps, and says what serves from then on.
-
-Knows the order of a commit.  Does not know verbs, or who opened the transaction.
-"""
+"""`WeightCommit`: writes and publishes a verified transaction between two steps."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ class WeightCommit:
         return committed(reply), reply
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
-        """What is in force from now on is called."""
+        """The label of what is in force from now on."""
         epoch, label = self._scheduler.runner.state.epoch, result.weight_version
         if not result.names:
             return epoch.weight_version if alone or label is None else label
@@ -80,7 +77,7 @@ class WeightCommit:
 
 
 def committed(reply: CommitReply) -> str:
-    """What its sender is told."""
+    """The message to its sender."""
     return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."
 
 

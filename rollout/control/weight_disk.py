@@ -1,10 +1,8 @@
 """Weights from disk: `update_weights_from_disk`, and `pull_weights` into a local checkpoint and, if asked, memory.
 
-    update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
-    pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
-                               from there, of what changed where memory is at a version of this source, else of all
-
-Knows verbs, folders and the order of things.  What a transaction is belongs to `weight_sync`.
+update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
+pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
+                           from there, of what changed where memory is at a version of this source, else of all
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import Job
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
+from rollout.core.update_state import UpdateStateReply
 from rollout.core.weight_io_struct import (
     DiskReply,
     PullReply,
@@ -118,7 +117,8 @@ class DiskRefresh:
 
         def step(local_version: LocalVersion | None) -> tuple[str, DiskReply]:
             if not opens:
-                return "Succeeded to receive weights.", DiskReply(weight_update=self._updater.status())
+                state = UpdateStateReply(**self._updater.status())
+                return "Succeeded to receive weights.", DiskReply(weight_update=state)
             message, commit = self._weights.commit()
             self._scheduler.runner.state.model_path = verb.model_path
             if local_version is not None:
@@ -128,9 +128,9 @@ class DiskRefresh:
             facts = msgspec.structs.asdict(commit)
             return message, DiskReply(**facts, num_paused_requests=num_paused, model_path=verb.model_path)
 
-        take_back = None if opens else self._updater.fail
+        roll_back = None if opens else self._updater.fail
         holds = self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=not opens)
+        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=not opens)
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class DiskRefresh:
     # --- both -----------------------------------------------------------------------------------------------------
 
     def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
-        """Receive and verify in a transaction of its own, which is gone if anything fails."""
+        """Receive and verify in a transaction of its own, which is aborted if anything fails."""
         self._updater.open_implicit(coverage, update_id)
         try:
             self._updater.receive(source, weight_version)

@@ -1,6 +1,6 @@
 """Every message that crosses between the main process and the scheduler: typed structs in msgpack.
 
-Knows shapes of messages and how to encode them.  Does not know sockets.  Nothing here is pickled.
+Nothing here is pickled.
 
     main -> scheduler   SchedulerInput  = requests, aborts, control verbs, in one order
     scheduler -> main   SchedulerOutput = token deltas and finished records, replies to control verbs
@@ -104,7 +104,7 @@ class PauseGenerationReqInput(ControlReqInput[PauseReply]):
     """Stop stepping; the answer comes once that has happened.  What becomes of the requests that run is `mode`'s.
 
     `wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins.
-    `wait_id` names such a pause for whoever gives it up.
+    `wait_id` names such a pause, for `GiveUpPauseReqInput`.
     """
 
     endpoint = Endpoint(
@@ -125,7 +125,7 @@ class GiveUpPauseReply(Reply, kw_only=True):
 
 
 class GiveUpPauseReqInput(ControlReqInput[GiveUpPauseReply]):
-    """Take back a pause of mode `wait` whose caller is gone, or which failed on another replica."""
+    """Cancel a pause of mode `wait` whose caller disconnected, or which failed on another replica."""
 
     endpoint = Endpoint(timeout_s=60.0)
 
@@ -133,7 +133,7 @@ class GiveUpPauseReqInput(ControlReqInput[GiveUpPauseReply]):
 
 
 class ContinueReply(CommitReply, kw_only=True):
-    """With what a commit says, where a weight update that was sent without begin and end was settled."""
+    """With the reply of a commit, where a weight update that was sent without begin and end was settled."""
 
     paused: AnyRank
     num_aborted: Total

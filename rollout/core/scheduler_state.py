@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout.core.message import AnyRank, Reply, Total, TotalFloat
+from rollout.core.update_state import UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
@@ -52,7 +53,7 @@ class SchedulerState(Reply, kw_only=True):
     placement_epoch: int
     content_digest: str | None
     weight_versions: list[PublishedWeights]
-    weight_update: dict[str, Any]
+    weight_update: UpdateStateReply
     expert_distribution: dict[str, Any] | None
     eplb: dict[str, Any] | None
     # what does not change

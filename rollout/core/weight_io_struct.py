@@ -35,7 +35,7 @@ DEFAULT_GROUP = "weight_update_group"
 class BucketReply(CommitReply, kw_only=True):
     """`weight_update`: the state of the open update, unless this call was one of its own."""
 
-    weight_update: dict[str, Any] | UnsetType = UNSET
+    weight_update: UpdateStateReply | UnsetType = UNSET
 
 
 class DiskReply(BucketReply, kw_only=True):

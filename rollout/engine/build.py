@@ -235,7 +235,7 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is said aloud."""
+    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type != "cpu":

@@ -1,7 +1,4 @@
-"""How bodies are read, errors written and disconnects noticed: what every route file shares.
-
-Knows ASGI and the one error shape.  Does not know any endpoint.
-"""
+"""How bodies are read, errors written and disconnects noticed: what every route file shares."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def error_content(error: BaseException) -> dict[str, str]:
-    """`{"type", "message"}`; what went wrong inside is logged, not told."""
+    """`{"type", "message"}`; details of internal errors are logged, not returned."""
     if isinstance(error, HTTPException):
         return {"type": "HTTPError", "message": str(error.detail)}
     if isinstance(error, LockstepError) or hasattr(error, "status_code"):
@@ -116,7 +113,7 @@ def _decode(data: bytes) -> Any:
     if len(data) <= HEAVY_BODY_BYTES:
         return msgspec.json.decode(data)
     _check_objects(data)
-    gc.disable()  # it would look at a million new lists again and again, and everything waits meanwhile
+    gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
     try:
         return msgspec.json.decode(data)
     finally:
@@ -168,7 +165,7 @@ async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 
 
 class ClientGone(LockstepError):
-    """The client closed the connection before its answer was ready; nobody reads what is answered."""
+    """The client closed the connection before its answer was ready; the answer is discarded."""
 
     status_code = CLIENT_CLOSED_REQUEST
 

@@ -1,6 +1,6 @@
 """Prometheus metrics: one set of numbers, under the names that SGLang's and vLLM's dashboards and controllers read.
 
-Knows counters and gauges.  Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
+Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
 Each number is kept once, and shown under every one of its names with the labels of both families: `engine` (vLLM's)
 and `dp_rank` (SGLang's) are the same data-parallel rank.
 """
@@ -226,7 +226,7 @@ class _Named(Collector):
 
 
 class _SchedulerState(Collector):
-    """What each data-parallel rank last said of itself."""
+    """The last state of each data-parallel rank."""
 
     def __init__(self, labels: Sequence[tuple[str, ...]]) -> None:
         self.by_rank: list[SchedulerState] = []
@@ -254,7 +254,7 @@ class _SchedulerState(Collector):
         return family
 
     def _cache_config(self) -> Iterator[Metric]:
-        """A page, or block, is one token: that is what the prefix cache can tell apart."""
+        """A page, or block, is one token: the granularity of the prefix cache."""
         for name, block_size, num_blocks in (
             ("vllm:cache_config_info", "block_size", ("num_gpu_blocks", "kv_cache_size_tokens")),
             ("sglang:cache_config_info", "page_size", ("num_pages",)),

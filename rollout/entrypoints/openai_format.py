@@ -1,6 +1,6 @@
 """Native responses as OpenAI's: choices, log-probabilities, usage, and SGLang's additions.
 
-Pure functions over the dicts that `tokenizer_manager.response` builds.  Knows layouts, not HTTP.
+Pure functions over the dicts that `tokenizer_manager.response` builds.
 
 A native log-probability entry is `[log-probability or None, token id, text or None]`.
 """
@@ -59,7 +59,7 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
 
 
 def metadata(native: Native) -> dict[str, Any]:
-    """What weights made the choice, and for whom, as `meta_info` says it."""
+    """The fields of `meta_info` on weight versions and the session."""
     meta = native["meta_info"]
     names = (
         "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
@@ -166,7 +166,7 @@ def chat_logprobs(meta: dict[str, Any], first: int, num_top: int | None) -> dict
 
 
 def _chat_entry(entry: Entry) -> dict[str, Any]:
-    """`bytes` is null for a token whose text does not tell them: part of a character, or its id."""
+    """`bytes` is null for a token whose text does not give them: part of a character, or its id."""
     text = _token_text(entry)
     encoded = None if entry[2] is None or "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": finite(entry[0]), "bytes": encoded}

@@ -1,6 +1,6 @@
 """Texts of answers as the messages of chats: with reasoning and tool calls apart, where parsers are configured.
 
-Knows OpenAI's and SGLang's fields of a message.  Does not know the formats of models: `parsers` does.
+The formats of models are in `parsers`.
 """
 
 from __future__ import annotations

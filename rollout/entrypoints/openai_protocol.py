@@ -1,6 +1,6 @@
 """Bodies of /v1/completions and /v1/chat/completions, and what they ask of the engine.
 
-Knows OpenAI's and SGLang's names for sampling parameters.  Does not know responses: `openai_format.py` does.
+Responses are in `openai_format`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SamplingFields(Body):
         names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
         sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
         sampling["max_new_tokens"] = max_new_tokens
-        if self.seed == -1:  # vLLM's word for none
+        if self.seed == -1:  # vLLM's value for none
             sampling["sampling_seed"] = None
         if self.include_stop_str_in_output:
             sampling["no_stop_trim"] = True

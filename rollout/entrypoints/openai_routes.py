@@ -1,6 +1,6 @@
 """/v1/completions, /v1/chat/completions and /v1/models.
 
-Knows the order of a response's parts.  Their layout is `openai_format`, their request `openai_protocol`.
+The request is `openai_protocol`, the layout of a response's parts `openai_format`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
     `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.
-    Null means the default.  A list is looked at up to its first bad element: pydantic would keep an error, hundreds of
+    Null means the default.  A list is checked up to its first bad element: pydantic would keep an error, hundreds of
     bytes, for each.
     """
 
@@ -107,7 +107,7 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
 
 
 class AnyGeneration(Body):
-    """What requests of every dialect may say."""
+    """The fields that requests of every dialect have."""
 
     stream: bool = False
     session_id: str | None = None
@@ -201,7 +201,7 @@ class DetokenizeRequest(Body):
 
 
 class EmptyRequest(Body):
-    """An endpoint whose body says nothing."""
+    """For an endpoint that takes nothing from its body."""
 
 
 class AbortRequest(Body):

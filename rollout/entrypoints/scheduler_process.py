@@ -1,7 +1,4 @@
-"""The schedulers' processes, one for each rank on this machine, as their parent sees them.
-
-Knows how to start, watch and end them.  Does not know what they do.
-"""
+"""The schedulers' processes, one for each rank on this machine, as their parent sees them."""
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, w
 def _config(
     args: ServerArgs, layout: ParallelLayout, channel: SchedulerChannel | None, folder: Path, rank: int
 ) -> dict[str, Any]:
-    """What a rank is told.  The command line is visible to other users of the machine: keys are left out."""
+    """The settings of a rank.  The command line is visible to other users of the machine: keys are left out."""
     place = layout.position(rank)
     return {
         "server_args": args.public_dict(),

@@ -1,7 +1,4 @@
-"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models.
-
-Knows names, types and defaults.  Does not know what an endpoint does.
-"""
+"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ class CollectiveRpcRequest(Body):
 
 
 class SleepForWeightSync(Body):
-    """SkyRL's.  The KV of requests cannot be put aside: they give it up, and compute it again."""
+    """SkyRL's.  The KV of requests cannot be offloaded: they give it up, and compute it again."""
 
     unsupported = frozenset({"offload_kv"})
 

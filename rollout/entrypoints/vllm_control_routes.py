@@ -1,7 +1,4 @@
-"""vLLM's control endpoints: pause, abort, sleep, prefix cache.  All may demand the admin key.
-
-Knows vLLM's names and replies, and which of the engine's verbs say the same.
-"""
+"""vLLM's control endpoints: pause, abort, sleep, prefix cache.  All may demand the admin key."""
 
 from __future__ import annotations
 

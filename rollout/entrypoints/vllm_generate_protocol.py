@@ -1,6 +1,6 @@
 """Body of vLLM's token endpoint, and what it asks of the engine.
 
-Knows vLLM's names.  Does not know replies: `vllm_generate_format.py` does.
+Replies are in `vllm_generate_format`.
 """
 
 from __future__ import annotations

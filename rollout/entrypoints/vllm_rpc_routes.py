@@ -1,10 +1,8 @@
 """vLLM's `/collective_rpc`, with a closed list of methods, and what AReaL adds to a vLLM server.
 
 A method of vLLM's workers is any Python there; here each name in the list is a verb that has an endpoint of its own.
-AReaL's endpoints are other names of pause, resume and weight calls, but for one: it says in a call of its own which
-tensors the next one brings.
-
-Knows names and arguments.  Does not know what a verb does.
+AReaL's endpoints are other names of pause, resume and weight calls, but for one, which announces the tensors that the
+next call brings.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@
     /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
 
-vLLM's clients carry no ids, so the id of the update that they started is kept here, and so is what the group was told.
-
-Knows vLLM's names and replies.  What an update is belongs to the engine.
+vLLM's clients carry no ids, so the id of the update that they started is kept here, and so are the group's settings.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
 
 
 class VllmWeightRoutes:
-    """One for a server: it remembers the group that was joined and the update that was started."""
+    """One for a server: it holds the group that was joined and the update that was started."""
 
     def __init__(self, verbs: VerbRoutes) -> None:
         self._send = verbs.ask
@@ -138,7 +136,7 @@ class VllmWeightRoutes:
     async def finish_update(self, body: FinishBody) -> Response:
         """Verify what came and put it in force, all or nothing, under `weight_version` if there is one.
 
-        Whatever the answer, the update is over.
+        The update is over, whether it succeeds or fails.
         """
         started = self._update_id
         if started is None:
