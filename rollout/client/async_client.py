@@ -14,34 +14,15 @@ import httpx
 from rollout.client import generation, wire
 from rollout.client.calls import Calls
 from rollout.client.method import Awaiting, Steps
-from rollout.client.transport import Connection
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.types import GenerateOptions, GenerationOutput
 
 T = TypeVar("T")
 
 
 class AsyncRolloutClient(Calls, Awaiting):
-    """A rollout server at `base_url`: the methods of `RolloutClient` as coroutines, `stream` as an async iterator.
+    """A rollout server at `base_url`: the methods of `RolloutClient` as coroutines, `stream` as an async iterator."""
 
-    Every method may raise `ServerError` (the server refused), `ServerUnreachable`, `ServerTimeout`,
-    `ResponseFormatError`, and `BadRequest` for arguments that cannot be sent.  The methods of weight refresh return the
-    server's answer and are what a `weight_sync` sender asks of its control side.
-    """
-
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:30000",
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        route_layout: RouteLayout | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self.base_url = base_url
-        self._layout = route_layout
-        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
-        self._http = httpx.AsyncClient(**self._connection.options(), transport=transport)
+    _http_client = httpx.AsyncClient
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import httpx
+
 from rollout.client import generation
 from rollout.client.errors import ServerTimeout
 from rollout.client.method import Steps, method
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout
+from rollout.client.transport import Connection
+from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
@@ -42,8 +45,22 @@ PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 class Calls(WeightCalls):
     """What both clients can do."""
 
-    base_url: str
-    _layout: RouteLayout | None
+    _http_client: type
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:30000",
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        route_layout: RouteLayout | None = None,
+        transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url
+        self._layout = route_layout
+        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
+        self._http: Any = self._http_client(**self._connection.options(), transport=transport)
 
     # --- generation ----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ import httpx
 from rollout.client import generation, wire
 from rollout.client.calls import Calls
 from rollout.client.method import Blocking, Steps
-from rollout.client.transport import Connection
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.types import GenerateOptions, GenerationOutput
 
 T = TypeVar("T")
 
@@ -28,20 +27,7 @@ class RolloutClient(Calls, Blocking):
     server's answer and are what a `weight_sync` sender asks of its control side.
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:30000",
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        route_layout: RouteLayout | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self.base_url = base_url
-        self._layout = route_layout
-        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
-        self._http = httpx.Client(**self._connection.options(), transport=transport)
+    _http_client = httpx.Client
 
     def close(self) -> None:
         self._http.close()

@@ -32,7 +32,7 @@ from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
-from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
+from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
 from rollout.core.message import ControlReqOutput
 from rollout.scheduler.scheduler import Scheduler, failure
 
@@ -76,10 +76,11 @@ class EplbControl:
     def verbs(self) -> dict[type, Callable]:
         return {EplbRebalanceReqInput: self._on_verb}
 
-    def status(self) -> dict[str, Any]:
-        """Plain values for metrics and health."""
-        status = self._manager.status()
-        return status | {"counts_loads": self._history.is_counted, "stuck": status["stuck"] or self._overdue()}
+    def status(self) -> EplbState:
+        """For metrics and health."""
+        state = EplbState(**self._manager.status(), counts_loads=self._history.is_counted)
+        state.stuck = state.stuck or self._overdue()
+        return state
 
     def _overdue(self) -> str | None:
         """Steps run, and no evaluation is made."""

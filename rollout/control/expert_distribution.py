@@ -7,7 +7,8 @@ moment.  What is counted is in `eplb.load_recorder`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
@@ -15,6 +16,7 @@ from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
 from rollout.core.expert_io_struct import (
     DumpExpertDistributionReply,
     DumpExpertDistributionReqInput,
+    ExpertLoadState,
     ExpertLocationReply,
     GetExpertLocationReqInput,
     StartExpertDistributionReply,
@@ -51,12 +53,13 @@ class ExpertDistribution:
             GetExpertLocationReqInput: self._location,
         }
 
-    def status(self) -> dict[str, Any] | None:
-        """What metrics show; None before the first start."""
+    def status(self) -> ExpertLoadState | None:
+        """For metrics; None before the first start."""
         if self._recorder is None:
             return None
         layer_ids = list(self._state.model.config.moe_layer_ids)
-        return self._recorder.status() | {"recording": self._is_recording, "moe_layer_ids": layer_ids}
+        facts = self._recorder.status() | {"recording": self._is_recording, "moe_layer_ids": layer_ids}
+        return msgspec.convert(facts, ExpertLoadState)
 
     @property
     def _is_recording(self) -> bool:

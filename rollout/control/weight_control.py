@@ -74,12 +74,13 @@ class WeightControl:
         wake: Callable[[], None],
         consensus: RankConsensus,
         adoption: PlacementAdoption,
+        commit: WeightCommit,
         pause_timeout_s: float | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
-        self._commit = WeightCommit(scheduler, updater, adoption)
+        self._commit = commit
         self._leases = LeaseMonitor(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(
             scheduler,
@@ -124,14 +125,6 @@ class WeightControl:
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Further verbs that take their turn in the queue, by message type."""
         self._queue.add(planners)
-
-    def opening(self) -> None:
-        """Called by `weight_disk` before it opens a refresh; on the scheduler's thread."""
-        self._adoption.opening()
-
-    def commit(self) -> tuple[str, CommitReply]:
-        """Put the verified transaction in force, at a step boundary; message and reply."""
-        return self._commit.run()
 
     @property
     def under_way(self) -> str | None:

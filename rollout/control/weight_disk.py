@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout.control.weight_control import WeightControl
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import Job
 from rollout.core.errors import StartupError
@@ -64,16 +65,18 @@ class DiskRefresh:
     def __init__(
         self,
         scheduler: Scheduler,
-        weights: WeightControl,
         updater: WeightUpdater,
+        adoption: PlacementAdoption,
+        commit: WeightCommit,
         *,
         base_path: str,
         folders: WeightFolders,
         timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
-        self._weights = weights
         self._updater = updater
+        self._adoption = adoption
+        self._commit = commit
         self._base = Path(base_path)
         self._folders = folders
         self._timeout_s = timeout_s
@@ -91,7 +94,7 @@ class DiskRefresh:
             self._scheduler.abort(None)
         opens = not self._updater.is_open
         if opens and foreign is None:
-            self._weights.opening()
+            self._adoption.opening()
         is_implicit = self._updater.is_implicit
         model = self._scheduler.runner.state.model
 
@@ -119,7 +122,7 @@ class DiskRefresh:
             if not opens:
                 state = UpdateStateReply(**self._updater.status())
                 return "Succeeded to receive weights.", DiskReply(weight_update=state)
-            message, commit = self._weights.commit()
+            message, commit = self._commit.run()
             self._scheduler.runner.state.model_path = verb.model_path
             if local_version is not None:
                 self._note_origin(local_version.version, local_version.source)
@@ -138,7 +141,7 @@ class DiskRefresh:
         is_open = self._updater.is_open
         foreign = None if verb.update_id is None else self._updater.foreign(verb.update_id)
         if not is_open and foreign is None:
-            self._weights.opening()
+            self._adoption.opening()
         weights = self._scheduler.runner.state.model.weights
 
         def io() -> tuple[PullResult, HowPulled | None]:
@@ -162,7 +165,7 @@ class DiskRefresh:
             result, memory = done
             facts: dict[str, Any] = {}
             if memory in ("delta", "full"):
-                facts = msgspec.structs.asdict(self._weights.commit()[1])
+                facts = msgspec.structs.asdict(self._commit.run()[1])
                 self._note_origin(verb.target_version, str(Path(verb.source_dir).resolve()))
             return "Success.", PullReply(**dataclasses.asdict(result), memory=memory, **facts)
 

@@ -188,7 +188,10 @@ class Limits:
     """
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = limits
+        self._limits = limits
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return handler(source) | self._limits
 
 
 Name = Annotated[str, Limits(min_length=1)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rollout.core.expert_io_struct import EplbState, ExpertLoadState
 from rollout.core.message import AnyRank, Reply, Total, TotalFloat
 from rollout.core.update_state import UpdateStateReply
 
@@ -54,8 +55,8 @@ class SchedulerState(Reply, kw_only=True):
     content_digest: str | None
     weight_versions: list[PublishedWeights]
     weight_update: UpdateStateReply
-    expert_distribution: dict[str, Any] | None
-    eplb: dict[str, Any] | None
+    expert_distribution: ExpertLoadState | None
+    eplb: EplbState | None
     # what does not change
     max_running_requests: int
     context_length: int

@@ -35,6 +35,7 @@ from rollout.control.profiler import StepProfiler
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.session_control import SessionControl
 from rollout.control.weight_checker import WeightChecker
+from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
 from rollout.control.weight_folders import WeightFolders
@@ -153,13 +154,15 @@ def build_scheduler(
         clock=lambda: inbox.now,
         max_call_bytes=args.max_weight_call_bytes,
     )
-    weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
+    commit = WeightCommit(scheduler, updater, adoption)
+    weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, commit, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
     checker = WeightChecker(scheduler, updater)
     disk = DiskRefresh(
         scheduler,
-        weights,
         updater,
+        adoption,
+        commit,
         base_path=args.model_path,
         folders=WeightFolders.of(args),
         timeout_s=args.weight_update_timeout,

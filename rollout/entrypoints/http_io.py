@@ -96,11 +96,16 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def parse_body(model: type[Model], data: bytes) -> Model:
-    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field, or `TooLarge`."""
+    """As `validated`; raises `BadRequest` for what is no JSON, and `TooLarge`."""
     try:
         raw = _decode(data) if data.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
+    return validated(model, raw)
+
+
+def validated(model: type[Model], raw: Any) -> Model:
+    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object")
     try:

@@ -98,9 +98,8 @@ class InfoRoutes:
     async def health_generate(self) -> Response:
         """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
         state = await self._healthy_state()
-        stuck = (state.eplb or {}).get("stuck")
-        if stuck:
-            raise Unavailable(stuck)
+        if state.eplb is not None and state.eplb.stuck:
+            raise Unavailable(state.eplb.stuck)
         if not state.paused:
             await self._generate_one()
         return Response(status_code=200)

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_v
 from pydantic_core import CoreSchema
 
 from rollout.core.errors import UnsupportedFeature
+from rollout.core.message import Int64, UpdateId
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
@@ -212,6 +212,6 @@ class AbortRequest(Body):
 class BucketAddress(Body):
     """Where a broadcast bucket belongs: what is read first of a body that is wrong elsewhere."""
 
-    update_id: str | None = Field(default=None, min_length=1, max_length=64)
+    update_id: UpdateId | None = None
     group_name: str = "weight_update_group"
     weight_version: str | None = None

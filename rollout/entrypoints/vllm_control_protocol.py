@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput
+from rollout.core.message import Name, Size
+from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput, PackedBytes
 from rollout.entrypoints.protocol import Body
 from rollout.entrypoints.verb_body import body_of
 
 SleepTag = Literal["weights", "kv_cache"]
 DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
-PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
-Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class AbortRequestsRequest(Body):
@@ -62,11 +59,11 @@ class UpdateWeightsRequest(Body):
     """POST /update_weights: `update_info` as vLLM's clients send it, or `weight_dir` as prime-rl's do."""
 
     update_info: UpdateInfo | None = None
-    weight_dir: str | None = Field(default=None, min_length=1)
+    weight_dir: Name | None = None
 
 
 class FinishWeightUpdateRequest(Body):
-    weight_version: str | None = Field(default=None, min_length=1)
+    weight_version: Name | None = None
 
 
 class CollectiveRpcRequest(Body):

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rollout.core.message import Int64
 from rollout.entrypoints.openai_protocol import Count, SamplingFields, StreamOptions
 from rollout.entrypoints.protocol import (
     UNSUPPORTED_GENERATE_FIELDS,
     AnyGeneration,
-    Int64,
     TokenIds,
 )
 from rollout.tokenizer_manager.request import MAX_RID_CHARS, GenerateReqInput, RoutesFormat

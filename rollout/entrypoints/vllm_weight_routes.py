@@ -31,7 +31,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
-from rollout.entrypoints.http_io import json_body, parse_body, parsed, read_limited
+from rollout.entrypoints.http_io import json_body
 from rollout.entrypoints.protocol import EmptyRequest
 from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_protocol import (
@@ -101,8 +101,7 @@ class VllmWeightRoutes:
     async def update_weights(self, request: Request) -> Response:
         """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole."""
         try:
-            data = await read_limited(request)
-            body = await parsed(request, data, lambda data: parse_body(UpdateWeightsRequest, data))
+            body = await json_body(UpdateWeightsRequest)(request)
         except LockstepError as error:
             await self.refuse(error)
             raise
