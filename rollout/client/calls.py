@@ -17,9 +17,9 @@ from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
     JsonObject,
-    asked,
     field_of,
     is_healthy,
+    method_call,
     nothing,
     object_of,
     reply_of,
@@ -90,7 +90,7 @@ class Calls(WeightCalls):
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        return asked(ContinueGenerationReqInput, locals())
+        return method_call(ContinueGenerationReqInput, locals())
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -100,12 +100,12 @@ class Calls(WeightCalls):
     @method
     def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Make the server give memory back to the system; refused while requests run.  None: all that it can."""
-        return asked(ReleaseMemoryOccupationReqInput, locals())
+        return method_call(ReleaseMemoryOccupationReqInput, locals())
 
     @method
     def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Let the server take released memory again.  None: all of it."""
-        return asked(ResumeMemoryOccupationReqInput, locals())
+        return method_call(ResumeMemoryOccupationReqInput, locals())
 
     @method
     def start_profile(
@@ -117,12 +117,12 @@ class Calls(WeightCalls):
         record_shapes: bool = False,
     ) -> Call[JsonObject]:
         """Record every step from now on with torch's profiler; the `files` come at the stop or after `num_steps`."""
-        return asked(StartProfileReqInput, locals())
+        return method_call(StartProfileReqInput, locals())
 
     @method
     def stop_profile(self) -> Call[JsonObject]:
         """Write what was recorded; answers when the `files` are there."""
-        return asked(StopProfileReqInput, locals())
+        return method_call(StopProfileReqInput, locals())
 
     @method
     def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:

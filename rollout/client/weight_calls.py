@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.client.method import method
-from rollout.client.wire import Call, JsonObject, asked, field_of, json_of, object_of, verb_call
+from rollout.client.wire import Call, JsonObject, field_of, json_of, method_call, object_of, verb_call
 from rollout.core.weight_io_struct import (
     DEFAULT_GROUP,
     AbortWeightUpdateReqInput,
@@ -48,12 +48,12 @@ class WeightCalls:
 
         `backend` None: the one that fits the server's device.
         """
-        return asked(InitWeightsUpdateGroupReqInput, locals())
+        return method_call(InitWeightsUpdateGroupReqInput, locals())
 
     @method
     def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> Call[JsonObject]:
         """Make the server leave a process group."""
-        return asked(DestroyWeightsUpdateGroupReqInput, locals())
+        return method_call(DestroyWeightsUpdateGroupReqInput, locals())
 
     @method
     def begin_weight_update(
@@ -73,7 +73,7 @@ class WeightCalls:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.
         """
-        return asked(BeginWeightUpdateReqInput, locals())
+        return method_call(BeginWeightUpdateReqInput, locals())
 
     @method
     def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
@@ -96,7 +96,7 @@ class WeightCalls:
         update_id: str | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
-        return asked(UpdateWeightsFromDistributedReqInput, locals())
+        return method_call(UpdateWeightsFromDistributedReqInput, locals())
 
     @method
     def update_weights_from_ipc(
@@ -110,7 +110,7 @@ class WeightCalls:
 
         `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
         """
-        return asked(UpdateWeightsFromIPCReqInput, locals())
+        return method_call(UpdateWeightsFromIPCReqInput, locals())
 
     @method
     def update_weights_from_disk(
@@ -121,7 +121,7 @@ class WeightCalls:
         update_id: str | None = None,
     ) -> Call[JsonObject]:
         """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
-        return asked(UpdateWeightsFromDiskReqInput, locals())
+        return method_call(UpdateWeightsFromDiskReqInput, locals())
 
     @method
     def pull_weights(
@@ -137,7 +137,7 @@ class WeightCalls:
 
         `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
         """
-        return asked(PullWeightsReqInput, locals())
+        return method_call(PullWeightsReqInput, locals())
 
     @method
     def update_weights_from_tensor(
@@ -157,7 +157,7 @@ class WeightCalls:
 
         `format` "safetensors": a payload, or the shared memory, is a safetensors file; None: SGLang's pickles.
         """
-        return asked(UpdateWeightsFromTensorReqInput, locals() | {"shm_unlink": shm_unlink or None})
+        return method_call(UpdateWeightsFromTensorReqInput, locals() | {"shm_unlink": shm_unlink or None})
 
     @method
     def end_weight_update(
@@ -168,19 +168,19 @@ class WeightCalls:
         `phase` "verify" or "commit": only that half, so that several servers can switch together.  With the
         `update_id` of a refresh that is in force already it answers as before.
         """
-        return asked(EndWeightUpdateReqInput, locals())
+        return method_call(EndWeightUpdateReqInput, locals())
 
     @method
     def abort_weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
         """Drop an open refresh; the old weights serve on."""
-        return asked(AbortWeightUpdateReqInput, locals())
+        return method_call(AbortWeightUpdateReqInput, locals())
 
     @method
     def update_weight_version(
         self, new_version: str, abort_all_requests: bool = False, update_id: str | None = None
     ) -> Call[JsonObject]:
         """Rename the weights that serve now."""
-        return asked(UpdateWeightVersionReqInput, locals())
+        return method_call(UpdateWeightVersionReqInput, locals())
 
     @method
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Call[Any]:
@@ -192,4 +192,4 @@ class WeightCalls:
         self, action: str = "checksum", keep_content: bool = False, skip_tensor_list: Sequence[str] | None = None
     ) -> Call[JsonObject]:
         """Prove what serves: `checksum`, `snapshot`, `compare` (an error where tensors differ), `reset_tensors`."""
-        return asked(WeightsCheckerReqInput, locals() | {"keep_content": keep_content or None})
+        return method_call(WeightsCheckerReqInput, locals() | {"keep_content": keep_content or None})

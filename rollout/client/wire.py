@@ -157,7 +157,7 @@ def verb_call(
     )
 
 
-def asked(verb: type[ControlReqInput], arguments: Mapping[str, Any]) -> Call[JsonObject]:
+def method_call(verb: type[ControlReqInput], arguments: Mapping[str, Any]) -> Call[JsonObject]:
     """The call of a client's method; `arguments` are its own, `self` included, and have the names of the verb's fields.
 
     Bytes are sent as base64.  Raises `BadRequest` for what JSON cannot hold.

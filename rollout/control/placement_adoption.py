@@ -69,7 +69,7 @@ class PlacementAdoption:
         self._outcome = "the placement stays: not asked to adopt one"
 
     def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
-        """An update is about to be opened; on the scheduler's thread.
+        """Called before an update is opened, on the scheduler's thread.
 
         `epoch`: its sender goes by the placement of this epoch.  Raises `Conflict` if another one is in force,
         `BadRequest` where nothing can be adopted.
@@ -104,7 +104,7 @@ class PlacementAdoption:
         return self._weights.coming()
 
     def adopt(self) -> dict[str, object]:
-        """The update is in force: so is what was proposed for it.  Facts for the reply."""
+        """Adopt what was proposed for the update that was committed; facts for the reply."""
         adopted = self._placement.has_proposal
         if adopted:
             self._placement.adopt_proposed()

@@ -91,7 +91,7 @@ class WeightControl:
             wait_limit=self._wait_limit,
         )
         self._num_pauses = 0
-        self._starts_anew = False  # a pause came during a verb
+        self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
         self._last_status = updater.status()
