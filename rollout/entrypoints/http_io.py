@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
@@ -195,7 +195,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class SseResponse(Response):
+class SseResponse(StreamingResponse):
     """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`.
 
     An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
@@ -205,36 +205,29 @@ class SseResponse(Response):
 
     def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
         """`on_close` is called however the stream ends, also when it never began."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+        self._framed = _framed(events)
         self._on_close = on_close
+        super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGone, OSError):
-                await until_disconnect(receive, self._send_all(send))
+                await until_disconnect(receive, self.stream_response(send))
         finally:
+            await self._framed.aclose()
             self._on_close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events):
-            try:
-                async for event in self._events:
-                    await _send_data(send, event)
-            except OSError:
-                raise
-            except Exception as error:
-                if status_of(error) == 500:
-                    logger.exception("a stream failed")
-                await _send_data(send, encode_json({"error": _stream_error(error)}))
-        await _send_data(send, b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _send_data(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+async def _framed(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        try:
+            async for event in events:
+                yield b"data: " + event + b"\n\n"
+        except Exception as error:
+            if status_of(error) == 500:
+                logger.exception("a stream failed")
+            yield b"data: " + encode_json({"error": _stream_error(error)}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def _stream_error(error: Exception) -> dict[str, Any]:
