@@ -22,7 +22,7 @@ from rollout.distributed.parallel import join
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
-from rollout.tokenizer_manager.answers import merge_answers
+from rollout.tokenizer_manager.communicator import merge_answers
 from tests.scheduler_harness import Harness, Result, check_decodes, plain
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingRow
-from rollout.sampling.noise import uniform
+from rollout.sampling.torch_sampler import uniform
 
 ROUNDING = 2e-6  # of float32 weights, as a share of the total
 LOGPROB_ERROR = 4e-6

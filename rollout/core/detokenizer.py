@@ -1,6 +1,4 @@
-"""Token ids to text, a few at a time, such that what was shown never changes.
-
-Knows incomplete characters and stop strings.  Does not know requests or the tokenizer behind `decode`.
+"""Token ids to text, a few at a time, such that text that was shown never changes.
 
     ids      [ ... | context | pending ]
     text     [ .....  _text  | _tail   ]      shown = _text + the tail's whole characters, less anything that may be

@@ -1,7 +1,7 @@
-"""The engine's error tree.  Each class knows its HTTP status; none knows about HTTP.
+"""The engine's error tree.  Each class has its HTTP status.
 
     LockstepError                 500  anything of ours that reached a caller
-    +-- StartupError              500  the server cannot start; the message says what to do
+    +-- StartupError              500  the server cannot start; the message names the remedy
     +-- FatalError                500  the engine cannot go on; leaves the loop, and the server ends with it
     +-- BadRequest                400  the request is wrong; nothing was changed
     |   +-- UnsupportedFeature    400  well-formed, but this server or model cannot do it
@@ -33,7 +33,7 @@ class StartupError(LockstepError):
 
 
 class FatalError(LockstepError):
-    """The engine cannot go on: what its ranks hold may differ.  Nobody answers it; the server ends with the reason."""
+    """The engine cannot go on: its ranks may hold different state.  The server exits with the reason."""
 
 
 class BadRequest(LockstepError):
@@ -71,7 +71,7 @@ class Unavailable(LockstepError):
 
 
 class DeadlinePassed(LockstepError):
-    """Whoever asked has been told that there was no answer in time: what was asked is not done any more."""
+    """The caller's wait has timed out before the verb's turn came, so it is not carried out any more."""
 
     status_code = 504
 

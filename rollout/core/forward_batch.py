@@ -1,7 +1,5 @@
 """`ForwardBatch`: everything that a model may read in one step.  Passed explicitly, never global.
 
-Knows the layout of a step's tokens.  Does not know requests, queues or sampling.
-
     one step's tokens (T in all)
     |<- extend seq 0 ->|<- extend seq 1 ->| d0 | d1 | ... | dB-1 |
      q = extend_lens[0]  q = extend_lens[1]   one token for each decoding request
@@ -38,8 +36,8 @@ class ForwardBatch:
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 
     forced_routes: torch.Tensor | None = None
-    """[L, T, K] logical expert ids that take the place of the routers' choices, in rows that begin with a natural
-    number; None: all are free."""
+    """[L, T, K] logical expert ids that replace the routers' choices, but for rows that are -1; None: no row is
+    forced."""
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
 

@@ -1,7 +1,5 @@
 """Every message that crosses between the main process and the scheduler: typed structs in msgpack.
 
-Nothing here is pickled.
-
     main -> scheduler   SchedulerInput  = requests, aborts, control verbs, in one order
     scheduler -> main   SchedulerOutput = token deltas and finished records, replies to control verbs
 
@@ -11,6 +9,7 @@ by one `ControlReqOutput` that carries the verb's `request_id`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Union
 
 import msgspec
@@ -43,7 +42,10 @@ class ReplayedRoutes(msgspec.Struct, kw_only=True):
 
 
 class TokenizedGenerateReqInput(Message):
-    """Samples to produce of one prompt, which travels once; each `rid` is unique among requests in flight."""
+    """Samples to produce of one prompt, which is sent once; each `rid` is unique among requests in flight.
+
+    The main process makes it when a request arrives, fills in what it finds out, and keeps one for each sample.
+    """
 
     rid: str
     input_ids: list[int]
@@ -62,6 +64,13 @@ class TokenizedGenerateReqInput(Message):
     replay: ReplayedRoutes | None = None  # takes the place of the routers' choices; `extra_key` is of these routes
     session_id: str | None = None  # whose prefix is kept for a while after it has ended
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
+
+    @staticmethod
+    def of_samples(samples: Sequence[TokenizedGenerateReqInput]) -> TokenizedGenerateReqInput:
+        """One message for samples of the same prompt: the inverse of `samples`."""
+        first, *others = samples
+        siblings = [(sample.rid, sample.sampling_params.sampling_seed) for sample in others]
+        return msgspec.structs.replace(first, siblings=siblings)
 
     def samples(self) -> list[TokenizedGenerateReqInput]:
         """One for each sample, without siblings; all hold the same list of ids."""
@@ -314,6 +323,18 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight_version: str
     logprobs: LogprobDelta | None = None
     finished: FinishedRecord | None = None
+
+    @classmethod
+    def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:
+        """The whole output of a request that is refused, or aborted before the scheduler gets it."""
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        return cls(
+            rid=rid,
+            token_ids=[],
+            num_output_tokens=0,
+            weight_version=weight_version,
+            finished=FinishedRecord(reason=reason),
+        )
 
 
 class BatchTokenOutput(Message):

@@ -1,7 +1,4 @@
-"""`--kv-events-config`: where events of the prefix cache are published, as SGLang and vLLM spell it.
-
-Knows names, addresses and what is refused.  Opens no socket.
-"""
+"""`--kv-events-config`: where events of the prefix cache are published, as SGLang and vLLM spell it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import msgspec
 from rollout.core.errors import StartupError
 
 BLOCK_SIZE = 1
-"""Tokens of a block: the prefix cache tells single tokens apart."""
+"""Tokens of a block: the prefix cache matches single tokens."""
 REPLAY_BYTES = 128 << 20
 """What batches kept for replay may take on each data-parallel rank: some ten million tokens, of 13 bytes each."""
 _FLAG = "--kv-events-config"
@@ -37,7 +34,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_queue_size: int = 100_000  # no effect: nothing waits to be published
     topic: str = ""
     format: Literal["default", "dynamo"] = "default"  # dynamo: SGLang's `cache_salt` beside vLLM's `extra_keys`
-    weight_versions: bool = False  # our own: events tell the weight version, which strict subscribers refuse
+    weight_versions: bool = False  # our own: events carry the weight version, which strict subscribers refuse
 
     @property
     def is_bound(self) -> bool:

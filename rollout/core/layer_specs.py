@@ -1,4 +1,4 @@
-"""Kinds of layers, as data: what a model family says of each of its layers.
+"""Kinds of layers, as data: how a model family describes each of its layers.
 
 `rollout.layers` builds a layer from its spec.  No torch here: the HTTP process reads them, too.
 """

@@ -22,7 +22,7 @@ from msgspec import UNSET, UnsetType
 from rollout.core.errors import DeadlinePassed
 
 CHANNEL_SECRET = "LOCKSTEP_CHANNEL_SECRET"
-"""Environment variable in which ranks get what proves that a message over the network is theirs."""
+"""Environment variable with the secret by which ranks authenticate their messages over the network."""
 
 WEIGHT_MARGIN_S = 30.0
 """Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that passes first."""
@@ -146,8 +146,8 @@ class Endpoint:
 class ControlReqInput(Message, Generic[AnyReply], kw_only=True):
     """Base of the control verbs.
 
-    `deadline`: when nobody waits for the answer any more, in seconds of the monotonic clock that the main process and
-    rank 0 share; what has passed it when its turn comes is not done.  None: never.
+    `deadline`: when the caller stops waiting, in seconds of the monotonic clock that the main process and rank 0 share;
+    a verb whose turn comes later is not carried out.  None: no deadline.
     """
 
     endpoint: ClassVar[Endpoint] = Endpoint()
@@ -172,7 +172,7 @@ def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:
             found = next((item for item in get_args(declared) if isinstance(item, type)), None)
             if found is not None:
                 return found
-    raise TypeError(f"{verb.__name__} does not say what its reply is")
+    raise TypeError(f"{verb.__name__} does not declare its reply")
 
 
 def body_fields(verb: type[ControlReqInput]) -> list[msgspec.structs.FieldInfo]:
@@ -182,9 +182,10 @@ def body_fields(verb: type[ControlReqInput]) -> list[msgspec.structs.FieldInfo]:
 
 
 class Limits:
-    """What a body may say in a field, under pydantic's names; in an `Annotated` type.
+    """Limits on a field of a request body, under pydantic's names; in an `Annotated` type.
 
-    Not of the message: what the server sends itself is not checked twice, and no limit can end the scheduler.
+    They do not hold for the message: what the server sends itself is not checked twice, so that no limit can end the
+    scheduler.
     """
 
     def __init__(self, **limits: Any) -> None:

@@ -1,6 +1,6 @@
 """What a checkpoint's `config.json` says about a model, checked and in one frozen record.
 
-A family's file in `rollout.models` makes it from the keys of its own; what families share stands here.  Imports
+A family's file in `rollout.models` makes it from the keys of its own; what families share is here.  Imports
 neither torch nor transformers, so that the HTTP process can read it too.
 """
 

@@ -1,7 +1,4 @@
-"""How one request is sampled: the typed, validated form of the wire's `sampling_params`.
-
-Knows ranges and normal forms.  Does not know tokenizers, batches or tensors.
-"""
+"""How one request is sampled: the typed, validated form of the wire's `sampling_params`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler says of itself: it feeds /server_info, /get_load, /v1/loads, /health and /metrics."""
+"""The scheduler's report of its state, for /server_info, /get_load, /v1/loads, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.core.update_state import UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
-    """One of the weight versions of late."""
+    """One of the last weight versions."""
 
     weight_version: str
     weight_epoch: int
@@ -33,7 +33,7 @@ class SchedulerState(Reply, kw_only=True):
     num_total_tokens: Total
     max_total_num_tokens: Total
     token_usage: float
-    # since the start, or of late
+    # since the start, or recently
     gen_throughput: TotalFloat
     cache_hit_rate: float
     num_retracted_reqs: Total

@@ -1,6 +1,6 @@
 """Every setting of a server, one documented field each; the command line is derived from the fields.
 
-Knows names, defaults, help texts and which combinations are refused.  Does not rewrite a value after parsing.
+Combinations that cannot work are refused.  No value is rewritten after parsing.
 """
 
 from __future__ import annotations
@@ -110,16 +110,16 @@ class ServerArgs:
     )
     ep_num_redundant_experts: int = _arg(0, "expert slots of each MoE layer beyond one for each expert")
     expert_distribution_recorder_mode: Literal["stat", "per_pass", "per_token"] | None = _arg(
-        None, "what /start_expert_distribution_record records unless told otherwise; default: stat"
+        None, "what /start_expert_distribution_record records by default; default: stat"
     )
 
     enable_eplb: bool = _arg(
         False, "count the load of experts, and move them between ranks where that makes steps faster"
     )
     eplb_algorithm: str = _arg("auto", "planner of expert placements", choices=tuple(PLANNERS))
-    eplb_rebalance_num_iterations: int = _arg(1000, "steps from one look at the balance of ranks to the next")
+    eplb_rebalance_num_iterations: int = _arg(1000, "steps between two checks of the balance of ranks")
     eplb_min_rebalancing_utilization_threshold: float = _arg(
-        1.0, "mean over largest load of a rank from which on a look moves nothing, 0 to 1"
+        1.0, "mean over largest load of a rank from which on no experts are moved, 0 to 1"
     )
     eplb_rebalance_layers_per_chunk: int | None = _arg(
         None, "most MoE layers whose experts are moved between two steps; default: what a tenth of a second allows"

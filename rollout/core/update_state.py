@@ -1,4 +1,4 @@
-"""What replies say of a weight update: the one that came into force, and the one that is open."""
+"""Replies about a weight update: the one that was published, and the one that is open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.core.message import Reply
 
 
 class CommitReply(Reply, kw_only=True):
-    """What came into force; unset where nothing did."""
+    """What was published; unset where nothing was."""
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
@@ -26,7 +26,7 @@ class CommitReply(Reply, kw_only=True):
 class UpdateStateReply(Reply, kw_only=True):
     """Of the open update, with `busy` to `poisoned`; or, of the one that was named, its `outcome` and `reason`.
 
-    An update that was committed also says what its sender was told then.
+    For a committed update, the fields of its commit's reply are set too.
     """
 
     update_id: str | None

@@ -39,15 +39,14 @@ from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.models.registry import load_model_config
 from rollout.sampling.base import Sampler
-from rollout.sampling.select import select_sampler
+from rollout.sampling.native_sampler import select_sampler
 from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.channel import Channel, RawChannel
+from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.shared_channel import SharedChannel
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 

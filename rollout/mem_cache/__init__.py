@@ -1,1 +1,1 @@
-"""Where KV lives: slots, the table of each request's slots, the prefix cache.  Knows no requests and no model."""
+"""Where KV lives: slots, the table of each request's slots, the prefix cache."""

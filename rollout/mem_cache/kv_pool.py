@@ -1,7 +1,7 @@
-"""The key and value tensors of all layers, by slot.
+"""KV by slot: the tensors that hold it, the free list of slots, and the table of each request's slots.
 
-Also keeps, per slot, the weight epoch that wrote it, so that KV can never lie about its age.
-Does not know which slots are free.
+A slot holds the keys and values of one token in all layers.  The pool also keeps, per slot, the weight epoch that wrote
+it, so that the age of KV is always known.
 
 Shapes: S slots, T tokens of a step, H_kv key-value heads.
 """
@@ -47,3 +47,93 @@ class KVPool:
 def kv_bytes_per_token(layers: Sequence[FullKV], dtype: torch.dtype) -> int:
     """Bytes of keys and values of one token over all layers."""
     return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
+
+
+class SlotAllocator:
+    """A stack of free slot numbers, preallocated, on the host; slots are handed out on `device`.
+
+    Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
+        self.num_slots = num_slots
+        self._device = torch.device(device)
+        self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def alloc(self, count: int) -> torch.Tensor:
+        """`count` slots [count] int64.  The caller has checked `count <= num_free`."""
+        assert 0 <= count <= self._num_free, (count, self._num_free)
+        self._num_free -= count
+        return torch.from_numpy(self._stack[self._num_free : self._num_free + count].copy()).to(self._device)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Return slots [n] int64 to the free list."""
+        count = slots.shape[0]
+        assert self._num_free + count <= self.num_slots, "more slots freed than exist"
+        self._stack[self._num_free : self._num_free + count] = slots.cpu().numpy()
+        self._num_free += count
+
+    def free_slots(self) -> torch.Tensor:
+        """Copy of the free slots, for integrity checks."""
+        return torch.from_numpy(self._stack[: self._num_free].copy())
+
+
+class NewestTokens:
+    """The token that was sampled last for each request row, which the next step reads without a copy to the host.
+
+    What was put last is written to the table when other rows are put or read, so that while the same requests decode,
+    one step's tokens are the next one's input as they are.
+    """
+
+    def __init__(self, max_requests: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._table = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._tokens = self._rows
+
+    def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Distinct rows [n] and a token for each; neither is changed later."""
+        if rows is not self._rows:
+            self._table.index_copy_(0, self._rows, self._tokens)
+        self._rows, self._tokens = rows, token_ids
+
+    def get(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of `rows` [n]; not to be changed."""
+        if rows is self._rows:
+            return self._tokens
+        self._table.index_copy_(0, self._rows, self._tokens)
+        return self._table.index_select(0, rows)
+
+
+class ReqToTokenPool:
+    """A row belongs to one request while it holds KV.
+
+    `table` [max_requests, max_context] int64: the KV slot of each position.
+    """
+
+    def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
+        # empty, not zeros: rows that are never used never take memory
+        self.table = torch.empty((max_requests, max_context), dtype=torch.int64, device=device)
+        self.newest_tokens = NewestTokens(max_requests, device)
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
+    def alloc(self) -> int:
+        """A free row.  The caller has checked `num_free`."""
+        return self._free_rows.pop()
+
+    def enter(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`."""
+        device = self.table.device
+        self.table.index_put_((rows.to(device), positions.to(device)), slots)
+
+    def free(self, row: int) -> None:
+        self._free_rows.append(row)

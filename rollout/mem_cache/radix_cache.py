@@ -1,12 +1,11 @@
 """Prefix cache: one radix tree of token ids a namespace, slots in its nodes, LRU eviction.
 
-A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.  Knows tokens, slots
-and locks; does not know requests or tensors of KV.
+A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.
 
     match()   longest cached prefix -> (node to lock, its slots)
     insert()  give the tree a finished prefix; it keeps the part it lacks
     lock()    everything from a node up to its root stays until unlock()
-    pin()     the same, and counted apart: kept although nobody uses it
+    pin()     the same, counted separately: kept although no request uses it
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 
 Namespace = tuple[str | None, int]
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -30,7 +29,7 @@ class RadixNode:
     """`tokens` [n] and `slots` [n] of one edge.
 
     `lock_count` counts the users of this node or of one below it, `pin_count` those of them that are pins.
-    `block_hashes` [n] are a listener's names of its tokens; empty where nobody was told of them.
+    `block_hashes` [n] are a listener's names of its tokens; empty where no listener was notified of them.
     """
 
     __slots__ = (
@@ -69,7 +68,7 @@ class _Root(RadixNode):
 
 
 class CacheListener(Protocol):
-    """Told of every change of what can be matched."""
+    """Notified of every change of what can be matched."""
 
     def stored(self, node: RadixNode, namespace: Namespace) -> None:
         """`node` is new; sets its `block_hashes`."""
@@ -77,11 +76,11 @@ class CacheListener(Protocol):
     def removed(self, node: RadixNode) -> None: ...
 
     def cleared(self) -> None:
-        """All nodes are gone, or can never be matched again."""
+        """All nodes were removed, or can never be matched again."""
 
 
 class RadixCache:
-    """Owns the slots in its nodes; gives them back to `allocator` on eviction."""
+    """Owns the slots in its nodes; returns them to `allocator` on eviction."""
 
     keeps_prefixes = True
 
@@ -193,9 +192,9 @@ class RadixCache:
         return freed
 
     def retire(self, current_epoch: int) -> None:
-        """Drop all namespaces of weight epochs before `current_epoch`; what is locked goes once it is unlocked.
+        """Drop all namespaces of weight epochs before `current_epoch`; what is locked is evicted once it is unlocked.
 
-        The epoch of the last call again: everything stays, and nobody is told.
+        With the epoch of the last call, everything stays, and the listener is not notified.
         """
         if current_epoch == self._retired_below:
             return
@@ -205,14 +204,14 @@ class RadixCache:
         self.drop_retired()
 
     def drop_retired(self) -> None:
-        """Drop what is left of namespaces that are never used again, as far as nobody holds it."""
+        """Drop what is left of namespaces that are never used again, as far as it is not locked."""
         for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
             for node in list(_postorder(root)):
                 node.block_hashes = _NO_HASHES
                 if self._is_evictable(node):
                     self._remove_leaf(node)
                 else:
-                    node.last_access = 0  # first to go once unlocked
+                    node.last_access = 0  # evicted first once unlocked
 
     def flush(self) -> None:
         """Drop everything.  The caller has checked that nothing is locked."""
@@ -257,7 +256,7 @@ class RadixCache:
         self._offer(node)
 
     def _offer(self, node: RadixNode) -> None:
-        """Enter a leaf that nobody uses into the eviction order, and drop a root that is one: keys have no end."""
+        """Enter an unused leaf into the eviction order, and drop an unused root: there is no bound on extra keys."""
         if isinstance(node, _Root) and not node.children and node.lock_count == 0:
             self._roots.pop(node.namespace, None)
         if not self._is_evictable(node):

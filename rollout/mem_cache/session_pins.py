@@ -1,10 +1,8 @@
-"""`SessionPins`: prefixes that sessions come back to, kept from eviction for a while.
+"""`SessionPins`: prefixes that sessions will use again, kept from eviction for a while.
 
-Knows nodes of the prefix cache, seconds and a bound in tokens.  Does not know requests.
-
-A session is pinned where its last requests ended, for `keep_s` seconds; a longer prefix takes the place of those that
-it goes on from.  Over the bound, the session that was quiet longest gives way.  Prefixes of other weights than those in
-force cannot be used any more, so they are never kept.
+A session's prefixes are pinned where its last requests ended, for `keep_s` seconds; a longer prefix replaces those that
+it continues.  Over the bound in tokens, the least recently used session is dropped.  Prefixes of older weights cannot
+be matched any more, so they are never kept.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass, field
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 
 MAX_BRANCHES = 8
-"""Prefixes of one session: subagents and the samples of a group go their own ways."""
+"""Prefixes of one session: subagents and the samples of a group continue it differently."""
 
 
 @dataclass(slots=True)
@@ -33,10 +31,10 @@ class SessionPins:
         self._keep_s = keep_s
         self._now = 0.0
         self._weight_epoch = 0
-        self._pins: OrderedDict[str, _Pin] = OrderedDict()  # the session that was quiet longest comes first
+        self._pins: OrderedDict[str, _Pin] = OrderedDict()  # the least recently used session first
 
     def keep(self, session_id: str, node: RadixNode) -> None:
-        """Pin the prefix that ends at `node`, of the weights in force."""
+        """Pin the prefix that ends at `node`, of the current weights."""
         path = self._cache.path(node)
         if not 0 < sum(map(len, path)) <= self._max_tokens:
             return
@@ -56,7 +54,7 @@ class SessionPins:
                 self.drop_oldest()
 
     def advance(self, now: float, weight_epoch: int) -> None:
-        """Drop what has expired at `now`, and everything if other weights came into force."""
+        """Drop what has expired at `now`, and everything if other weights were published."""
         self._now = now
         if weight_epoch != self._weight_epoch:
             self._weight_epoch = weight_epoch
@@ -66,7 +64,7 @@ class SessionPins:
             self.drop_oldest()
 
     def drop_oldest(self) -> bool:
-        """Give up the session that was quiet longest.  False: there is none."""
+        """Drop the least recently used session.  False: there is none."""
         return bool(self._pins) and self.drop(next(iter(self._pins)))
 
     def drop(self, session_id: str) -> bool:

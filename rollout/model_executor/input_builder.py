@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
-from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
+from rollout.mem_cache.kv_pool import ReqToTokenPool
 
 
 @dataclass(frozen=True, slots=True)

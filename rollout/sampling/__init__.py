@@ -1,1 +1,1 @@
-"""From logits to tokens.  Knows tensors and sampling parameters; does not know requests."""
+"""From logits to tokens."""

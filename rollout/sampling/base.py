@@ -50,7 +50,7 @@ class ScoredTokens:
 class Sampler(ABC):
     """Stateless."""
 
-    # Whether a row's token and log-probabilities have the same bits whatever rows it is with.
+    # Whether a row's token and log-probabilities are the same bits in every batch.
     batch_invariant = False
 
     @abstractmethod

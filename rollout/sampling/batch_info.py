@@ -1,8 +1,7 @@
 """The sampling parameters of the rows of one step, as tensors.
 
-Built from plain parameters and histories; does not know requests, nor how tokens are drawn.  Building costs Python time
-per row, so the caller keeps it while the rows stay the same; then only `update_histories` costs anything, and only for
-rows with penalties.
+Building them costs Python time per row, so the caller keeps them while the rows stay the same; then only
+`update_histories` costs anything, and only for rows with penalties.
 
 Shapes: N rows, V vocabulary, F rows with filters.
 """
@@ -86,7 +85,7 @@ class SamplingRow:
 
 @dataclass(eq=False, slots=True)
 class _History:
-    """Where the output tokens of a row with penalties lie in `SamplingBatchInfo.histories`."""
+    """Where the output tokens of a row with penalties are in `SamplingBatchInfo.histories`."""
 
     index: int
     output_ids: list[int]

@@ -13,6 +13,7 @@ import torch
 
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.torch_sampler import TorchSampler
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -36,3 +37,10 @@ class NativeSampler(Sampler):
         chosen = torch.tensor(chosen_ids, dtype=torch.int64)
         width = min(top_n, logits_NV.shape[1])
         return ScoredTokens(*self._score_rows(logits_NV, target_ids_N, temperature, chosen, width))
+
+
+def select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Sampler:
+    """The compiled operators where they exist for logits of this dtype, else plain torch."""
+    if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
+        return NativeSampler()
+    return TorchSampler()

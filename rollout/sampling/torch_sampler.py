@@ -1,23 +1,28 @@
 """`Sampler` in plain torch: every device, float32 and float64; half precision is widened to float32.
 
-Of equally probable tokens, torch decides which one a filter keeps and which one comes first among the best.
+A row's logits pass through `apply_edits` (bias, penalties, minimum length), temperature, and, of a random row, filters
+(`filtered_candidates`: top-k, top-p, min-p); the token is drawn by one number from `uniform`.  Of equally probable
+tokens, torch decides which one a filter keeps and which one comes first among the best.
 
-Shapes: as in `base`; F rows with filters.
+Shapes: as in `base`; F rows with filters, K candidates kept by a partial sort.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
-from rollout.sampling.batch_info import SamplingBatchInfo
-from rollout.sampling.edits import apply_edits
-from rollout.sampling.filters import filtered_candidates
-from rollout.sampling.noise import uniform
-from rollout.sampling.row_logprobs import RowLogprobs
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 _ALMOST_ONE = 1.0 - 2.0**-53
+_FIRST_TRY = 1024  # candidates of the partial sort
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class TorchSampler(Sampler):
@@ -50,6 +55,108 @@ class TorchSampler(Sampler):
             *logprobs.best(top_n),
             logprobs.of(chosen.expand(logits_NV.shape[0], -1)),
         )
+
+
+def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
+    """In place, in this order: bias, repetition, frequency and presence, minimum length.
+
+    Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty counts prompt
+    and output (Keskar et al., "CTRL", 2019).
+    """
+    for i, row in info.rows_with_lists:
+        _edit_row(logits_NV[i], row, int(positions_N[i]))
+    return logits_NV
+
+
+def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
+    params = row.params
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
+        values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
+        logits_V[ids] += values.to(logits_V.dtype)
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor([*row.prompt_ids, *row.output_ids], device=logits_V.device, dtype=torch.int64).unique()
+        values, penalty = logits_V[seen], params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if row.output_ids and (params.frequency_penalty or params.presence_penalty):
+        seen, counts = torch.tensor(row.output_ids, device=logits_V.device).unique(return_counts=True)
+        logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+    if position < params.min_new_tokens:
+        logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf
+
+
+def filtered_candidates(
+    probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates in descending order: probabilities [N, K] (zero where filtered out) and token ids [N, K].
+
+    Order and meaning: keep the `top_k` most probable tokens and renormalise; keep the smallest set of the most probable
+    whose mass reaches `top_p` and renormalise; drop what is under `min_p` times the most probable.  A full sort is
+    avoided where it can be.  `top_k_N` holds V where there is no limit.
+    """
+    vocab = probs_NV.shape[1]
+    width = min(vocab, _FIRST_TRY)
+    values, ids = probs_NV.topk(width, dim=-1)
+    # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
+    enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
+    enough |= values[:, -1] < values[:, 0] * min_p_N
+    if width < vocab and not bool(enough.all()):
+        values, ids = probs_NV.sort(dim=-1, descending=True)
+    rank = torch.arange(values.shape[1], device=values.device)
+    kept = values.double() * (rank < top_k_N[:, None])
+    whole = probs_NV.sum(-1, keepdim=True, dtype=torch.float64)
+    kept /= torch.where(top_k_N[:, None] < vocab, kept.sum(-1, keepdim=True), whole)
+    mass_before = kept.cumsum(-1) - kept
+    kept = kept * (mass_before < top_p_N[:, None])
+    return kept * (kept >= kept[:, :1] * min_p_N[:, None]), ids
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1), 53 bits each, shape [N], from seeds [N] uint64 and positions [N] alone.
+
+    No generator state is shared, so the same seed gives the same tokens whatever else is in the batch.  The mix is
+    SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds + _GAMMA) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+        bits = _mix(state)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+class RowLogprobs:
+    """Log-probabilities of rows of adjusted logits [N, V], normalised once.
+
+    All values of a row that is no distribution (see `base`) are NaN.
+    """
+
+    def __init__(self, logits_NV: torch.Tensor) -> None:
+        self._logits_NV = logits_NV
+        normaliser = logits_NV.logsumexp(-1, keepdim=True)
+        self.is_distribution = normaliser.isfinite().squeeze(1)  # [N]
+        self._normaliser = normaliser.masked_fill(~normaliser.isfinite(), torch.nan)  # [N, 1]
+
+    def of(self, token_ids_NC: torch.Tensor) -> torch.Tensor:
+        """[N, C] of the tokens [N, C] int64."""
+        return self._logits_NV.gather(1, token_ids_NC) - self._normaliser
+
+    def of_each(self, token_ids: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        """[C] of the tokens of some rows, given as (index, token ids), one row after the other."""
+        device = self._logits_NV.device
+        rows = torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64, device=device)
+        flat = torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64, device=device)
+        return self._logits_NV[rows, flat] - self._normaliser[rows, 0]
+
+    def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and log-probabilities [N, n], best first; n is `count`, or V if that is less."""
+        values, ids = self._logits_NV.topk(min(count, self._logits_NV.shape[1]), dim=-1)
+        first = torch.arange(ids.shape[1], device=ids.device)
+        return torch.where(self.is_distribution[:, None], ids, first), values - self._normaliser
 
 
 def _widened(logits_NV: torch.Tensor) -> torch.Tensor:

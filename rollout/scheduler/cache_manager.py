@@ -1,13 +1,13 @@
-"""`CacheManager`: gives requests KV slots and rows, and takes them back.
+"""`CacheManager`: allocates KV slots and rows to requests, and frees them.
 
-The one place where slots change hands between the free list, the prefix cache and requests.  Knows no model and no
-policy; it says whether something fits and never decides who must make room.
+The only place where slots move between the free list, the prefix cache and requests.  It reports whether something
+fits; which request must make room is the policy's decision.
 
     position   0            cached_len        device_len
                |-- cache's ----|---- private ----|-- ahead, or none --
 
-While the same requests decode, their slots are entered for some steps at once: `ahead`.  Such slots still count as
-available, and go back to the free list when the batch changes or somebody else needs them.
+While the same requests decode, their slots are allocated for some steps at once: `ahead`.  Such slots still count as
+available, and return to the free list when the batch changes or another request needs them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
-from rollout.mem_cache.req_to_token_pool import ReqToTokenPool
 from rollout.mem_cache.session_pins import SessionPins
 from rollout.scheduler.req import Req
 
@@ -92,7 +91,7 @@ class CacheManager:
         return self.pool.table[req.pool_index, start:end]
 
     def share_prompt(self, req: Req, weight_epoch: int) -> None:
-        """Let others match the computed prompt of `req` while it runs.
+        """Insert the computed prompt of `req` into the prefix cache while it runs.
 
         Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
         stay its own, so that its rows are those of its own forwards.
@@ -109,9 +108,9 @@ class CacheManager:
         req.cached_len = req.device_len
 
     def detach(self, req: Req, weight_epoch: int) -> None:
-        """Take back the row and all slots of `req`; what it computed under the current weights goes to the cache.
+        """Free the row and all slots of `req`; what it computed under the current weights goes into the prefix cache.
 
-        There it is kept for the session of a request that has come to its end.
+        There it is pinned for the session of a request that has finished.
         """
         if req.pool_index == -1:
             return
@@ -137,7 +136,7 @@ class CacheManager:
     def flush(self) -> None:
         """Every slot becomes free.  The caller has checked that no request holds one."""
         assert self.num_private == 0
-        self._give_back_ahead()
+        self._free_ahead()
         self.pins.clear()
         self.prefix_cache.flush()
 
@@ -158,7 +157,7 @@ class CacheManager:
 
     def _take(self, count: int) -> torch.Tensor:
         if count > self.allocator.num_free:
-            self._give_back_ahead()
+            self._free_ahead()
         short = count - self.allocator.num_free
         if short > 0:
             self.prefix_cache.evict(short)
@@ -166,7 +165,7 @@ class CacheManager:
 
     def _enter_ahead(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> None:
         """Slots for the next steps: one of a new batch, then twice as many each time while free ones suffice."""
-        self._give_back_ahead()
+        self._free_ahead()
         count = pool_indices.shape[0]
         steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)
         if steps * count > self.allocator.num_free:
@@ -181,7 +180,7 @@ class CacheManager:
             self._ahead = list(slots.unbind())[::-1]
         self._ahead_generation, self._num_ahead, self._steps_ahead = generation, steps * count, steps
 
-    def _give_back_ahead(self) -> None:
+    def _free_ahead(self) -> None:
         for slots in self._ahead:
             self.allocator.free(slots)
         self._ahead, self._num_ahead = [], 0

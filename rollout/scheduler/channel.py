@@ -1,6 +1,4 @@
-"""How messages reach the scheduler and leave it: over ZMQ from another process, or within one process.
-
-Knows bytes, sockets, waiting, and which messages are not to wait.  Does not know what a message means.
+"""How messages reach the scheduler and leave it: over ZMQ from another process, within one process, shared by ranks.
 
 Thousands of requests may come at once, and taking in each costs a fraction of a step.  So that control verbs do not
 wait for as many steps:
@@ -9,20 +7,24 @@ wait for as many steps:
   sent before it; a pause stops, or aborts, what was sent before it, and nothing that was sent after it.
 * Requests and aborts are taken in a bounded number a turn; a verb is taken in the turn in which it comes, with all
   that was sent before it.
-* `GetState` only looks, so that its place does not matter: it goes first.
+* `GetState` only reads, so that its place does not matter: it is handled first.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+import torch
 import zmq
 
+from rollout.core.errors import FatalError
 from rollout.core.io_struct import (
     AbortReqInput,
     GetStateReqInput,
@@ -34,17 +36,20 @@ from rollout.core.io_struct import (
 )
 from rollout.core.message import Message
 from rollout.core.sampling_params import SamplingParams
+from rollout.distributed.parallel import Parallel
 
 _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
+_HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of what is served, the bytes that follow
+_INLINE_BYTES = 4096  # messages up to this size go with the header
 
 
 def _beginning(message: Message) -> bytes:
-    """With which bytes messages of this kind begin: the number of fields and the name are the same for all."""
+    """The bytes that messages of this kind begin with: the number of fields and the name are the same for all."""
     data, name = encode(message), type(message).__name__.encode()
     return data[: data.index(name) + len(name)]
 
 
-_LOOKS = _beginning(GetStateReqInput(request_id=""))
+_READS = _beginning(GetStateReqInput(request_id=""))
 _MAY_WAIT = (
     _beginning(TokenizedGenerateReqInput(rid="", input_ids=[], sampling_params=SamplingParams())),
     _beginning(AbortReqInput()),
@@ -68,17 +73,24 @@ class Channel(Protocol):
 
 
 class RawChannel(Channel, Protocol):
-    """One whose messages can be passed on as they came."""
+    """The channel of one process; its messages can be passed on to other ranks as they came."""
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        return [decode(data) for data in self.receive_raw(timeout_ms)]
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
         """As `receive`, not decoded."""
 
 
-class ZmqChannel:
+class ZmqChannel(RawChannel):
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
     def __init__(self, input_addr: str | None, output_addr: str, secret: str | None = None) -> None:
-        """`input_addr` None: a rank that gets its messages from another one.  `secret` goes before every message."""
+        """`input_addr` None: a rank that gets its messages from another one.  `secret` is sent before every message."""
         self._secret = None if secret is None else secret.encode()
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
@@ -94,13 +106,6 @@ class ZmqChannel:
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._backlog: deque[bytes] = deque()
 
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        return [decode(data) for data in self.receive_raw(timeout_ms)]
-
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
         if timeout_ms > 0 and not self._backlog and self._wake_read in dict(self._poller.poll(timeout_ms)):
             os.read(self._wake_read, 4096)
@@ -109,7 +114,7 @@ class ZmqChannel:
         # Asking first costs a fifth of a receive that fails, which is what most steps would see.
         while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             data = self._input.recv(zmq.NOBLOCK)
-            if data.startswith(_LOOKS):
+            if data.startswith(_READS):
                 messages.append(data)
                 continue
             self._backlog.append(data)
@@ -137,19 +142,12 @@ class ZmqChannel:
         os.close(self._wake_write)
 
 
-class LocalChannel:
+class LocalChannel(RawChannel):
     """Both ends in one thread: put into `inbox`, take from `outbox`.  Messages pass through msgpack all the same."""
 
     def __init__(self) -> None:
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
-
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        return [decode(data) for data in self.receive_raw(timeout_ms)]
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
         messages = [encode(message) for message in self.inbox]
@@ -160,11 +158,78 @@ class LocalChannel:
         self.outbox.append(message)
 
     def wake(self) -> None:
-        """Nothing waits here: the owner drives the scheduler step by step."""
+        """Does nothing: the owner drives the scheduler step by step, so that no `receive` waits."""
+
+
+class SharedChannel:
+    """One inbox and one clock for all ranks of an engine, over the channel of each rank's own process.
+
+        main ---> tp rank 0 --- one broadcast a turn: time, what it serves, messages ---> the other ranks
+
+    All ranks act on a message in the same turn and in the same order, and go by the same time, `now`.  A rank that
+    serves another epoch than rank 0 ends the engine before it acts on anything.  Only the first attention-TP rank of
+    each data-parallel rank answers.  `serves()`: the mark of the serving epoch, below 2^64.
+    """
+
+    def __init__(self, inner: RawChannel, parallel: Parallel, serves: Callable[[], int]) -> None:
+        self._inner = inner
+        self._serves = serves
+        self._rank = parallel.position.world_rank
+        self._tp = parallel.tp
+        self._speaks = parallel.position.speaks
+        self._owns_inbox = parallel.position.is_inbox_owner
+        self._buffer = torch.zeros(_HEADER.size + _INLINE_BYTES, dtype=torch.uint8)
+        self._now = inner.now
+
+    @property
+    def now(self) -> float:
+        return self._now
+
+    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+        """Waits on rank 0 for a message, on the others for rank 0.
+
+        Raises `RankLostError`, and `FatalError` where this rank and rank 0 serve different epochs.
+        """
+        body = b""
+        if self._owns_inbox:
+            messages = self._inner.receive_raw(timeout_ms)
+            body = msgspec.msgpack.encode(messages) if messages else b""
+            self._write(_HEADER.pack(self._inner.now, self._serves(), len(body)) + body[:_INLINE_BYTES])
+        self._tp.broadcast(self._buffer)
+        header = self._buffer[: _HEADER.size].numpy().tobytes()
+        self._now, served, size = _HEADER.unpack(header)
+        if served != self._serves():
+            raise FatalError(
+                f"rank {self._rank} serves other weights, or experts in other places, than the first rank of its engine"
+            )
+        if size == 0:
+            return []
+        if size > _INLINE_BYTES:
+            body = self._share_long(body, size)
+        else:
+            body = self._buffer[_HEADER.size : _HEADER.size + size].numpy().tobytes()
+        return [decode(data) for data in msgspec.msgpack.decode(body, type=list[bytes])]
+
+    def send(self, message: SchedulerOutput) -> None:
+        if self._speaks:
+            self._inner.send(message)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def _write(self, data: bytes) -> None:
+        self._buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def _share_long(self, body: bytes, size: int) -> bytes:
+        whole = torch.empty(size, dtype=torch.uint8)
+        if self._owns_inbox:
+            whole.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        self._tp.broadcast(whole)
+        return whole.numpy().tobytes()
 
 
 def decode(data: bytes) -> SchedulerInput:
-    """The peer is our own main process: a message that does not decode is a bug, and is said so."""
+    """Raises `RuntimeError`: the sender is our own main process, so a message that does not decode is a bug."""
     try:
         return decode_input(data)
     except msgspec.DecodeError as error:

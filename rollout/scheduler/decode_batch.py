@@ -1,8 +1,7 @@
 """`DecodeBatch`: the requests that decode, in order, and what a step needs of them as arrays.
 
 The arrays get and lose columns as requests join and leave, and advance in place from step to step: lengths are counted,
-whether or not the tokens that make them up have reached the host.  `check` compares them with what the requests say.
-Does not know the policy, the KV pool or sampling.
+whether or not the tokens that make them up have reached the host.  `check` compares them with the requests.
 
 Shapes: B requests of the batch.
 """
@@ -22,7 +21,7 @@ class DecodeBatch:
 
     A request's place in `reqs` is its row in `inputs` and in `output_counts` [B] int64, which counts its output tokens.
     These tensors are the live arrays, on the host: a step reads them before it calls `advance`.  `generation` changes
-    whenever `reqs` does; `needs_history` says whether sampling for any of them reads the tokens before.
+    whenever `reqs` does; `needs_history`: whether sampling for any of them reads the tokens before.
     """
 
     def __init__(self) -> None:
@@ -51,9 +50,9 @@ class DecodeBatch:
         self._keep([row for row, req in enumerate(self.reqs) if not req.finished])
 
     def remove(self, *leaving: Req) -> None:
-        """Let requests go; those that are not in the batch are ignored."""
-        gone = set(leaving)
-        self._keep([row for row, req in enumerate(self.reqs) if req not in gone])
+        """Remove requests; those that are not in the batch are ignored."""
+        removed = set(leaving)
+        self._keep([row for row, req in enumerate(self.reqs) if req not in removed])
 
     def advance(self) -> Sequence[int]:
         """A step is launched that computes the newest token of every request and samples another.
@@ -69,7 +68,7 @@ class DecodeBatch:
         return [row for row, req in enumerate(self.reqs) if counts[row] >= req.sampling_params.max_new_tokens]
 
     def check(self, in_flight: Collection[Req] = ()) -> None:
-        """Assert that the arrays say what the requests say.  For tests; valid between steps.
+        """Assert that the arrays match the requests.  For tests; valid between steps.
 
         `in_flight`: the requests for which a step samples whose tokens are not known yet.
         """

@@ -1,13 +1,13 @@
 """Events of the prefix cache over ZMQ, for routers that send a request where its prefix is.
 
-Knows how blocks are named and how batches travel: those of SGLang and vLLM.  Does not know requests.
+Names of blocks and form of batches are those of SGLang and vLLM.
 
     topic | sequence number, 8 bytes | msgpack [time, events, data-parallel rank]
 
 A block is one token.  Its name depends on all tokens before it, on the request's salt and on the version of the weights
-that computed it: the one that they were committed under, as what they are called later changes no block.  A commit
-makes all blocks useless, so it is an `AllBlocksCleared`; what running requests still hold of older weights is never
-spoken of again.
+that computed it: the one that they were committed under, as renaming a version later changes no block.  A commit makes
+all blocks useless, so it is an `AllBlocksCleared`; KV of older weights that running requests still hold has no further
+events.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import BLOCK_SIZE, REPLAY_BYTES, KVEventsConfig
 from rollout.mem_cache.radix_cache import CacheListener, Namespace, RadixNode
 
-_MEDIUM = "GPU"  # SGLang's and vLLM's word for the memory that forwards read
+_MEDIUM = "GPU"  # SGLang's and vLLM's name for the memory that forwards read
 _POSITION_SHIFT = np.int64(32)
 _ONE, _GOLDEN, _LAST_SHIFT = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
 _ROUNDS = (
@@ -35,13 +35,13 @@ _ROUNDS = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
 _NOT_NEGATIVE = 2**63 - 1  # some subscribers read signed numbers, some unsigned ones
-_REPLAY_HWM = 1_000  # messages that may wait for one who asked; the rest of the answer follows in later turns
+_REPLAY_HWM = 1_000  # messages that may wait for one peer; the rest of the answer follows in later turns
 _MOST_ASKED = 16  # requests for a replay that are answered at a time
 _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
 class _Event(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """A map with its class name as `type`.  Without a default: always there; others where they say something."""
+    """A map with its class name as `type`.  Fields with a default are left out where they have it."""
 
 
 class BlockStored(_Event):
@@ -87,7 +87,7 @@ class KVEvents(CacheListener):
     """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop."""
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
-        """`serving()`: the weight version and the weight epoch in force.  Raises `StartupError`."""
+        """`serving()`: the published weight version and weight epoch.  Raises `StartupError`."""
         self.num_batches = 0  # also the sequence number of the next one
         self._config = config
         self._dp_rank = dp_rank
@@ -163,7 +163,7 @@ class KVEvents(CacheListener):
     # --- sending -------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Send what happened since the last call, as one batch, and answer who asks for older ones.  Never blocks."""
+        """Send the events since the last call, as one batch, and answer requests for older ones.  Never blocks."""
         if self._events:
             payload = self._encoder.encode([time.time(), self._events, self._dp_rank])
             self._pub.send_multipart([self._topic, self.num_batches.to_bytes(8, "big"), payload], zmq.NOBLOCK)
@@ -177,7 +177,7 @@ class KVEvents(CacheListener):
                 self._answer_all(self._replay)
 
     def _keep(self, payload: bytes) -> None:
-        """For replay, as many batches and bytes as there is room for, the last ones."""
+        """Keep the last batches for replay, as many as the limits on batches and bytes allow."""
         self._sent.append((self.num_batches, payload))
         self._sent_bytes += len(payload)
         while len(self._sent) > self._config.buffer_steps or self._sent_bytes > REPLAY_BYTES:
@@ -193,7 +193,7 @@ class KVEvents(CacheListener):
             self._asked.append(_Asked(frames[0], first, self.num_batches))
 
     def _answer_all(self, socket: zmq.Socket) -> None:
-        """Each as far as there is room; whoever asked twice has the first answer before the second."""
+        """Answer each as far as there is room; two requests of one peer are answered in order."""
         left: dict[bytes, list[_Asked]] = {}
         for asked in self._asked:
             if asked.identity in left or not self._answer(socket, asked):
@@ -201,9 +201,9 @@ class KVEvents(CacheListener):
         self._asked = [asked for waiting in left.values() for asked in waiting]
 
     def _answer(self, socket: zmq.Socket, asked: _Asked) -> bool:
-        """One message a batch, and -1 at the end; what has no room follows later.  True once all is sent.
+        """Send one message a batch, and -1 at the end; what has no room follows later.
 
-        An asker that is gone has got all.
+        True once all is sent, or the peer has disconnected.
         """
         skipped = asked.number - self._sent[0][0] if self._sent else 0
         try:
@@ -228,8 +228,8 @@ def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
     """Names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
 
     `above` is the name of the block before, or of the root.  A name is the root's plus a hash (splitmix64) of each
-    (position, token) up to it, modulo 2^63: the same wherever an edge of the tree begins.  Not for proofs: whoever can
-    choose prompts can find two with one name.
+    (position, token) up to it, modulo 2^63: the same wherever an edge of the tree begins.  Not collision-resistant:
+    a client that chooses prompts can find two with one name.
     """
     mixed = np.arange(depth, depth + len(tokens))
     mixed <<= _POSITION_SHIFT

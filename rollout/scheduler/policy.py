@@ -1,7 +1,7 @@
-"""Which requests run in the next step, and who makes room.
+"""Which requests run in the next step, and which are retracted to make room.
 
 First come, first served within a priority; the oldest request is never retracted, so that it always makes progress.
-At most one request is partly prefilled.  Knows queues, lengths and free slots; does not know the model or sampling.
+At most one request is partly prefilled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Extend:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: prompts (or parts) to compute, the batch that decodes one token, requests that had to go back."""
+    """One step: prompts (or parts) to compute, the batch that decodes one token, requests that were retracted."""
 
     decodes: DecodeBatch
     extends: list[Extend] = field(default_factory=list)
@@ -68,9 +68,9 @@ class RequestQueues:
     ending: list[Req] = field(default_factory=list)
 
     def enqueue(self, req: Req) -> None:
-        """Let `req` wait behind those that came before it, and before those of a lower rank (a higher `priority`).
+        """Add `req` behind the requests that came before it, and ahead of those with a higher `priority` value.
 
-        Those that have begun, and were retracted, stay in front.
+        Requests that have begun, and were retracted, stay in front.
         """
         index = len(self.waiting)
         while index:
@@ -120,14 +120,14 @@ class Policy:
         *,
         begins: bool = True,
     ) -> StepPlan:
-        """The next step.  `retract(req)` gives back what a request holds and keeps its record.
+        """Plan the next step.  `retract(req)` frees what a request holds and keeps its record.
 
-        `finish_step()` finishes the step in flight, True if there was one: before anybody is retracted, as it may end
-        requests.  `begins`: requests that never ran may.
+        `finish_step()` finishes the step in flight, True if there was one: before any request is retracted, as it may
+        end some.  `begins`: whether requests that never ran may begin.
         """
         plan = self._plan(weight_epoch, retract, finish_step, begins)
         while plan.is_empty and self._lacks_slots and self._cache.pins.drop_oldest():
-            # what nobody uses never keeps everybody from running
+            # pinned prefixes that no request uses must not block all requests
             plan = self._plan(weight_epoch, retract, finish_step, begins)
         return plan
 
@@ -177,7 +177,7 @@ class Policy:
     def _admit(self, plan: StepPlan, budget: int, reserved: int, weight_epoch: int, begins: bool) -> None:
         queues, cache = self._queues, self._cache
         if plan.retracted:
-            return  # who just had to make room would come straight back
+            return  # the requests that were just retracted would be admitted again
         passed: deque[Req] = deque()
         in_prefill = {_prompt_key(item.req): item.req.cached_len for item in plan.extends}
         while queues.waiting and budget > 0 and queues.partial is None:
@@ -208,7 +208,7 @@ class Policy:
         queues.waiting.extendleft(reversed(passed))
 
     def _is_known_misfit(self, req: Req, num_slots: int) -> bool:
-        """Whether the last attempt shows that `num_slots` are too few; saves a walk through the prefix cache a step."""
+        """Whether the last attempt shows that `num_slots` are too few; saves a prefix match in each step."""
         known = self._misfit
         return (
             known is not None

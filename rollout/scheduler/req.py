@@ -1,8 +1,6 @@
 """`Req`: one sample in the making, and its append-only record.
 
-Knows the request's own counters and history.  Does not know batches, the pool or the model.
-
-Three lengths say where a request stands, over its tokens `prompt + output`:
+Three lengths give a request's progress, over its tokens `prompt + output`:
 
     0 <= cached_len <= device_len <= num_tokens <= max_len
 
@@ -35,7 +33,7 @@ from rollout.sampling.batch_info import SamplingRow
 class VersionMarks:
     """Append-only: which weights made the entries of a growing list.
 
-    Contents are told apart by their weight epoch; an epoch that gets another label has a mark of its own.
+    Contents are identified by their weight epoch; an epoch that gets another label has a mark of its own.
     """
 
     __slots__ = ("_marks",)
@@ -60,7 +58,7 @@ class VersionMarks:
 
 
 class StepCount:
-    """How many steps a decode batch has launched: so many tokens has the KV of each of its requests grown."""
+    """How many steps a decode batch has launched: by as many tokens the KV of each of its requests has grown."""
 
     __slots__ = ("value",)
 
@@ -202,8 +200,8 @@ class Req:
 
     @property
     def recorded_len(self) -> int:
-        """Of the tokens of `device_len`, those that the record is about: all but the newest output token, whose KV
-        only a step in flight computes, and those after it."""
+        """Of the tokens of `device_len`, those that the record covers: without the newest output token, whose KV only
+        a step in flight computes, and those after it."""
         return min(self.device_len, self.num_tokens - bool(self.output.token_ids))
 
     @property
@@ -250,7 +248,7 @@ class Req:
         return np.array(self.tokens(0, end), dtype=np.int64)
 
     def matchable_len(self) -> int:
-        """Longest prefix that a cache hit may skip: the last token, and those whose logits are owed, are computed."""
+        """Longest prefix that a cache hit may skip: the last token, and those whose logits are wanted, are computed."""
         limit = self.num_tokens - 1
         if self.prompt_record is not None:
             limit = min(limit, self.prompt_record.next_position)
@@ -263,7 +261,7 @@ class Req:
 def _sampling_row(
     source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], output: OutputRecord
 ) -> SamplingRow:
-    """What the sampler is told of the request, whatever batch it is in."""
+    """The request's settings for the sampler, the same in every batch."""
     wants_logprobs = source.return_logprob
     return SamplingRow(
         source.sampling_params,

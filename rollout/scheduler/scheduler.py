@@ -2,14 +2,13 @@
 
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
 
-Knows the order of things.  What runs next is `policy`, slots are `cache_manager`, a step's two halves are `step`,
-messages out are `records`, control verbs are `control` and `weight_control`.
+What runs next is in `policy`, slots in `cache_manager`, a step's two halves in `step`, messages out in `records`,
+control verbs in `rollout.control`.
 """
 
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ControlReqOutput,
-    FinishedRecord,
     FinishReason,
     ReqOutput,
     SchedulerInput,
@@ -34,7 +33,6 @@ from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.dp_sync import DPSync
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
@@ -51,8 +49,8 @@ _SOON_MS = 1
 class Scheduler:
     """Owns the queues and the gates.  One thread; `tick` is one turn of the loop, run in inference mode.
 
-    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and what is called
-    between steps run on all ranks in the same turn, and may communicate.
+    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and the calls between
+    steps run on all ranks in the same turn, and may communicate.
     """
 
     def __init__(
@@ -84,7 +82,8 @@ class Scheduler:
         self._steps = steps
         self._stop = stop
         self._max_queued = max_queued_requests
-        self._dp = DPSync(parallel.attn_dp)
+        self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
+        self._engine_busy = False  # whether any of them had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
         self._seeds = _seed_source(random_seed, parallel)
         self._in_flight: InFlight | None = None
@@ -103,17 +102,17 @@ class Scheduler:
         queued_verbs: Mapping[type, Callable],
         between_steps: Sequence[Callable[[], None]],
     ) -> None:
-        """Handlers by message type, and what is called at every step boundary, in that order.
+        """Set the handlers by message type, and the functions called at every step boundary, in that order.
 
-        A handler answers at once, or returns None and calls `reply` later.  The turn of queued verbs comes later, and
-        only then it matters whether their deadline has passed.
+        A handler answers at once, or returns None and calls `reply` later.  Queued verbs run later, and their deadline
+        is checked only then.
         """
         self._verbs = {**verbs, **queued_verbs}
         self._queued = set(queued_verbs)
         self._between_steps = between_steps
 
     def poll_quickly(self, soon: bool) -> None:
-        """Whether something is about to be ready on all ranks, so that an idle turn must not wait long."""
+        """Keep an idle turn from waiting long, while something is about to be ready on all ranks."""
         self._soon = soon
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ class Scheduler:
 
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
         """Take messages, then run one step if there is work.  True if a step ran."""
-        if self.has_work or self._dp.busy:
+        if self.has_work or self._engine_busy:
             wait_ms = 0
         elif self._soon:
             wait_ms = min(wait_ms, _SOON_MS)
@@ -161,7 +160,7 @@ class Scheduler:
         for advance in self._between_steps:
             advance()
         self.parallel.require_whole()
-        runs = not self.serving.is_stopped and (self.has_work or not self._dp.is_alone)
+        runs = not self.serving.is_stopped and (self.has_work or not self._is_alone)
         if runs:
             runs = self._turn()
         else:
@@ -178,8 +177,8 @@ class Scheduler:
     def finish_step(self) -> bool:
         """Finish the step in flight, if there is one: from then on the host knows all that was sampled.
 
-        Whatever acts on requests from outside a step comes after this: an abort, a retraction, a count of them, a gate
-        that closes.  A commit need not: every step names the epoch that computes it.
+        Called first by everything that acts on requests from outside a step: an abort, a retraction, a count of them,
+        a gate that closes.  A commit need not: every step names the epoch that computes it.
         """
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -187,7 +186,7 @@ class Scheduler:
         return step is not None
 
     def _launch(self) -> InFlight | None:
-        """The first half of a step: afterwards the queues stand as they do for the next one."""
+        """The first half of a step: afterwards the queues are ready for the next one."""
         stats = self.stats
         stats.start_step()
         if self.queues.running.needs_history:
@@ -196,7 +195,7 @@ class Scheduler:
         if self.has_work:
             epoch = self.runner.state.epoch.weight_epoch
             plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
-        counts = None if self._dp.is_alone else self._dp.token_counts(plan.num_tokens)
+        counts = None if self._is_alone else self._token_counts(plan.num_tokens)
         stats.phase("plan")
         if plan.is_empty and not any(counts or ()):
             return None
@@ -207,8 +206,14 @@ class Scheduler:
             self.queues.enter_launch(step.completed, step.ending)
         return step
 
+    def _token_counts(self, mine: int) -> list[int]:
+        """Tokens of each data-parallel rank; if one has any, all take part, as experts are spread over all of them."""
+        counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
+        self._engine_busy = any(counts)
+        return counts
+
     def _finish(self, step: InFlight) -> None:
-        """The second half: records, ends, messages."""
+        """The second half: records, finished requests, messages."""
         stats = self.stats
         outgoing, num_sampled = self._steps.finish(step)
         if step.is_idle:
@@ -229,7 +234,7 @@ class Scheduler:
         stats.end_step(num_sampled)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
-        """Send what is new of `reqs`; those that finished give back their slots and are forgotten."""
+        """Send what is new of `reqs`; those that finished free their slots and are dropped."""
         outputs = []
         for req in reqs:
             outputs.append(self.records.output(req))
@@ -243,7 +248,7 @@ class Scheduler:
 
     def _dispatch(self, message: SchedulerInput) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
-            if self._dp.is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
+            if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
                 for sample in message.samples():
                     self._accept(sample)
         elif isinstance(message, AbortReqInput):
@@ -269,7 +274,7 @@ class Scheduler:
         self.queues.enqueue(req)
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
-        """What only the scheduler can know; the shape of the request was checked before it was sent."""
+        """Checks of the scheduler's own state; the request itself was checked before it was sent."""
         self.serving.require_admission()
         if source.rid in self._by_rid:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
@@ -287,26 +292,22 @@ class Scheduler:
         return int(self._seeds.integers(2**63)) if seed is None else seed % 2**64
 
     def _refuse(self, rid: str, error: LockstepError) -> None:
-        reason = FinishReason(type="abort", message=str(error), status_code=status_of(error))
         version = self.runner.state.epoch.weight_version
-        output = ReqOutput(
-            rid=rid, token_ids=[], num_output_tokens=0, weight_version=version, finished=FinishedRecord(reason=reason)
-        )
+        output = ReqOutput.never_ran(rid, version, str(error), status_of(error))
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """Nobody waits for an answer to an abort: one that fails is told to the log, and never ends the loop."""
+        """An abort has no answer: one that fails is logged, and never ends the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
         except Exception:
-            print(f"lockstep: an abort failed: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            say(f"an abort failed: {traceback.format_exc()}")
 
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
         """End the given requests, or all (None), with what they have.  Returns how many.
 
-        Unknown rids are ignored, repeated ones count once.
-
-        They end with the message and status of `error`, or, without one, with `reason` as their message.
+        Unknown rids are ignored, repeated ones count once.  Requests end with the message and status of `error`, or,
+        without one, with `reason` as their message.
         """
         self.finish_step()
         names = list(self._by_rid) if rids is None else dict.fromkeys(rids)
@@ -332,7 +333,7 @@ class Scheduler:
         return len(targets)
 
     def poison(self, reason: str) -> None:
-        """The weights in memory are neither the old nor the new ones: nothing may be sampled from them."""
+        """Stop serving: the weights in memory are neither the old nor the new ones.  Aborts all requests."""
         self.serving.poison(reason)
         self.runner.state.drop_digest()
         self.abort(None, Unavailable(f"the weights are poisoned: {reason}"))

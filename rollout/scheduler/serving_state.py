@@ -1,4 +1,4 @@
-"""`ServingState`: the one owner of every gate.  May a step run, may a request be admitted or begin, and why not.
+"""`ServingState`: whether steps may run and requests may be admitted or begin, and why not.  It owns every gate.
 
 pause       a trainer paused: no step; or pauses once the requests that have begun have ended: no other begins
 withheld    memory is released, or the weights have no content: no step, requests are refused
@@ -18,7 +18,7 @@ from rollout.core.errors import Unavailable
 
 
 class ServingState:
-    """Read by whoever asks, changed by the verbs' handlers between steps, on the scheduler's thread.
+    """Changed by the verbs' handlers between steps, on the scheduler's thread.
 
     `finish_step()` finishes the step in flight, if there is one.
     """
@@ -48,7 +48,7 @@ class ServingState:
 
     @property
     def stands_still(self) -> bool:
-        """Whether requests wait for somebody's next call, and not only for a write that ends by itself."""
+        """Whether requests wait for another call (continue, resume, a refresh), not only for a write under way."""
         return self._paused or self._withheld is not None
 
     def require_weights(self) -> None:
@@ -79,7 +79,7 @@ class ServingState:
 
     @property
     def withheld(self) -> str | None:
-        """Why nothing is served although nobody paused."""
+        """Why nothing is served although it is not paused; None: it is served."""
         return self._withheld
 
     @property
@@ -93,17 +93,13 @@ class ServingState:
 
     @property
     def content_lost(self) -> bool:
-        """Whether the weights' memory was given away without a copy."""
+        """Whether the weights' memory was released without a copy."""
         return self._content_lost
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether the weights are those of the version in force."""
+        """Whether the weights are those of the published version."""
         return self._poisoned is None and not self._content_lost
-
-    @property
-    def is_draining(self) -> bool:
-        return self._draining
 
     @property
     def is_stopped(self) -> bool:
@@ -122,14 +118,14 @@ class ServingState:
         self._paused, self._pausing = False, True
 
     def give_up_pause(self) -> None:
-        """As it was before `pause_once_ended`."""
+        """Restore the state before `pause_once_ended`."""
         self._paused, self._pausing = self._was_paused, False
 
     def resume(self) -> None:
         self._paused = self._pausing = False
 
     def withhold(self, reason: str | None) -> None:
-        """None: served again."""
+        """Stop serving for `reason`; None: serve again."""
         if reason is not None:
             self._finish_step()
         self._withheld = reason
@@ -147,11 +143,11 @@ class ServingState:
         self._content_lost = True
 
     def regain_content(self) -> None:
-        """What was lost is back, bit for bit."""
+        """The lost weights were restored, bit for bit."""
         self._content_lost = False
 
     def heal(self) -> None:
-        """A complete refresh is in place."""
+        """A complete refresh was committed."""
         self._poisoned, self._content_lost = None, False
 
     def drain(self) -> None:

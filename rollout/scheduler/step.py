@@ -4,12 +4,11 @@
                           |
               the next launch may come first: its input tokens are on the device, its lengths are counted
 
-`launch` reads no sampled token.  What it returns names the epoch that computes the step, so that whatever is in force
-when it is finished, its tokens, scores and rows are labelled with the weights that made them.
+`launch` reads no sampled token.  What it returns names the epoch that computes the step, so that its tokens, scores and
+rows are labelled with the weights that made them, also if others are published before it is finished.
 
-Does not know queues or sockets.
-
-Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary.
+Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
+request brought along.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rollout.core.io_struct import FinishReason
@@ -27,10 +27,11 @@ from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Extend, StepPlan
-from rollout.scheduler.replay import forced_routes
+from rollout.scheduler.records import SampledRows, enter_scores
 from rollout.scheduler.req import Req
-from rollout.scheduler.sampled_rows import SampledRows
 from rollout.scheduler.stop import StopChecker
+
+_FREE = -1  # in a row of forced routes that the router chooses for itself
 
 
 class Sampled(NamedTuple):
@@ -44,8 +45,8 @@ class Sampled(NamedTuple):
 class InFlight(NamedTuple):
     """A launched step.  Its tensors are its own, on the device; nothing changes them.
 
-    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows,
-    whatever it samples; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
+    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows, as
+    they have all their tokens with it; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
     """
 
     epoch: ServingEpoch
@@ -85,7 +86,7 @@ class StepRunner:
     # --- first half -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
-        """Give the step to the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
+        """Enqueue the step on the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
         decodes, pool = plan.decodes, self._cache.pool
         inputs = decodes.inputs
         slots = self._cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
@@ -93,7 +94,7 @@ class StepRunner:
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
         batch.global_num_tokens = global_num_tokens
         if self._replays(plan):
-            batch.forced_routes = forced_routes(_spans(plan), pool.table.device)
+            batch.forced_routes = _forced_routes(plan, pool.table.device)
         phase("build")
         epoch = self._runner.state.epoch
         hidden_TD, routes = self._runner.forward(batch)
@@ -120,7 +121,7 @@ class StepRunner:
         return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
 
     def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
-        """A token for each request that is through with its prompt, from the first rows.  Returns the others."""
+        """Sample a token for each request whose prompt is complete, from the first rows.  Returns the other rows."""
         reqs = [req for req in completed if req.samples]
         if reqs:
             newest = self._cache.pool.newest_tokens
@@ -140,7 +141,7 @@ class StepRunner:
         return self._replaying[1] or any(item.req.source.replay is not None for item in plan.extends)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
-        """What was looked up for the last step if the same requests decode now."""
+        """The rows of the last step if the same requests decode now."""
         if self._decoding is None or self._generation != decodes.generation:
             device = self._cache.pool.newest_tokens.device
             self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device)
@@ -185,7 +186,7 @@ class StepRunner:
         if step.routes is not None:
             self._runner.keep_routes(step.routes)
         for req, scored in step.scored:
-            _enter_scores(req, scored, step.epoch)
+            enter_scores(req, scored, step.epoch)
         outgoing: list[Req] = []
         for req in step.completed:
             if not req.samples:
@@ -218,12 +219,21 @@ def _input(item: Extend) -> ExtendInput:
     return ExtendInput(token_ids, req.pool_index, item.start, item.completes and req.samples)
 
 
-def _enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
-    record = req.prompt_record
-    assert record is not None
-    record.versions.note(epoch, len(record.values))
-    record.values += scored.logprobs.tolist()
-    if req.source.top_logprobs_num:
-        record.top += list(zip(scored.top_logprobs.tolist(), scored.top_ids.tolist()))
-    if req.source.token_ids_logprob:
-        record.chosen += scored.chosen_logprobs.tolist()
+def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
+    """The routes that requests of the step brought along, for the routers: [L, T, K]; None if all rows are free."""
+    spans = list(_spans(plan))
+    example = next((req.source.replay for req, _, _ in spans if req.source.replay is not None), None)
+    if example is None:
+        return None
+    _, num_layers, top_k = example.shape
+    forced_TLK = np.full((sum(count for _, _, count in spans), num_layers, top_k), _FREE, dtype=np.int64)
+    first = 0
+    for req, start, count in spans:
+        if (replay := req.source.replay) is not None:
+            rows_RLK = np.frombuffer(replay.data, dtype="<u2").reshape(replay.shape)
+            begin = start - replay.start  # among the rows that it brought
+            known = rows_RLK[max(begin, 0) : max(begin + count, 0)]
+            place = first + max(-begin, 0)
+            forced_TLK[place : place + len(known)] = known
+        first += count
+    return torch.from_numpy(forced_TLK).transpose(0, 1).contiguous().to(device)

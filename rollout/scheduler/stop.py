@@ -1,7 +1,6 @@
-"""When is a request finished?  End tokens, stop strings, length.
+"""When a request is finished: by an end token, a stop string, or its length.
 
-Knows token ids and, for stop strings, a tokenizer.  Stop strings are looked for in the text with special tokens, as
-SGLang does, whatever the text shows that is sent: that text is not known here.
+Stop strings are searched for in the text with special tokens, as in SGLang, whether or not the reply's text has them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class StopChecker:
     def __init__(self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None) -> None:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = _load_tokenizer(tokenizer_file) if tokenizer_file is not None else None
-        # Byte-level text is the bytes of its tokens one after the other: what a token adds can be told from it alone.
+        # Byte-level text is the bytes of its tokens one after the other: what a token adds depends on it alone.
         self._adds_bytes = self._tokenizer is not None and isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._text_of_token: dict[int, str] = {}
 
@@ -34,7 +33,7 @@ class StopChecker:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
 
     def text_for(self, source: TokenizedGenerateReqInput) -> IncrementalDetokenizer | None:
-        """Where the text of the request's output will be kept; None if it has no stop strings.
+        """A detokenizer for the request's output; None if it has no stop strings.
 
         Raises `UnsupportedFeature` for stop strings on a server without tokenizer.
         """

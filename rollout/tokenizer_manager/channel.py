@@ -1,10 +1,8 @@
 """The sockets between the main process and the schedulers, main's side.
 
-Knows ZMQ and the byte form of messages.  Does not know what they mean.
-
-    main  PUSH (bind) input0.sock, ...  ->  PULL (connect)  rank 0 of each engine
-    main  PULL (bind) output.sock       <-  PUSH (connect)  every rank
-          and, for ranks on other machines, the same at a TCP port
+main  PUSH (bind) input0.sock, ...  ->  PULL (connect)  rank 0 of each engine
+main  PULL (bind) output.sock       <-  PUSH (connect)  every rank
+      and, for ranks on other machines, the same at a TCP port
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class SchedulerChannel:
     """Both ends bound by main, in a folder that only its user can enter.  Use from one event loop.
 
     `num_inboxes`: engines that take requests of their own.  `remote_host`: an address of this machine at which ranks
-    on others reach it; then messages must carry `secret`, which only the ranks are told.
+    on others reach it; then messages must carry `secret`, which only the ranks have.
     """
 
     def __init__(self, folder: str | Path, num_inboxes: int = 1, remote_host: str | None = None) -> None:
@@ -90,7 +88,7 @@ class SchedulerChannel:
             *proof, data = await self._pull.recv_multipart()
             if self.secret is None or hmac.compare_digest(b"".join(proof), self.secret.encode()):
                 return decode_output(data)
-            logger.warning("a message of somebody who is no rank of this engine was dropped")
+            logger.warning("a message that did not come from a rank of this engine was dropped")
 
     def close(self) -> None:
         for push in self._pushes:

@@ -1,7 +1,4 @@
-"""Control verbs and their answers, one from each data-parallel rank: one future per verb, each with a deadline.
-
-Knows request ids and deadlines.  Does not know what a verb does or how messages travel.
-"""
+"""Control verbs and their answers, one from each data-parallel rank: one future per verb, each with a deadline."""
 
 from __future__ import annotations
 
@@ -9,14 +6,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput, Reply, reply_type
-from rollout.tokenizer_manager.answers import merge_answers
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +64,7 @@ class Communicator:
         return merge_answers([_typed(answer, reply_type(verb)) for answer in answers])
 
     def resolve(self, output: ControlReqOutput) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Take in an answer; the last one of a verb ends its `call`."""
         future = self._waiting.get(output.request_id)
         if future is None or future.done():
             logger.warning("answer to control verb %s came after its deadline", output.request_id)
@@ -83,6 +79,15 @@ class Communicator:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def merge_answers(answers: Sequence[ControlReqOutput[AnyReply]]) -> ControlReqOutput[AnyReply]:
+    """Success if all succeeded, with the replies merged; else the first refusal."""
+    in_order = sorted(answers, key=lambda answer: answer.dp_rank)
+    first = next((answer for answer in in_order if not answer.success), in_order[0])
+    if not first.success or len(in_order) == 1:
+        return first
+    return msgspec.structs.replace(first, data=first.reply.merged([answer.reply for answer in in_order]))
 
 
 def _typed(answer: ControlReqOutput, reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:

@@ -1,6 +1,6 @@
-"""`GenerateHandle`: the samples of one request on their way, and the two ways to wait for them.
+"""`GenerateHandle`: the samples of one request in flight, and the two ways to wait for them: at once, or as a stream.
 
-Knows records and how their text grows.  Does not know sockets: whoever feeds the records calls `notify`.
+The manager appends to the records and calls `notify`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.tokenizer_manager.response import (
     HEAVY,
     HEAVY_JSON,
     OutputEntries,
-    RouteShape,
+    ResponseForm,
     build_response,
     encode_json,
     weight,
@@ -41,7 +41,7 @@ class SampleText:
     """The text of one record, decoded as far as its tokens have come."""
 
     def __init__(self, record: SampleRecord, tokenizer: Tokenizer) -> None:
-        params = record.params
+        params = record.source.sampling_params
         self._record = record
         self._trim = not params.no_stop_trim
         self._final: str | None = None
@@ -84,13 +84,12 @@ class GenerateHandle:
         *,
         replies_with_list: bool,
         tokenizer: Tokenizer | None,
-        route_shape: RouteShape,
+        form: ResponseForm,
         abort: Callable[[list[str]], None],
     ) -> None:
         self.replies_with_list = replies_with_list
         self._samples = [Sample(record, SampleText(record, tokenizer) if tokenizer else None) for record in records]
-        self._tokenizer = tokenizer
-        self._route_shape = route_shape
+        self._form = form
         self._abort = abort
         self._news = asyncio.Event()
         self._fresh: dict[int, None] = {}
@@ -106,7 +105,7 @@ class GenerateHandle:
         self._news.set()
 
     def fail(self, error: LockstepError) -> None:
-        """Whoever waits gets `error`."""
+        """End `result` and `stream` with `error`."""
         self._error = error
         self._news.set()
 
@@ -168,7 +167,7 @@ class GenerateHandle:
         return await _run(lambda: _encode(make()), total > (HEAVY if is_over else HEAVY_JSON))
 
     async def _next_news(self) -> list[int]:
-        """Waits without a deadline: every request ends, or `fail` is called when the scheduler is gone."""
+        """Waits without a deadline: every request ends, or `fail` is called when the scheduler has exited."""
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
@@ -191,8 +190,7 @@ class GenerateHandle:
 
     def _build(self, sample: Sample) -> dict[str, Any]:
         text = None if sample.text is None else sample.text.update()
-        token_text = None if self._tokenizer is None else self._tokenizer.token_text
-        return build_response(sample.record, text, self._route_shape, token_text, sample.entries)
+        return build_response(sample.record, text, self._form, sample.entries)
 
 
 async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
@@ -200,7 +198,7 @@ async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
 
 
 def _encode(content: Any) -> bytes:
-    """Part by part: nothing else runs while one is encoded, in whatever thread."""
+    """Part by part: the encoder holds the GIL, so that no other thread runs during a part."""
     if isinstance(content, list):
         return b"[" + b",".join(map(encode_json, content)) + b"]"
     return encode_json(content)

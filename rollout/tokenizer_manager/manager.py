@@ -1,16 +1,12 @@
-"""`TokenizerManager`: the main process's side of the engine.  Owns every request in flight, by rid.
+"""`TokenizerManager`: the main process's side of the engine.  Owns the requests in flight, by rid, and the phase.
 
-Knows requests from their arrival to their last token, and the phase the server is in.  Does not know HTTP, and not
-how the scheduler works: it sends messages and reads answers.
-
-    STARTING -> SERVING -> STOPPING        submit and control verbs work in SERVING only;
-        \\          \\-> FAILED <-/          in STOPPING what is in flight runs on
+STARTING -> SERVING -> STOPPING        submit and control verbs work in SERVING only;
+    \\          \\-> FAILED <-/          in STOPPING what is in flight runs on
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import itertools
 import logging
@@ -19,35 +15,34 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ReplayedRoutes,
     ReqOutput,
     SchedulerFailed,
     SchedulerOutput,
     SchedulerReady,
+    TokenizedGenerateReqInput,
 )
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
 from rollout.core.update_state import CommitReply
-from rollout.tokenizer_manager.answers import merge_ready
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
-from rollout.tokenizer_manager.dp_router import DPRouter
 from rollout.tokenizer_manager.handle import GenerateHandle
-from rollout.tokenizer_manager.messages import aborted_before_prefill, generate_message
-from rollout.tokenizer_manager.replay import check_replay, read_replay
-from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, expand
-from rollout.tokenizer_manager.response import RouteShape
+from rollout.tokenizer_manager.replay import cache_key, read_replay
+from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
+from rollout.tokenizer_manager.response import ResponseForm, RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.session_book import SessionBook
 from rollout.tokenizer_manager.tokenizer import Tokenizer
-from rollout.tokenizer_manager.validation import ServingLimits, check_logprob_entries, check_prompt, num_logprob_entries
+from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +55,7 @@ class Phase(enum.Enum):
 
 
 class RequestObserver(Protocol):
-    """Told about every sample; the metrics are one."""
+    """Notified of every sample's first token and end; the metrics are one."""
 
     def on_first_token(self, record: SampleRecord) -> None: ...
 
@@ -87,11 +82,11 @@ class TokenizerManager:
         self.server_args = server_args
         self.model_config = model_config
         self.phase = Phase.STARTING
-        self.weight_version = server_args.weight_version  # the last one that the scheduler spoke of
+        self.weight_version = server_args.weight_version  # the last one that the scheduler reported
         self.started_at = time.time()
         self.num_messages = 0
         self.scheduler_failed = asyncio.Event()
-        self.failure_message: str | None = None  # the scheduler's last words
+        self.failure_message: str | None = None  # why the scheduler failed
         self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
         self.sessions = SessionBook()
@@ -101,9 +96,9 @@ class TokenizerManager:
         self._limits: ServingLimits | None = None
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
-        self._first_words: list[SchedulerReady] = []
+        self._ranks_ready: list[SchedulerReady] = []
         self._in_flight: dict[str, _InFlight] = {}
-        self._dp = DPRouter(server_args.dp_size)
+        self._loads = [0] * server_args.dp_size  # tokens that each data-parallel rank may still have to compute
         self._rids = RidRegistry()
         self._warned_sampling_keys: set[str] = set()
 
@@ -115,7 +110,7 @@ class TokenizerManager:
             self.handle_message(await self._link.receive())
 
     async def scheduler_ready(self) -> SchedulerReady:
-        """Wait for the first word of every data-parallel rank.  The caller bounds the wait by the life of the process.
+        """Wait for the first message of every data-parallel rank.  The caller ends the wait with the process's life.
 
         Raises `StartupError` with the scheduler's reason.
         """
@@ -124,7 +119,7 @@ class TokenizerManager:
         return await asyncio.shield(self._ready)
 
     def serve(self, ready: SchedulerReady, tokenizer: Tokenizer | None) -> None:
-        """Start to admit requests."""
+        """Start admitting requests."""
         self._tokenizer = tokenizer
         if tokenizer is not None:
             tokenizer.context_length = ready.context_length
@@ -139,6 +134,7 @@ class TokenizerManager:
             has_tokenizer=tokenizer is not None,
             eos_token_id=None if tokenizer is None else self._end_token(tokenizer),
             max_logprob_entries=self.server_args.max_logprob_entries,
+            dp_size=self.server_args.dp_size,
         )
         self.phase = Phase.SERVING
 
@@ -153,13 +149,13 @@ class TokenizerManager:
             self.phase = Phase.STOPPING
 
     def fail(self, reason: str) -> None:
-        """The scheduler is gone: everything in flight, and everything that comes, gets 503 with the reason."""
+        """The scheduler has exited: requests in flight, and all that follow, get 503 with the reason."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
         for entry in list(self._in_flight.values()):
             entry.handle.fail(Unavailable(reason))
         self._in_flight.clear()
-        self._dp.clear()
+        self._loads = [0] * len(self._loads)
         self._rids.clear()
         self.communicator.fail_all(self._failure)
 
@@ -194,33 +190,39 @@ class TokenizerManager:
     async def submit(self, request: GenerateReqInput) -> GenerateHandle:
         """Check, tokenise and send a request.
 
-        Raises `BadRequest` and its kin before anything was sent, `Unavailable` when the server does not serve.
+        Raises `BadRequest`, `UnsupportedFeature` or `TooLarge` before anything was sent, `Unavailable` when the server
+        does not serve.
         """
         limits = self.limits
-        self._dp.check(request.routed_dp_rank)
-        expanded = expand(request)
+        limits.check_rank(request.routed_dp_rank)
+        expanded = expand(request, routes_by_default=limits.routes_by_default)
         self._warn_unknown(expanded.unknown_sampling_keys)
-        rids = [rid for prompt in expanded.prompts for rid in prompt.sample_rids()]
         self._rids.reserve(expanded)
         try:
-            prompt_ids = await self._tokenise(expanded)
-            replays = await self._read_replays(expanded, request.replay_routed_experts_start_len, limits)
-            groups = self._make_records(expanded, prompt_ids, limits)
-            for group, replay in zip(groups, replays, strict=True):
-                if replay is not None:
-                    check_replay(replay, len(group[0].prompt_ids), group[0].params.max_new_tokens)
+            await self._complete(expanded.prompts, request.replay_routed_experts_start_len, limits)
+            check_prompts(expanded.prompts, limits)
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
-            self._rids.release(rids)
+            self._rids.release(rid for prompt in expanded.prompts for rid in prompt.sample_rids())
             raise
+        now, version = time.monotonic(), self.weight_version
+        groups = [
+            [SampleRecord(sample, now, version) for sample in prompt.source.samples()] for prompt in expanded.prompts
+        ]
+        tokenizer = self._tokenizer
         handle = GenerateHandle(
             [record for group in groups for record in group],
             replies_with_list=expanded.replies_with_list,
-            tokenizer=self._tokenizer,
-            route_shape=self._route_shape,
+            tokenizer=tokenizer,
+            form=ResponseForm(
+                self._route_shape,
+                request.routed_experts_format,
+                tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
+                request.return_prompt_token_ids,
+            ),
             abort=self.abort,
         )
-        self._dispatch(handle, groups, replays, request)
+        self._dispatch(handle, groups, request.routed_dp_rank)
         return handle
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -240,7 +242,7 @@ class TokenizerManager:
     async def control(
         self, verb: type[ControlReqInput[AnyReply]], *, timeout_s: float | None = None, **fields: Any
     ) -> ControlReqOutput[AnyReply]:
-        """Send a control verb and return its answer, which may say that it failed.
+        """Send a control verb and return its answer, which may be a failure.
 
         Raises `Unavailable` when the server does not serve, `SchedulerTimeout` after `timeout_s` seconds (None: as the
         verb declares).
@@ -265,7 +267,7 @@ class TokenizerManager:
         elif isinstance(message, ControlReqOutput):
             self.communicator.resolve(message)
         else:
-            self._on_first_word(message)
+            self._on_startup(message)
 
     def _on_output(self, output: ReqOutput, now: float) -> None:
         entry = self._in_flight.get(output.rid)
@@ -284,13 +286,13 @@ class TokenizerManager:
             entry.handle.fail(error)
             return
         if not had_token and record.first_token_at is not None:
-            self._tell(lambda observer: observer.on_first_token(record))
+            self._notify(lambda observer: observer.on_first_token(record))
         if output.finished is not None:
             self._forget(output.rid)
-            self._tell(lambda observer: observer.on_finished(record))
+            self._notify(lambda observer: observer.on_finished(record))
         entry.handle.notify(entry.index)
 
-    def _on_first_word(self, message: SchedulerReady | SchedulerFailed) -> None:
+    def _on_startup(self, message: SchedulerReady | SchedulerFailed) -> None:
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
         if isinstance(message, SchedulerFailed):
@@ -301,80 +303,63 @@ class TokenizerManager:
             if not self._ready.done():
                 self._ready.set_exception(StartupError(message.message))
         else:
-            self._first_words.append(message)
-            if len(self._first_words) == self._dp.num_ranks and not self._ready.done():
-                self._ready.set_result(merge_ready(self._first_words))
+            self._ranks_ready.append(message)
+            if len(self._ranks_ready) == self.server_args.dp_size and not self._ready.done():
+                # A request must fit on every rank.
+                slots = min(ready.max_total_num_tokens for ready in self._ranks_ready)
+                self._ready.set_result(msgspec.structs.replace(self._ranks_ready[0], max_total_num_tokens=slots))
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    async def _tokenise(self, expanded: ExpandedRequest) -> list[list[int]]:
-        texts = [prompt.text for prompt in expanded.prompts if prompt.text is not None]
-        encoded = iter(await self.tokenizer.encode(texts) if texts else [])
-        return [next(encoded) if prompt.input_ids is None else prompt.input_ids for prompt in expanded.prompts]
+    async def _complete(self, prompts: Sequence[Prompt], replay_start: int, limits: ServingLimits) -> None:
+        """Tokenise the prompts that came as text, and read the routes that prompts bring along.
 
-    async def _read_replays(
-        self, expanded: ExpandedRequest, start: int, limits: ServingLimits
-    ) -> list[ReplayedRoutes | None]:
-        """The routes that each prompt brings, read off the event loop where they are long."""
-        found: list[ReplayedRoutes | None] = []
-        for prompt in expanded.prompts:
-            if prompt.replay is None:
-                found.append(None)
-                continue
-            if not limits.is_moe:
-                raise UnsupportedFeature("replay_routed_experts: this model is dense, it has no experts to route to")
-            found.append(await asyncio.to_thread(read_replay, prompt.replay, start, self._route_shape))
-        return found
+        Long text and all routes are read off the event loop.
+        """
+        as_text = [prompt for prompt in prompts if prompt.text is not None]
+        texts = [prompt.text for prompt in as_text if prompt.text is not None]
+        for prompt, input_ids in zip(as_text, await self.tokenizer.encode(texts) if texts else (), strict=True):
+            prompt.source.input_ids = input_ids
+        for prompt in prompts:
+            if prompt.replay is not None:
+                if not limits.is_moe:
+                    raise UnsupportedFeature(
+                        "replay_routed_experts: this model is dense, it has no experts to route to"
+                    )
+                source = prompt.source
+                source.replay = await asyncio.to_thread(read_replay, prompt.replay, replay_start, self._route_shape)
+                source.extra_key = cache_key(source.extra_key, source.replay)
 
-    def _make_records(
-        self, expanded: ExpandedRequest, prompt_ids: list[list[int]], limits: ServingLimits
-    ) -> list[list[SampleRecord]]:
-        """The samples of each prompt."""
-        now, num_entries = time.monotonic(), 0
-        groups: list[list[SampleRecord]] = []
-        for prompt, input_ids in zip(expanded.prompts, prompt_ids, strict=True):
-            params = check_prompt(prompt, input_ids, limits)
-            num_entries += num_logprob_entries(prompt.options, len(input_ids), params)
-            check_logprob_entries(num_entries, limits.max_logprob_entries)
-            prompt = dataclasses.replace(prompt, sampling_params=params)
-            options = dataclasses.replace(prompt.options, return_routed_experts=limits.wants_routes(prompt.options))
-            groups.append(
-                [
-                    SampleRecord(rid, input_ids, prompt.sample_params(index), options, now, self.weight_version)
-                    for index, rid in enumerate(prompt.sample_rids())
-                ]
-            )
-        return groups
+    def _dispatch(self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], wanted: int | None) -> None:
+        """Send every sample to a data-parallel rank: the one that is `wanted`, else the one with the least left to do.
 
-    def _dispatch(
-        self,
-        handle: GenerateHandle,
-        groups: Sequence[Sequence[SampleRecord]],
-        replays: Sequence[ReplayedRoutes | None],
-        request: GenerateReqInput,
-    ) -> None:
-        """Send every sample, but answer here those that were aborted before they could be sent."""
+        Those that were aborted before they could be sent are answered here.  The samples of one prompt for one rank
+        are one message.
+        """
         index = itertools.count()
-        for group, replay in zip(groups, replays, strict=True):
-            by_rank: dict[int, list[SampleRecord]] = {}
+        for group in groups:
+            by_rank: dict[int, list[TokenizedGenerateReqInput]] = {}
             for record in group:
-                record.session_id = request.session_id
+                rank = self._loads.index(min(self._loads)) if wanted is None else wanted
+                self._loads[rank] += record.max_len
+                record.source.dp_rank = rank
                 self._in_flight[record.rid] = _InFlight(record, handle, next(index))
                 if self._rids.is_aborted(record.rid):
-                    self._on_output(aborted_before_prefill(record), time.monotonic())
-                    continue
-                num_tokens = len(record.prompt_ids) + record.params.max_new_tokens
-                record.dp_rank = self._dp.assign(record.rid, num_tokens, request.routed_dp_rank)
-                by_rank.setdefault(record.dp_rank, []).append(record)
-            for records in by_rank.values():
-                self._link.send(generate_message(records, replay, request))
+                    output = ReqOutput.never_ran(record.rid, record.weight_version, "Abort before prefill")
+                    self._on_output(output, time.monotonic())
+                else:
+                    by_rank.setdefault(rank, []).append(record.source)
+            for sources in by_rank.values():
+                self._link.send(TokenizedGenerateReqInput.of_samples(sources))
+            for record in group:
+                record.source.replay = None  # may be large, and is not needed here any more
 
     def _forget(self, rid: str) -> None:
-        del self._in_flight[rid]
-        self._dp.release(rid)
+        record = self._in_flight.pop(rid).record
+        self._loads[record.dp_rank] -= record.max_len
         self._rids.release([rid])
 
-    def _tell(self, event: Callable[[RequestObserver], None]) -> None:
+    def _notify(self, event: Callable[[RequestObserver], None]) -> None:
         for observer in self._observers:
             event(observer)
 

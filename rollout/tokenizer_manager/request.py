@@ -1,7 +1,6 @@
-"""A generation request as it comes in, and its expansion into one `PromptRequest` per prompt.
+"""A generation request as it comes in, and its expansion into one message to the scheduler per prompt.
 
-Knows which fields may be given per prompt and how request ids are derived.  Does not know the model: `validation.py`
-does.
+What depends on the model or the server is checked in `validation.py`.
 
     rid given     one prompt, n = 1    batch             one prompt, n > 1    batch, n > 1
     "r"           r                    r_0, r_1, ...     r_0, r_1, ...        r_0_0, r_0_1, ..., r_1_0, ...
@@ -17,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from rollout.core.errors import BadRequest, TooLarge
+from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import MAX_N, SamplingParams, sampling_params_from_dict
 
 MAX_BATCH = 4096
@@ -43,9 +41,9 @@ class GenerateReqInput:
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
     `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
-    `priority`: requests that wait are admitted from the lowest on, those of the same in the order of their coming.
-    `routed_dp_rank`: the data-parallel rank that runs it; None: the one with the least left to do.
-    `session_id`: of whom the request is; the session's prefix may be kept, and the reply says it again.
+    `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
+    `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
+    `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
 
@@ -73,61 +71,79 @@ class GenerateReqInput:
     fill_context: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """What a request wants to see in its response."""
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a request: `source`, the message to the scheduler for all its samples, and what completes it.
 
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    token_ids_logprob: list[int] | None = None
-    return_text_in_logprobs: bool = False
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int = 0
-    routed_experts_format: RoutesFormat = "compatible"
-    return_prompt_token_ids: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """One prompt of a request.  `fill_context`: generate up to the end of the context, the caller named no length."""
+    `text` is to be tokenised and `replay` to be read, each where it is not None.  `fill_context`: the caller named no
+    length, generate up to the end of the context.
+    """
 
     rid: str
     text: str | None
-    input_ids: list[int] | None
-    sampling_params: SamplingParams
+    replay: Any  # as it came
     fill_context: bool
-    options: OutputOptions
-    replay: Any = None  # as it came
+    source: TokenizedGenerateReqInput
 
     def sample_rids(self) -> list[str]:
-        n = self.sampling_params.n
-        return [self.rid] if n == 1 else [f"{self.rid}_{index}" for index in range(n)]
-
-    def sample_params(self, index: int) -> SamplingParams:
-        """Parameters of sample `index`: a given seed moves on by one per sample, so that samples differ."""
-        params = self.sampling_params
-        if params.sampling_seed is None or index == 0:
-            return params
-        return msgspec.structs.replace(params, sampling_seed=_wrap_int64(params.sampling_seed + index))
+        return [self.source.rid, *(rid for rid, _ in self.source.siblings)]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedRequest:
-    """`replies_with_list`: a batch or n > 1 is answered by a list, prompt by prompt, even of length 1."""
+    """`replies_with_list`: the reply to a batch or n > 1 is a list, prompt by prompt, even of length 1."""
 
     rid: str | None  # of the whole batch, where one was given
-    prompts: list[PromptRequest]
+    prompts: list[Prompt]
     replies_with_list: bool
     unknown_sampling_keys: list[str]
 
 
-def expand(request: GenerateReqInput) -> ExpandedRequest:
-    """One `PromptRequest` per prompt, in order.
+_SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_lag", "priority", "session_id")
+"""Options that a prompt's message takes as they are; those in `_PER_PROMPT` can be a list, of one for each prompt."""
+_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+
+
+def expand(request: GenerateReqInput, *, routes_by_default: bool = False) -> ExpandedRequest:
+    """One `Prompt` for each prompt, in order; those that come as text have no token ids yet.
 
     Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
     `TooLarge` over a cap.
     """
+    _check_shared(request)
+    texts, ids, is_batch = _prompts(request)
+    count = len(texts)
+    if count > MAX_BATCH:
+        raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {count}")
+    rids = _prompt_rids(request.rid, count, is_batch)
+    raw_params: list[dict[str, Any]] = _column("sampling_params", request.sampling_params, count, is_batch)
+    replays = _column("replay_routed_experts", request.replay_routed_experts, count, is_batch)
+    columns = {name: _column(name, getattr(request, name), count, is_batch) for name in _PER_PROMPT}
+    columns["token_ids_logprob"] = _token_ids_column(request.token_ids_logprob, count, is_batch)
+    shared = {name: getattr(request, name) for name in _SHARED}
+    shared["return_routed_experts"] = (
+        routes_by_default if request.return_routed_experts is None else request.return_routed_experts
+    )
+    params, unknown = _sampling_params(raw_params)
+    prompts = []
+    for index, rid in enumerate(rids):
+        own = {name: column[index] for name, column in columns.items()}
+        first, *siblings = _samples(rid, params[index])
+        source = TokenizedGenerateReqInput(
+            rid=first[0],
+            input_ids=ids[index] or [],
+            sampling_params=params[index],
+            siblings=siblings,
+            **shared,
+            **own,
+        )
+        fill_context = request.fill_context and raw_params[index].get("max_new_tokens") is None
+        prompts.append(Prompt(rid, texts[index], replays[index], fill_context, source))
+    group = request.rid if is_batch and isinstance(request.rid, str) else None
+    return ExpandedRequest(group, prompts, is_batch or params[0].n > 1, sorted(unknown))
+
+
+def _check_shared(request: GenerateReqInput) -> None:
     lag = request.max_kv_version_lag
     if lag is not None and not -1 <= lag < 2**31:
         raise BadRequest(f"max_kv_version_lag must be -1 (no limit) or in 0..{2**31 - 1}, got {lag}")
@@ -137,60 +153,6 @@ def expand(request: GenerateReqInput) -> ExpandedRequest:
         raise BadRequest("extra_key and cache_salt must not hold the character 0")
     if not 0 <= request.replay_routed_experts_start_len < 2**31:
         raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
-    texts, ids, is_batch = _prompts(request)
-    count = len(texts)
-    if count > MAX_BATCH:
-        raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {count}")
-    rids = _prompt_rids(request.rid, count, is_batch)
-    columns = _Columns(request, count, is_batch)
-    unknown: list[str] = []
-    prompts = []
-    for index in range(count):
-        raw = columns.sampling[index]
-        params, unknown_here = sampling_params_from_dict(raw)
-        unknown += unknown_here
-        fill_context = request.fill_context and raw.get("max_new_tokens") is None
-        prompts.append(
-            PromptRequest(
-                *(rids[index], texts[index], ids[index], params, fill_context),
-                columns.options(index),
-                columns.replay[index],
-            )
-        )
-    _check_samples(prompts)
-    group = request.rid if is_batch and isinstance(request.rid, str) else None
-    replies_with_list = is_batch or prompts[0].sampling_params.n > 1
-    return ExpandedRequest(group, prompts, replies_with_list, sorted(set(unknown)))
-
-
-class _Columns:
-    """Every per-prompt field as one list of `count` values."""
-
-    def __init__(self, request: GenerateReqInput, count: int, is_batch: bool) -> None:
-        def column(name: str) -> list[Any]:
-            return _column(name, getattr(request, name), count, is_batch)
-
-        self._request = request
-        self.sampling: list[dict[str, Any]] = column("sampling_params")
-        self.replay: list[Any] = column("replay_routed_experts")
-        self._return_logprob: list[bool] = column("return_logprob")
-        self._logprob_start_len: list[int] = column("logprob_start_len")
-        self._top_logprobs_num: list[int] = column("top_logprobs_num")
-        self._token_ids_logprob = _token_ids_column(request.token_ids_logprob, count, is_batch)
-
-    def options(self, index: int) -> OutputOptions:
-        request = self._request
-        return OutputOptions(
-            return_logprob=self._return_logprob[index],
-            logprob_start_len=self._logprob_start_len[index],
-            top_logprobs_num=self._top_logprobs_num[index],
-            token_ids_logprob=self._token_ids_logprob[index] or None,
-            return_text_in_logprobs=request.return_text_in_logprobs,
-            return_routed_experts=request.return_routed_experts,
-            routed_experts_start_len=request.routed_experts_start_len,
-            routed_experts_format=request.routed_experts_format,
-            return_prompt_token_ids=request.return_prompt_token_ids,
-        )
 
 
 def _prompts(request: GenerateReqInput) -> tuple[list[str | None], list[list[int] | None], bool]:
@@ -252,14 +214,29 @@ def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] 
     return _column("token_ids_logprob", value, count, is_batch)
 
 
-def _check_samples(prompts: Sequence[PromptRequest]) -> None:
-    for prompt in prompts:
-        n = prompt.sampling_params.n
-        if not 1 <= n <= MAX_N:
-            raise BadRequest(f"sampling_params: n must be between 1 and {MAX_N}, got {n}")
-    total = sum(prompt.sampling_params.n for prompt in prompts)
+def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[SamplingParams], set[str]]:
+    """The parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it has."""
+    unknown: set[str] = set()
+    params = []
+    for raw in raw_params:
+        parsed, unknown_here = sampling_params_from_dict(raw)
+        unknown.update(unknown_here)
+        params.append(parsed)
+    for parsed in params:
+        if not 1 <= parsed.n <= MAX_N:
+            raise BadRequest(f"sampling_params: n must be between 1 and {MAX_N}, got {parsed.n}")
+    total = sum(parsed.n for parsed in params)
     if total > MAX_SAMPLES:
         raise TooLarge(f"a request makes at most {MAX_SAMPLES} samples (prompts times n), got {total}")
+    return params, unknown
+
+
+def _samples(rid: str, params: SamplingParams) -> list[tuple[str, int | None]]:
+    """Id and seed of each sample of a prompt: a given seed moves on by one per sample, so that samples differ."""
+    if params.n == 1:
+        return [(rid, params.sampling_seed)]
+    seed = params.sampling_seed
+    return [(f"{rid}_{index}", None if seed is None else _wrap_int64(seed + index)) for index in range(params.n)]
 
 
 def _wrap_int64(value: int) -> int:

@@ -1,7 +1,7 @@
 """A sample's record as the JSON-like response of /generate: `{"text", "output_ids", "meta_info"}`.
 
-Pure functions over plain data, so that an in-process engine can use them too.  Knows the names and layouts of SGLang's
-`meta_info`.  Does not know HTTP or where the record came from.
+Names and layouts of `meta_info` are SGLang's.  These are pure functions over plain data, so that the in-process engine
+uses them too.
 
 A log-probability entry is `[log-probability or None, token id, text or None]`.
 """
@@ -21,6 +21,7 @@ from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.model_config import ModelConfig
+from rollout.tokenizer_manager.request import RoutesFormat
 from rollout.tokenizer_manager.sample import SampleRecord, TopLogprobs
 
 HEAVY = 4096
@@ -42,7 +43,7 @@ _ROUTE_ENCODERS: dict[str, Callable[[RoutedExperts], Any]] = {
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the rows of routed experts of a model look like."""
+    """The shape of a model's routed experts."""
 
     num_experts: int
     top_k: int
@@ -52,6 +53,19 @@ class RouteShape:
     @classmethod
     def of(cls, config: ModelConfig) -> RouteShape:
         return cls(config.num_experts, config.num_experts_per_tok, config.moe_layer_ids, config.num_hidden_layers)
+
+
+@dataclass(frozen=True)
+class ResponseForm:
+    """What a request decides about all of its responses.
+
+    `token_text` gives the text of a token id for log-probability entries; None leaves it out.
+    """
+
+    route_shape: RouteShape
+    routes_format: RoutesFormat = "compatible"
+    token_text: TokenText | None = None
+    has_prompt_ids: bool = False
 
 
 @dataclass
@@ -64,39 +78,35 @@ class OutputEntries:
 
     def extend(self, record: SampleRecord, text_of: TokenText | None) -> None:
         """Take in the tokens that are new."""
-        first, options = len(self.sampled), record.options
+        first, source = len(self.sampled), record.source
         self.sampled += _entries(record.output_logprobs[first:], record.output_ids[first:], text_of)
-        if options.top_logprobs_num:
+        if source.top_logprobs_num:
             self.top += [_top_entries(top, text_of) for top in record.output_top[first:]]
-        if options.token_ids_logprob:
-            ids = options.token_ids_logprob
+        if source.token_ids_logprob:
+            ids = source.token_ids_logprob
             self.chosen += [_entries(values, ids, text_of) for values in record.output_chosen[first:]]
 
 
 def build_response(
-    record: SampleRecord,
-    text: str | None,
-    route_shape: RouteShape,
-    token_text: TokenText | None,
-    entries: OutputEntries,
+    record: SampleRecord, text: str | None, form: ResponseForm, entries: OutputEntries
 ) -> dict[str, Any]:
     """The response of `record` as it stands; `text` None leaves the key out (a server without a tokenizer).
 
-    `token_text` gives the text of a single token id, for `return_text_in_logprobs`; `entries` are the record's own.
+    `entries` are the record's own.
     """
     response: dict[str, Any] = {} if text is None else {"text": text}
     # Copies: the record grows while an earlier response of a stream is still being sent.
     response["output_ids"] = list(record.output_ids)
-    if record.options.return_prompt_token_ids:
+    if form.has_prompt_ids:
         response["prompt_token_ids"] = record.prompt_ids
-    response["meta_info"] = build_meta_info(record, route_shape, token_text, entries)
+    response["meta_info"] = build_meta_info(record, form, entries)
     return response
 
 
 def weight(record: SampleRecord) -> int:
-    """How much the response holds: its tokens, their entries, and the bytes of routes over 16."""
-    options, finished = record.options, record.finished
-    entries = 1 + options.top_logprobs_num + len(options.token_ids_logprob or ()) if options.return_logprob else 0
+    """Size of the response: its tokens, their entries, and the bytes of routes over 16."""
+    source, finished = record.source, record.finished
+    entries = 1 + source.top_logprobs_num + len(source.token_ids_logprob or ()) if source.return_logprob else 0
     total = len(record.output_ids) * (1 + entries)
     if finished is not None:
         total += len(finished.prompt_logprobs.values) * entries if finished.prompt_logprobs is not None else 0
@@ -104,9 +114,7 @@ def weight(record: SampleRecord) -> int:
     return total
 
 
-def build_meta_info(
-    record: SampleRecord, route_shape: RouteShape, token_text: TokenText | None, entries: OutputEntries
-) -> dict[str, Any]:
+def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEntries) -> dict[str, Any]:
     """`meta_info`: the counters always, the rest as the request asked and as far as the sample has come."""
     finished = record.finished
     meta: dict[str, Any] = {
@@ -119,16 +127,15 @@ def build_meta_info(
     }
     if record.session_id is not None:
         meta["session_id"] = record.session_id
-    if record.options.return_logprob:
-        text_of = token_text if record.options.return_text_in_logprobs else None
-        entries.extend(record, text_of)
+    if record.source.return_logprob:
+        entries.extend(record, form.token_text)
         _add_output_logprobs(meta, record, entries)
-        _add_input_logprobs(meta, record, text_of)
+        _add_input_logprobs(meta, record, form.token_text)
     if finished is not None:
         _add_finished(meta, record, finished)
-        if record.options.return_routed_experts:
-            payload = finished.routed_experts or _no_rows(record, finished, route_shape)
-            _add_routes(meta, payload, route_shape, record.options.routed_experts_format)
+        if record.source.return_routed_experts:
+            payload = finished.routed_experts or _no_rows(record, finished, form.route_shape)
+            _add_routes(meta, payload, form)
     return meta
 
 
@@ -164,30 +171,30 @@ def _span_dicts(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
 def _add_output_logprobs(meta: dict[str, Any], record: SampleRecord, entries: OutputEntries) -> None:
     meta["output_token_logprobs"] = list(entries.sampled)  # copies, like the ids
     meta["output_token_logprobs_length"] = len(entries.sampled)
-    if record.options.top_logprobs_num:
+    if record.source.top_logprobs_num:
         meta["output_top_logprobs"] = list(entries.top)
-    if record.options.token_ids_logprob:
+    if record.source.token_ids_logprob:
         meta["output_token_ids_logprobs"] = list(entries.chosen)
 
 
 def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: TokenText | None) -> None:
     prompt = record.finished.prompt_logprobs if record.finished is not None else None
-    options = record.options
+    source = record.source
     if prompt is None:
         meta["input_token_logprobs"] = []
         meta["input_logprob_weight_versions"] = []
-        if options.top_logprobs_num:
+        if source.top_logprobs_num:
             meta["input_top_logprobs"] = []
-        if options.token_ids_logprob:
+        if source.token_ids_logprob:
             meta["input_token_ids_logprobs"] = []
         return
     ids = record.prompt_ids[prompt.start : prompt.start + len(prompt.values)]  # an abort may have come before the rest
     meta["input_token_logprobs"] = _entries(prompt.values, ids, text_of)
     meta["input_logprob_weight_versions"] = _span_dicts(prompt.versions)
-    if options.top_logprobs_num:
+    if source.top_logprobs_num:
         meta["input_top_logprobs"] = [None if top is None else _top_entries(top, text_of) for top in prompt.top or []]
-    if options.token_ids_logprob:
-        chosen_ids = options.token_ids_logprob
+    if source.token_ids_logprob:
+        chosen_ids = source.token_ids_logprob
         meta["input_token_ids_logprobs"] = [
             None if values is None else _entries(values, chosen_ids, text_of) for values in prompt.chosen or []
         ]
@@ -204,10 +211,10 @@ def _top_entries(top: TopLogprobs, text_of: TokenText | None) -> list[Entry]:
     return _entries(values, ids, text_of)
 
 
-def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, shape: RouteShape, routes_format: str) -> None:
-    meta["routed_experts"] = _ROUTE_ENCODERS[routes_format](routed_experts_of(payload, shape))
-    if routes_format != "compatible":
-        meta["routed_experts_format"] = routes_format
+def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, form: ResponseForm) -> None:
+    meta["routed_experts"] = _ROUTE_ENCODERS[form.routes_format](routed_experts_of(payload, form.route_shape))
+    if form.routes_format != "compatible":
+        meta["routed_experts_format"] = form.routes_format
     meta["routed_experts_start_len"] = payload.start
 
 
@@ -219,7 +226,7 @@ def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) 
         data=b"",
         dtype="uint8" if id_dtype(shape.num_experts).itemsize == 1 else "uint16",
         num_rows=0,
-        start=record.options.routed_experts_start_len,
+        start=record.source.routed_experts_start_len,
     )
 
 

@@ -1,6 +1,6 @@
 """Which request ids are in use, and which samples a name stands for.
 
-Knows names only.  A *leaf* is the id of one sample; a *group* is the name of a batch, or of a prompt with n > 1.
+A *leaf* is the id of one sample; a *group* is the name of a batch, or of a prompt with n > 1.
 """
 
 from __future__ import annotations

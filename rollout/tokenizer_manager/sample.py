@@ -1,32 +1,25 @@
-"""`SampleRecord`: what the main process knows of one sample, appended to as the scheduler reports.
-
-Knows the message `ReqOutput`.  Does not know text, JSON or who waits for the sample.
-"""
+"""`SampleRecord`: one sample in the main process, appended to as the scheduler's messages come in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishedRecord, ReqOutput
-from rollout.core.sampling_params import SamplingParams
-from rollout.tokenizer_manager.request import OutputOptions
+from rollout.core.io_struct import FinishedRecord, ReqOutput, TokenizedGenerateReqInput
 
 TopLogprobs = tuple[list[float], list[int]]
 
 
 @dataclass(slots=True)
 class SampleRecord:
-    """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock."""
+    """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock.
 
-    rid: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    options: OutputOptions
+    `source` is what the scheduler gets for this sample, but for the routes that it brings along.
+    """
+
+    source: TokenizedGenerateReqInput
     created_at: float
     weight_version: str
-    dp_rank: int = 0
-    session_id: str | None = None
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[TopLogprobs] = field(default_factory=list)
@@ -34,6 +27,27 @@ class SampleRecord:
     finished: FinishedRecord | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def rid(self) -> str:
+        return self.source.rid
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.source.input_ids
+
+    @property
+    def session_id(self) -> str | None:
+        return self.source.session_id
+
+    @property
+    def dp_rank(self) -> int:
+        return self.source.dp_rank
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the prompt and the longest output."""
+        return len(self.source.input_ids) + self.source.sampling_params.max_new_tokens
 
     def append(self, output: ReqOutput, now: float) -> None:
         """Add what the scheduler reports at time `now`.
@@ -57,13 +71,13 @@ class SampleRecord:
         count = len(self.output_ids)
         if count != output.num_output_tokens:
             raise LockstepError(f"request {self.rid}: {output.num_output_tokens} tokens were made, {count} arrived")
-        options = self.options
-        if not options.return_logprob:
+        source = self.source
+        if not source.return_logprob:
             return
         columns = [self.output_logprobs]
-        if options.top_logprobs_num:
+        if source.top_logprobs_num:
             columns.append(self.output_top)  # type: ignore[arg-type]
-        if options.token_ids_logprob:
+        if source.token_ids_logprob:
             columns.append(self.output_chosen)  # type: ignore[arg-type]
         if any(len(column) != count for column in columns):
             lengths = [len(column) for column in columns]

@@ -1,7 +1,4 @@
-"""`SessionBook`: what the sessions of late have asked for.  A `RequestObserver`.
-
-Knows finished samples.  Does not know what of a session is in the KV pool: the scheduler does.
-"""
+"""`SessionBook`: token counts of recent sessions, over their finished samples.  A `RequestObserver`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from rollout.tokenizer_manager.sample import SampleRecord
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
-"""Sessions in the book; beyond that the one that was quiet longest is forgotten."""
+"""Sessions in the book; beyond that the least recently used one is dropped."""
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class Session:
 
 
 class SessionBook:
-    """Sessions by id, the one that was quiet longest first."""
+    """Sessions by id, the least recently used one first."""
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[str, Session] = OrderedDict()

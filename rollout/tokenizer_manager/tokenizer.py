@@ -1,8 +1,8 @@
 """A Hugging Face tokenizer behind three calls: encode, decode, render a chat.
 
-Knows transformers and its threads.  Does not know requests.  Work that may take long leaves the event loop, for one of
-two threads: what is short does not wait behind what is long.  A text takes hundreds of bytes a token while it is
-encoded, so nothing is encoded that cannot fit, and no more than a part at once.
+Work that may take long runs in one of two threads, so that short work does not wait behind long work.  A text takes
+hundreds of bytes a token while it is encoded, so texts that cannot fit are refused before, and long ones are encoded in
+parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.core.errors import BadRequest, StartupError, TooLarge, UnsupportedF
 INLINE_CHARS = 4096
 """Text up to this length is tokenised on the event loop: it takes less time than a hop to the thread."""
 LONG_CHARS = 64 * 1024
-"""Text over this length goes to the thread for long work."""
+"""Text over this length is handled by the thread for long work."""
 PART_CHARS = 256 * 1024
 """Text encoded at once; a single longer text is counted in such parts first."""
 EMPTY_CHARS = 16
@@ -133,7 +133,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones too; kept, as the same few thousand are asked for again and again."""
+        """Text of one token, special ones too; cached, as the same few thousand are wanted again and again."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)

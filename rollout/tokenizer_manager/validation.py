@@ -1,7 +1,4 @@
-"""What this server and model can do, and the refusal of everything else, before the scheduler hears of it.
-
-Knows the vocabulary, the context and the caps.  Does not know tokenizers or sockets.
-"""
+"""Checks requests against what this server and model can do, before they are sent to the scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
+from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, OutputOptions, PromptRequest
+from rollout.tokenizer_manager.replay import check_replay
+from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, Prompt
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
@@ -35,55 +34,73 @@ class ServingLimits:
     has_tokenizer: bool
     eos_token_id: int | None = None
     max_logprob_entries: int = 1 << 22
+    dp_size: int = 1
 
     def room(self, prompt_len: int) -> int:
         """Most tokens that can follow a prompt of `prompt_len` tokens."""
         return max(min(self.context_length, self.max_total_num_tokens) - prompt_len, 0)
 
-    def wants_routes(self, options: OutputOptions) -> bool:
-        """Whether the request gets routed experts: its own word, else the server's default."""
-        if options.return_routed_experts is None:
-            return self.returns_routes_by_default and self.captures_routes
-        return options.return_routed_experts
+    @property
+    def routes_by_default(self) -> bool:
+        """Whether a request that leaves `return_routed_experts` out gets routed experts."""
+        return self.returns_routes_by_default and self.captures_routes
+
+    def check_rank(self, dp_rank: int | None) -> None:
+        """Raises `BadRequest` for a data-parallel rank that does not exist."""
+        if dp_rank is not None and not 0 <= dp_rank < self.dp_size:
+            raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
 
-def check_prompt(prompt: PromptRequest, input_ids: Sequence[int], limits: ServingLimits) -> SamplingParams:
-    """The sampling parameters to use for `prompt`, whose tokens are `input_ids`.
+def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits) -> None:
+    """Check the completed messages of a request, and fill in the sampling parameters that the server sets.
 
-    They are the request's own, with `max_new_tokens` filled in where the caller left it to the server, and with the
-    tokenizer's end token.  Raises `BadRequest` or `UnsupportedFeature` naming the first thing that is wrong.
+    These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Raises
+    `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first thing that is wrong.
     """
-    _check_prompt_length(len(input_ids), limits.context_length)
-    check_token_ids(input_ids, limits.vocab_size, "input_ids")
-    params = _with_length(prompt, len(input_ids), limits)
+    num_entries = 0
+    for prompt in prompts:
+        _check_prompt(prompt.source, prompt.fill_context, limits)
+        num_entries += _num_logprob_entries(prompt.source)
+        if num_entries > limits.max_logprob_entries:
+            raise TooLarge(
+                f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
+                f"token_ids_logprob), over all prompts) are over the limit of {limits.max_logprob_entries} of a "
+                "request: ask for fewer tokens or alternatives, split it, or start the server with a larger "
+                "--max-logprob-entries"
+            )
+    for prompt in prompts:
+        source = prompt.source
+        if source.replay is not None:
+            check_replay(source.replay, len(source.input_ids), source.sampling_params.max_new_tokens)
+
+
+def _check_prompt(source: TokenizedGenerateReqInput, fill_context: bool, limits: ServingLimits) -> None:
+    prompt_len = len(source.input_ids)
+    _check_prompt_length(prompt_len, limits.context_length)
+    check_token_ids(source.input_ids, limits.vocab_size, "input_ids")
+    params = source.sampling_params
+    if fill_context:
+        room = limits.room(prompt_len)
+        params = msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
     params.validate(limits.vocab_size)
     if params.top_k > MAX_TOP_K:
         raise BadRequest(f"sampling_params: top_k must be at most {MAX_TOP_K}, got {params.top_k}")
     _check_stop(params, limits)
-    _check_length(len(input_ids), params.max_new_tokens, limits)
-    _check_logprobs(prompt.options, len(input_ids), limits.vocab_size)
-    _check_routes(prompt.options, len(input_ids), limits)
-    if limits.eos_token_id is None or params.ignore_eos:
-        return params
-    return msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
+    _check_length(prompt_len, params.max_new_tokens, limits)
+    _check_logprobs(source, limits.vocab_size)
+    _check_routes(source, limits)
+    if limits.eos_token_id is not None and not params.ignore_eos:
+        params = msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
+    source.sampling_params = params
 
 
-def check_logprob_entries(num_entries: int, limit: int) -> None:
-    """Raises `TooLarge` for more than one request may get."""
-    if num_entries > limit:
-        raise TooLarge(
-            f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
-            f"token_ids_logprob), over all prompts) are over the limit of {limit} of a request: ask for fewer tokens "
-            "or alternatives, split it, or start the server with a larger --max-logprob-entries"
-        )
-
-
-def num_logprob_entries(options: OutputOptions, prompt_len: int, params: SamplingParams) -> int:
+def _num_logprob_entries(source: TokenizedGenerateReqInput) -> int:
     """Most top and chosen log-probabilities that the samples of one prompt can get."""
-    if not options.return_logprob:
+    if not source.return_logprob:
         return 0
-    scored = prompt_len - options.logprob_start_len if options.logprob_start_len >= 0 else 0
-    a_token = options.top_logprobs_num + len(options.token_ids_logprob or ())
+    start, params = source.logprob_start_len, source.sampling_params
+    scored = len(source.input_ids) - start if start >= 0 else 0
+    a_token = source.top_logprobs_num + len(source.token_ids_logprob or ())
     return params.n * (scored + params.max_new_tokens) * a_token
 
 
@@ -101,13 +118,6 @@ def _check_prompt_length(prompt_len: int, context_length: int) -> None:
         raise BadRequest(
             f"The input ({prompt_len} tokens) is longer than the model's context length ({context_length} tokens)."
         )
-
-
-def _with_length(prompt: PromptRequest, prompt_len: int, limits: ServingLimits) -> SamplingParams:
-    if not prompt.fill_context:
-        return prompt.sampling_params
-    params, room = prompt.sampling_params, limits.room(prompt_len)
-    return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
 
 
 def _check_stop(params: SamplingParams, limits: ServingLimits) -> None:
@@ -135,25 +145,25 @@ def _check_length(prompt_len: int, max_new_tokens: int, limits: ServingLimits) -
         )
 
 
-def _check_logprobs(options: OutputOptions, prompt_len: int, vocab_size: int) -> None:
-    start = options.logprob_start_len
+def _check_logprobs(source: TokenizedGenerateReqInput, vocab_size: int) -> None:
+    start, prompt_len = source.logprob_start_len, len(source.input_ids)
     if not -1 <= start <= prompt_len:
         raise BadRequest(f"logprob_start_len must be -1 or in 0..{prompt_len} (the prompt's length), got {start}")
-    if not 0 <= options.top_logprobs_num <= MAX_TOP_LOGPROBS:
-        raise BadRequest(f"top_logprobs_num must be in 0..{MAX_TOP_LOGPROBS}, got {options.top_logprobs_num}")
-    if options.top_logprobs_num > vocab_size:
-        raise BadRequest(f"top_logprobs_num is over the vocabulary's {vocab_size}, got {options.top_logprobs_num}")
-    chosen = options.token_ids_logprob or []
+    if not 0 <= source.top_logprobs_num <= MAX_TOP_LOGPROBS:
+        raise BadRequest(f"top_logprobs_num must be in 0..{MAX_TOP_LOGPROBS}, got {source.top_logprobs_num}")
+    if source.top_logprobs_num > vocab_size:
+        raise BadRequest(f"top_logprobs_num is over the vocabulary's {vocab_size}, got {source.top_logprobs_num}")
+    chosen = source.token_ids_logprob or []
     if len(chosen) > MAX_TOKEN_IDS_LOGPROB:
         raise BadRequest(f"token_ids_logprob holds at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(chosen)}")
     check_token_ids(chosen, vocab_size, "token_ids_logprob")
 
 
-def _check_routes(options: OutputOptions, prompt_len: int, limits: ServingLimits) -> None:
-    start = options.routed_experts_start_len
+def _check_routes(source: TokenizedGenerateReqInput, limits: ServingLimits) -> None:
+    start, prompt_len = source.routed_experts_start_len, len(source.input_ids)
     if not 0 <= start <= prompt_len:
         raise BadRequest(f"routed_experts_start_len must be in 0..{prompt_len} (the prompt's length), got {start}")
-    if not options.return_routed_experts:
+    if not source.return_routed_experts:
         return
     if not limits.is_moe:
         raise UnsupportedFeature("return_routed_experts: this model is dense, it has no experts to route to")

@@ -20,7 +20,7 @@ import torch
 
 from rollout.core.sampling_params import SamplingParams
 from rollout.sampling.batch_info import SamplingRow
-from rollout.sampling.noise import uniform
+from rollout.sampling.torch_sampler import uniform
 from tests.history.reference import MixedOutput, MixedReference
 from tests.sampler_reference import can_be_drawn, kept_tokens
 from tests.soak.known import Known

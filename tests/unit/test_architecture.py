@@ -118,7 +118,7 @@ def test_model_families_are_descriptions() -> None:
         ("weight_sync/x.py", "from rollout.core.errors import LockstepError"),
         ("capture/x.py", "import eplb.placement"),
         ("rollout/client/x.py", "from rollout.scheduler.req import Req"),
-        ("rollout/core/x.py", "import rollout.mem_cache.allocator"),
+        ("rollout/core/x.py", "import rollout.mem_cache.kv_pool"),
         ("rollout/models/x.py", "def f():\n    import json"),
     ],
 )

@@ -13,7 +13,7 @@ from rollout.client.sse import SseDecoder
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
 from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import tiny_checkpoint

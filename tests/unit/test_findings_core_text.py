@@ -20,7 +20,6 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.stop import StopChecker
 from rollout.tokenizer_manager.handle import SampleText
-from rollout.tokenizer_manager.request import OutputOptions
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.model_zoo import tiny_checkpoint
@@ -144,7 +143,7 @@ def test_engine_21_a_stream_of_broken_characters_decodes_each_token_a_few_times(
     tokenizer = Tokenizer.load(tokenizer_folder)
     ids = ([byte_tokens(tokenizer_folder)[value] for value in text] * 4000)[:4000]
     counting = CountingTokenizer(tokenizer)
-    record = SampleRecord("r", [0], SamplingParams(), OutputOptions(), 0.0, "v")
+    record = SampleRecord(TokenizedGenerateReqInput(rid="r", input_ids=[0], sampling_params=SamplingParams()), 0.0, "v")
     shown = SampleText(record, counting)  # type: ignore[arg-type]
     before = ""
     for token_id in ids:

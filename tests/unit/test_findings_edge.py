@@ -26,6 +26,7 @@ from rollout.core.io_struct import (
     LogprobDelta,
     ReqOutput,
     SchedulerFailed,
+    TokenizedGenerateReqInput,
     encode,
 )
 from rollout.core.sampling_params import SamplingParams
@@ -37,7 +38,6 @@ from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager import response
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.handle import GenerateHandle
-from rollout.tokenizer_manager.request import OutputOptions
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.http_harness import Live, live_server
@@ -401,12 +401,12 @@ def test_engine_12_a_stream_makes_each_entry_once(monkeypatch: pytest.MonkeyPatc
         return original(values, ids, text_of)
 
     monkeypatch.setattr(response, "_entries", counting)
-    options = OutputOptions(return_logprob=True, top_logprobs_num=2)
-    record = SampleRecord("r", [1], SamplingParams(), options, 0.0, "v")
-    shape = response.RouteShape(8, 2, (0,), 1)
-    handle = GenerateHandle(
-        [record], replies_with_list=False, tokenizer=None, route_shape=shape, abort=lambda rids: None
+    source = TokenizedGenerateReqInput(
+        rid="r", input_ids=[1], sampling_params=SamplingParams(), return_logprob=True, top_logprobs_num=2
     )
+    record = SampleRecord(source, 0.0, "v")
+    form = response.ResponseForm(response.RouteShape(8, 2, (0,), 1))
+    handle = GenerateHandle([record], replies_with_list=False, tokenizer=None, form=form, abort=lambda rids: None)
     for count in range(1, 101):
         logprobs = LogprobDelta(values=[-1.0], top=[([-1.0, -2.0], [5, 6])])
         record.append(

@@ -13,7 +13,7 @@ import pytest
 from rollout.core import io_struct, weight_io_struct
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.tokenizer_manager.answers import merge_answers
+from rollout.tokenizer_manager.communicator import merge_answers
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 from weight_sync.bucket import cut_packed

@@ -19,7 +19,7 @@ from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import parse_kv_events
 from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.scheduler import kv_events
 from rollout.scheduler.kv_events import KVEvents, block_names

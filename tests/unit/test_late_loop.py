@@ -18,7 +18,7 @@ from capture.capturer import RoutedExpertsCapturer
 from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.engine import build
 from rollout.entrypoints.make_checkpoint import make_checkpoint
-from rollout.mem_cache.req_to_token_pool import NewestTokens
+from rollout.mem_cache.kv_pool import NewestTokens
 from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollout.core.errors import StartupError
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
 from tests.tiers import examples

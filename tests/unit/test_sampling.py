@@ -13,12 +13,8 @@ from rollout.core.sampling_params import SamplingParams, sampling_params_from_di
 from rollout.kernels.build import load_kernels
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
-from rollout.sampling.edits import apply_edits
-from rollout.sampling.filters import filtered_candidates
-from rollout.sampling.native_sampler import NativeSampler
-from rollout.sampling.noise import uniform
-from rollout.sampling.select import select_sampler
-from rollout.sampling.torch_sampler import TorchSampler
+from rollout.sampling.native_sampler import NativeSampler, select_sampler
+from rollout.sampling.torch_sampler import TorchSampler, apply_edits, filtered_candidates, uniform
 
 VOCAB = 50
 

@@ -249,7 +249,7 @@ class _KeepsPrefixes(CacheManager):
     """Gives the KV pool away with the prefixes that are in it."""
 
     def flush(self) -> None:
-        self._give_back_ahead()
+        self._free_ahead()
         self.prefix_cache.num_cached = 0
 
 

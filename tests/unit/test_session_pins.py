@@ -13,7 +13,7 @@ import torch
 
 from rollout.core.io_struct import AbortReqInput, FlushCacheReqInput
 from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
-from rollout.mem_cache.allocator import SlotAllocator
+from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins
 from tests.local_refresh import refresh

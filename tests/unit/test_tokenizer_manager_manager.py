@@ -324,6 +324,8 @@ def test_engine_13_a_prompt_is_sent_once_whatever_n_is(folder: Path) -> None:
         assert [message.input_ids for message in link.sent] == ids
         samples = [sample for message in link.sent for sample in message.samples()]
         assert [sample.rid for sample in samples] == [record.rid for record in handle.records]
-        assert [sample.sampling_params for sample in samples] == [record.params for record in handle.records]
+        assert [sample.sampling_params for sample in samples] == [
+            record.source.sampling_params for record in handle.records
+        ]
 
     run(scenario())

@@ -60,7 +60,7 @@ def test_names_are_unique_while_in_use_and_gone_afterwards(actions: list[Generat
             leaves = [rid for prompt in expanded.prompts for rid in prompt.sample_rids()]
             new: dict[str, set[str]] = {}
             for prompt in expanded.prompts:
-                names = [expanded.rid] + ([prompt.rid] if prompt.sampling_params.n > 1 else [])
+                names = [expanded.rid] + ([prompt.rid] if prompt.source.sampling_params.n > 1 else [])
                 for name in filter(None, names):
                     new.setdefault(name, set()).update(prompt.sample_rids())
             taken = set(in_use) | set(groups)
