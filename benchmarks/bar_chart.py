@@ -1,4 +1,4 @@
-"""Groups of horizontal bars as one SVG file.  Knows nothing of what is drawn."""
+"""Groups of horizontal bars as one SVG file."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ One engine, because two copies of the same weights differ in speed by more than 
 
 off       no recording
 off again the same once more: what the machine's noise makes of no difference
-recorded  recording on, nobody asks: what every request pays
+recorded  recording on, not returned: what every request pays
 returned  recording on, every request takes its rows
 """
 
@@ -34,16 +34,16 @@ def run(shape: str, batch: int, rounds: int, new_tokens: int, console: Console) 
         enable_return_routed_experts=True,
     )
     runner = engine.scheduler.runner
-    recorder = runner.recorder
-    off, on = (None, False), (recorder, False)
-    variants = {"off": off, "off again": off, "recorded": on, "returned": (recorder, True)}
+    store = runner.route_store
+    off, on = (None, False), (store, False)
+    variants = {"off": off, "off again": off, "recorded": on, "returned": (store, True)}
     times: dict[str, list[float]] = defaultdict(list)
     rng = random.Random(0)
     with Progress(console=console) as progress:
         task = progress.add_task(f"capture, shape {shape}", total=(rounds + 1) * len(variants))
         for turn in range(rounds + 1):
             for name in rng.sample(list(variants), len(variants)):  # who follows whom must not matter
-                runner.recorder, returned = variants[name]
+                runner.route_store, returned = variants[name]
                 prompts = [[rng.randrange(spec.vocab_size) for _ in range(128)] for _ in range(batch)]
                 start = time.perf_counter()
                 engine.generate(

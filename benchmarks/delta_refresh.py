@@ -1,7 +1,6 @@
 """A refresh by delta, as a trainer does one: encode what changed, broadcast it, have it committed.
 
-One element in `ONE_IN` takes one step, about as many as in a step of Adam at lr 1e-6 (`delta`).  Knows a server and
-tensors.  Does not know what a delta is compared with.
+One element in `ONE_IN` takes one step, about as many as in a step of Adam at lr 1e-6 (`delta`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load of every rank in every layer as one SVG picture.  Knows numbers and colours, not how a placement came about."""
+"""Load of every rank in every layer as one SVG picture."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`lockstep eplb-plan`: run a planner on recorded or synthetic loads of experts, and show what it would change.
 
-Knows files and tables.  Does not talk to a server and moves nothing.
+No server is needed, and nothing is moved.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks.
 """

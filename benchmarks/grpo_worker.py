@@ -1,4 +1,4 @@
-"""The process that `benchmarks.grpo` asks, in JSON lines: one `Engine`, of whatever checkout PYTHONPATH names.
+"""The process that `benchmarks.grpo` asks, in JSON lines: one `Engine`, of the checkout that PYTHONPATH names.
 
 Imports nothing of `benchmarks`: that checkout may have other ones.
 """

@@ -1,4 +1,4 @@
-"""Line charts with logarithmic axes as one SVG file.  Knows nothing of what is drawn."""
+"""Line charts with logarithmic axes as one SVG file."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _experts(engine: Engine, rank: int, step: StepShape, sparse: int) -> Iterato
         sent, received = sum(step.pairs[rank]), sum(counts[rank] for counts in step.pairs)
         yield Need("pairs: counts", "tp", "all_gather", sparse, sparse * COUNT_BYTES * size * (size - 1))
         away, arrived = sent - step.pairs[rank][rank], received - step.pairs[rank][rank]
-        # Called by all ranks whatever they send.
+        # Called by all ranks, also by those that send nothing.
         there, back = away * (row + PACKED_ID_BYTES), arrived * row
         yield Need("pairs: there and back", "tp", "all_to_all", 2 * sparse, there + back)
         return

@@ -1,10 +1,9 @@
-"""Engines of one or several ranks that do what the benchmark tells them, a process a rank.
+"""Engines of one or several ranks that run the work of a benchmark, a process a rank.
 
     parent   one `Work` to every rank  ->  ranks   turns of the scheduler's loop until nothing is left
              <-  every rank: its `StepTaken`s
 
-Scheduler, model, groups and thread counts are a server's; HTTP and tokenizer are left out.  Knows how ranks are
-started, told and timed.  Does not know what is compared.
+Scheduler, model, groups and thread counts are a server's; HTTP and tokenizer are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from capture.capturer import RoutedExpertsCapturer
-from capture.storage import narrowest
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
@@ -73,7 +71,7 @@ class StepTaken(msgspec.Struct):
 
 
 class GatherPerLayer:
-    """What `RoutedExpertsCapturer` and `RouteRider` do, the other way: every layer's slices gathered at once.
+    """What `RoutedExpertsCapturer` and `SliceRoutes` do, the other way: every layer's slices gathered at once.
 
     `batch()`: the step that is computed.
     """
@@ -82,7 +80,6 @@ class GatherPerLayer:
         self, capturer: RoutedExpertsCapturer, runner: ModelRunner, batch: Callable[[], ForwardBatch | None]
     ) -> None:
         self._capturer, self._batch = capturer, batch
-        self._narrow = narrowest(runner.state.model.config.num_experts)
         self._ranks = runner.state.model.parallel.attn_tp
         self._whole: list[torch.Tensor] = []
 
@@ -95,7 +92,7 @@ class GatherPerLayer:
         batch = self._batch()
         assert batch is not None
         counts = share_sizes(batch.num_tokens, self._ranks.size)
-        self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._narrow), counts))
+        self._whole.append(self._ranks.all_gather_rows(logical_ids_tK.to(self._capturer.dtype), counts))
 
     def finish_step(self) -> torch.Tensor:
         self._capturer.finish_step()
@@ -114,7 +111,7 @@ class RankDriver:
         self._batch: ForwardBatch | None = None
         self._pairs: list[int] = []
         runner = self.scheduler.runner
-        self._recorder, self._capturer, self._forward = runner.recorder, runner._capturer, runner.forward
+        self._store, self._capturer, self._forward = runner.route_store, runner._capturer, runner.forward
         runner.forward = self._noted_forward  # type: ignore[method-assign]
         self._watch_dispatcher()
 
@@ -133,12 +130,12 @@ class RankDriver:
 
     def _set_recording(self, routes: Routes) -> None:
         runner = self.scheduler.runner
-        assert routes == "off" or self._recorder is not None, "start the engine with enable_return_routed_experts"
-        runner.recorder, runner._capturer = None if routes == "off" else self._recorder, self._capturer
-        runner.__dict__.pop("_new_rider", None)
+        assert routes == "off" or self._store is not None, "start the engine with enable_return_routed_experts"
+        runner.route_store, runner._capturer = None if routes == "off" else self._store, self._capturer
+        runner.__dict__.pop("_new_slice_routes", None)
         if routes == "per_layer":
             runner._capturer = GatherPerLayer(self._capturer, runner, lambda: self._batch)  # type: ignore
-            runner._new_rider = lambda: None  # type: ignore[method-assign]
+            runner._new_slice_routes = lambda: None  # type: ignore[method-assign]
 
     def _bare_gather(self) -> float:
         """Seconds of one, as between two operators: memory and caches are in use."""
@@ -152,7 +149,7 @@ class RankDriver:
 
     def _post(self, work: Work) -> None:
         place = self.parallel.position
-        if not place.is_inbox_owner:
+        if not place.is_tp_leader:
             return
         for index, prompt in enumerate(work.prompts):
             data_rank = index % self._num_data_ranks
@@ -228,7 +225,7 @@ class RankDriver:
         self.channel.outbox.clear()
         place = self.parallel.position
         mine = max(place.attn_dp_rank, place.replica)
-        expected = len(work.prompts[mine :: self._num_data_ranks]) if place.speaks else 0
+        expected = len(work.prompts[mine :: self._num_data_ranks]) if place.is_dp_leader else 0
         bad = [reason for reason in reasons if reason.type != "length"]
         assert not bad and len(reasons) == expected, f"rank {place.world_rank}: {len(reasons)} of {expected}, {bad[:1]}"
 
@@ -331,4 +328,4 @@ def main(words: Sequence[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(0)  # the groups' threads wait for peers that may be gone already
+    os._exit(0)  # the groups' threads wait for peers that may have ended already

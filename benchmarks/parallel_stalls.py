@@ -34,7 +34,7 @@ NEW_TOKENS = 1024
 REDUNDANT_EXPERTS = 4
 COUNTING_S = 3.0
 REQUEST_S = 300.0
-# It must not look by itself.
+# It must not evaluate by itself.
 FLAGS = f"--tp-size 2 --ep-size 2 --enable-eplb --ep-num-redundant-experts {REDUNDANT_EXPERTS}"
 FLAGS += f" --eplb-rebalance-num-iterations 1000000000 --max-total-tokens {REQUESTS * 2048} --log-level warning"
 

@@ -1,7 +1,4 @@
-"""From the steps that ranks took to numbers: rates, medians, and collectives beside what the formula says.
-
-Pure; knows no processes and no tables.
-"""
+"""From the steps that ranks took to numbers: rates, medians, and collectives beside what the formula says."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _prompts(rng: random.Random, point: Point, vocab_size: int) -> list[list[int
 
 
 def _cache_prompts(engine: Engine, prompts: list[list[int]]) -> None:
-    """Let all but the last token of each prompt be found in the prefix cache, with whatever KV its slots hold."""
+    """Let all but the last token of each prompt be found in the prefix cache, with any KV in its slots."""
     cache, runner = engine.scheduler.cache, engine.scheduler.runner
     epoch = runner.state.epoch.weight_epoch
     for prompt in prompts:

@@ -4,7 +4,7 @@ off        no session is named, nothing is published
 off again  the same once more: two servers differ by where their memory lies
 on         every request names its session, whose prefix is pinned; a subscriber reads every event
 
-A round is so many conversations at once, of some turns each: a turn sends what was said so far and some more tokens.
+A round is so many conversations at once, of some turns each: a turn sends the conversation so far and some more tokens.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ async def _converse(client: httpx.AsyncClient, vocab_size: int, seed: int, numbe
     rng = random.Random(f"{seed}/{number}")
     headers = {"X-Session-ID": f"{seed}/{number}"} if named else {}
     params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": ANSWER_TOKENS, "seed": number}
-    said: list[int] = []
+    so_far: list[int] = []
     for turn in range(TURNS):
-        said += [rng.randrange(vocab_size) for _ in range(MORE_TOKENS if turn else FIRST_TOKENS)]
-        body: dict[str, Any] = {"input_ids": said, "sampling_params": params, "return_logprob": True}
+        so_far += [rng.randrange(vocab_size) for _ in range(MORE_TOKENS if turn else FIRST_TOKENS)]
+        body: dict[str, Any] = {"input_ids": so_far, "sampling_params": params, "return_logprob": True}
         answer = await client.post("/generate", json=body, headers=headers)
         answer.raise_for_status()
-        said += answer.json()["output_ids"]
+        so_far += answer.json()["output_ids"]
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def shallow_checkpoint(name: str, layers: int) -> Path:
 
 
 def cached_checkpoint(name: str, spec: CheckpointSpec) -> Path:
-    """A checkpoint of `spec`, written on first use; `name` must say all that tells it from others."""
+    """A checkpoint of `spec`, written on first use; `name` must be another for every spec."""
     folder = CACHE / name
     if not (folder / "config.json").exists():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Routed experts: recording, keeping, encoding and forcing them.  Needs torch and safetensors; knows no engine."""
+"""Routed experts: recording, keeping, encoding and forcing them.  A library of its own: needs torch and safetensors."""

@@ -1,6 +1,4 @@
-"""`RoutedExpertsCapturer`: where routers leave their choices during one step.
-
-Knows the step's rows and which layers have recorded.  Does not know requests, KV slots or batches.
+"""`RoutedExpertsCapturer`: collects what routers choose during one step.
 
 Shapes: T tokens of the step, L MoE layers, K top-k.
 """
@@ -8,6 +6,8 @@ Shapes: T tokens of the step, L MoE layers, K top-k.
 from __future__ import annotations
 
 import torch
+
+from capture.routed_experts import narrowest_dtype
 
 
 class RoutedExpertsCapturer:
@@ -22,13 +22,14 @@ class RoutedExpertsCapturer:
         self,
         num_moe_layers: int,
         top_k: int,
-        dtype: torch.dtype = torch.int64,
+        num_experts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`dtype`: of the rows; it holds every id."""
+        """Rows are of the narrowest type that holds every id: they are copied, and on several ranks exchanged."""
         self.num_moe_layers = num_moe_layers
         self.top_k = top_k
-        self._dtype, self._device = dtype, device
+        self.dtype: torch.dtype = getattr(torch, narrowest_dtype(num_experts, for_torch=True).name)
+        self._device = device
         self._rows_TLK: torch.Tensor | None = None
         self._absent: set[int] = set()
 
@@ -38,7 +39,7 @@ class RoutedExpertsCapturer:
         Drops what an unfinished step left.
         """
         shape = (num_tokens, self.num_moe_layers, self.top_k)
-        self._rows_TLK = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._rows_TLK = torch.empty(shape, dtype=self.dtype, device=self._device)
         self._absent = set(range(self.num_moe_layers))
         return self._rows_TLK
 

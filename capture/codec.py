@@ -9,7 +9,7 @@ metadata says everything else and carries a CRC32 over metadata, dtype, shape an
 Array forms, of vLLM's family: one array of every hidden layer, dense layers zero, with its shape and dtype; none says
 which weights made a row.
 
-Does not know HTTP, or where rows come from.  Shapes: T rows, L MoE layers, H hidden layers, K top-k.
+Shapes: T rows, L MoE layers, H hidden layers, K top-k.
 """
 
 from __future__ import annotations

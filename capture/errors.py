@@ -33,6 +33,6 @@ class MissingRowsError(CaptureError):
 
 
 class UnsupportedRouterError(CaptureError):
-    """The model has no routers, or routers that weigh experts in a way that replay does not know."""
+    """The model has no routers, or routers that weigh experts in a way that replay does not support."""
 
     status_code = 400

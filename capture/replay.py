@@ -2,7 +2,7 @@
 
 Works through forward hooks on the routers, so the model is never edited.  A router is any module with `top_k`,
 `num_experts`, `norm_topk_prob` and `weight` whose forward returns (router_logits, router_scores, router_indices), such
-as the Qwen3-MoE router of transformers 5.  The MoE layers are the routers in module order.  Does not know wire forms.
+as the Qwen3-MoE router of transformers 5.  The MoE layers are the routers in module order.
 
 The weights of forced experts come from the current scores (softmax over all experts in float32, gather, renormalise),
 so gradients reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).

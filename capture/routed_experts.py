@@ -1,6 +1,4 @@
-"""`RoutedExperts`: which logical experts the router chose, per token and MoE layer.
-
-Knows the value and its invariant.  Does not know wire forms, devices or where rows are kept.
+"""`RoutedExperts`: which logical experts the router chose, per token and MoE layer.  And the dtypes of their ids.
 
 Shapes: T rows, L MoE layers, K top-k.  Row i belongs to the forward that consumed token `start + i`.
 """
@@ -21,7 +19,7 @@ MAX_EXPERTS = int(np.iinfo(np.uint16).max)
 
 
 def narrowest_dtype(num_ids: int, *, for_torch: bool = False) -> np.dtype:
-    """The narrowest type that holds ids below `num_ids`: unsigned; or `for_torch`, uint8 or a signed one."""
+    """The narrowest type that holds ids below `num_ids`: unsigned; `for_torch`, uint8 or a signed one."""
     if for_torch and num_ids > 1 << 8:  # torch has few kernels for uint16
         return np.dtype(np.int16 if num_ids <= 1 << 15 else np.int32)
     return np.min_scalar_type(max(0, num_ids - 1))

@@ -1,1 +1,1 @@
-"""Expert placement.  Needs torch; knows no engine."""
+"""Expert placement: a library of its own, which needs torch."""

@@ -1,22 +1,20 @@
-"""Whether to move experts, and why: a pure function of loads, placement, speed and policy.
+"""Decides whether to move experts, and why: a pure function of loads, placement, speed and policy.
 
     too few tokens seen              no    noise would be planned for
     balanced enough as it is         no
     a planner finds nothing better   no
-    it takes longer than it saves    no    seconds of the moves against seconds saved until the next one
+    it takes longer than it saves    no    seconds of the moves against seconds saved until the next evaluation
     otherwise                        yes
 
 An evaluation that a request asks for skips the first, second and fourth test.  Every decision carries its numbers, so
 that a dry run, a reply and a log line say the same.
-
-Knows planners and arithmetic.  Does not know clocks, tensors or ranks' groups.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +61,7 @@ class RebalancePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What is known when a decision is made.
+    """The inputs of a decision.
 
     `counts_LE`: logical, of one weight version or of versions that are alike.  `bytes_per_s`: at which the busiest
     rank handled experts so far.
@@ -91,7 +89,8 @@ class Balance:
 class Decision:
     """What was decided and why; `reason` is one line.  `plan` and `migration` where there is something to move.
 
-    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: until the next one.
+    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: what is saved until
+    the next evaluation.
     """
 
     rebalances: bool
@@ -124,7 +123,7 @@ class Decision:
 def decide(
     situation: Situation, policy: RebalancePolicy, *, asked: bool = False, given: Plan | None = None
 ) -> Decision:
-    """`asked`: somebody wants it.  `given`: to this placement, whatever planners say.
+    """Decide.  `asked`: a request wants a rebalance.  `given`: the placement to move to, in place of a planned one.
 
     Raises `RebalanceRefused` where it is asked for and no token was counted; `EplbRequestError` as `make_plan`, and
     `MapError` for a placement that has an expert twice on a rank.
@@ -134,29 +133,43 @@ def decide(
         raise RebalanceRefused("no tokens were counted yet: there is no load to plan for")
     before_L = balancedness(counts_LE, in_force)
     per_expert = float(counts_LE.mean(axis=1).min())
-
-    def stay(reason: str) -> Decision:
-        return _decision(situation, policy.algorithm, False, reason, before_L)
-
+    staying = Decision(
+        rebalances=False,
+        reason="",
+        algorithm=policy.algorithm,
+        placement_epoch=situation.placement_epoch,
+        weight_epoch=situation.weight_epoch,
+        weight_version=situation.weight_version,
+        before=_balance(before_L),
+    )
     if not asked and per_expert < policy.choices_per_expert:
         wanted = f"{policy.choices_per_expert:g} are wanted"
-        return stay(f"too few tokens to plan for: {per_expert:.1f} choices an expert, {wanted}")
+        reason = f"too few tokens to plan for: {per_expert:.1f} choices an expert, {wanted}"
+        return replace(staying, reason=reason)
     if not asked and before_L.mean() >= policy.threshold:
-        return stay(f"balanced enough: {before_L.mean():.4f}, the threshold is {policy.threshold:g}")
+        reason = f"balanced enough: {before_L.mean():.4f}, the threshold is {policy.threshold:g}"
+        return replace(staying, reason=reason)
     plan = given or make_plan(
         policy.algorithm, counts_LE, in_force.layout, in_force.physical_to_logical_LP, target=policy.target
     )
     checked_map(plan.physical_to_logical_LP, in_force.layout, len(counts_LE))
     after_L = balancedness(counts_LE, plan)
     if given is None and after_L.mean() < before_L.mean() + LEAST_GAIN:
-        return stay(f"nothing better found: {before_L.mean():.4f} now, {after_L.mean():.4f} by {plan.algorithm}")
-    return _weighed(situation, policy, plan, before_L, after_L, asked)
+        reason = f"nothing better found: {before_L.mean():.4f} now, {after_L.mean():.4f} by {plan.algorithm}"
+        return replace(staying, reason=reason)
+    return _weighed(staying, situation, policy, plan, before_L, after_L, asked)
 
 
 def _weighed(
-    situation: Situation, policy: RebalancePolicy, plan: Plan, before_L: np.ndarray, after_L: np.ndarray, asked: bool
+    staying: Decision,
+    situation: Situation,
+    policy: RebalancePolicy,
+    plan: Plan,
+    before_L: np.ndarray,
+    after_L: np.ndarray,
+    asked: bool,
 ) -> Decision:
-    """The gain until the next evaluation against the cost of the moves."""
+    """Weigh the gain until the next evaluation against the cost of the moves."""
     most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * situation.bytes_per_s))
     migration = plan_migration(
         situation.in_force.physical_to_logical_LP,
@@ -177,41 +190,21 @@ def _weighed(
         reason = f"asked for: {change}; {plan.reason}"
     else:
         relation = "more than" if pays else "no more than"
-        reason = f"saves {gain_s:.3g} s until the next look, {relation} it takes: {change}; {plan.reason}"
-    return _decision(
-        situation, plan.algorithm, pays, reason, before_L, after_L, plan, migration, seconds, predicted_gain_s=gain_s
-    )
-
-
-def _decision(
-    situation: Situation,
-    algorithm: str,
-    rebalances: bool,
-    reason: str,
-    before_L: np.ndarray,
-    after_L: np.ndarray | None = None,
-    plan: Plan | None = None,
-    migration: Migration | None = None,
-    seconds: list[float] | None = None,
-    predicted_gain_s: float = 0.0,
-) -> Decision:
-    return Decision(
-        rebalances=rebalances,
+        reason = f"saves {gain_s:.3g} s until the next evaluation, {relation} it takes: {change}; {plan.reason}"
+    return replace(
+        staying,
+        rebalances=pays,
         reason=reason,
-        algorithm=algorithm,
-        placement_epoch=situation.placement_epoch,
-        weight_epoch=situation.weight_epoch,
-        weight_version=situation.weight_version,
-        before=_balance(before_L),
-        after=None if after_L is None else _balance(after_L),
-        num_experts_moved=migration.num_received if migration else 0,
-        num_local_copies=migration.num_local_copies if migration else 0,
-        num_changed_slots=migration.num_changed_slots if migration else 0,
-        num_bytes=migration.num_bytes if migration else 0,
-        num_chunks=len(migration.chunks) if migration else 0,
-        predicted_seconds=sum(seconds or ()),
-        longest_chunk_s=max(seconds or (0.0,)),
-        predicted_gain_s=predicted_gain_s,
+        algorithm=plan.algorithm,
+        after=_balance(after_L),
+        num_experts_moved=migration.num_received,
+        num_local_copies=migration.num_local_copies,
+        num_changed_slots=migration.num_changed_slots,
+        num_bytes=migration.num_bytes,
+        num_chunks=len(migration.chunks),
+        predicted_seconds=sum(seconds),
+        longest_chunk_s=max(seconds),
+        predicted_gain_s=gain_s,
         plan=plan,
         migration=migration,
     )
@@ -222,7 +215,7 @@ def _balance(values_L: np.ndarray) -> Balance:
 
 
 def given_plan(physical_to_logical_LP: np.ndarray, split_LP: np.ndarray | None, layout: ExpertLayout) -> Plan:
-    """A placement that somebody brings.  Without `split_LP` an expert's tokens are divided evenly.
+    """The plan of a placement that a request brings.  Without `split_LP` an expert's tokens are divided evenly.
 
     Raises `MapError`.
     """

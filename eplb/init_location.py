@@ -1,12 +1,10 @@
-"""The expert map that an engine starts with: `trivial`, or a map or counts in JSON, safetensors or a `.pt` file.
+"""Reads the expert map that an engine starts with: `trivial`, or a map or counts in JSON, safetensors or a `.pt` file.
 
     {"physical_to_logical_map": [L, P]}            taken as it is
     {"logical_count": [L, E] or [steps, L, E]}     further slots go to the experts with the most load a slot
 
 A dump of the load recorder is such a text or file, and says of which model it is.  No file can execute anything: `.pt`
 is read with `weights_only`.
-
-Knows forms and one rank.  Does not know engines.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots).
 """
@@ -34,7 +32,7 @@ _MAP, _COUNTS = "physical_to_logical_map", "logical_count"
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """What a dump says about its model.  `moe_layer_ids` are the hidden layers with experts."""
+    """The model that a dump was recorded from.  `moe_layer_ids` are the hidden layers with experts."""
 
     architecture: str
     moe_layer_ids: tuple[int, ...]
@@ -120,7 +118,7 @@ def _read(source: str) -> Mapping[str, Any]:
         content = _read_file(path)
     except EplbRequestError:
         raise
-    except Exception as error:  # damaged files make torch's restricted unpickler raise whatever it stumbles over
+    except Exception as error:  # damaged files make torch's restricted unpickler raise all kinds of errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise EplbRequestError(f"{path} cannot be read: {reason}") from None
     if not isinstance(content, Mapping):

@@ -5,8 +5,6 @@
 
 In JSON the tensors are nested lists beside the header's fields; in a safetensors file the header is JSON in the
 metadata under `load_dump`.
-
-Knows forms.  Does not know how the numbers came about.
 """
 
 from __future__ import annotations

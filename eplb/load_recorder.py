@@ -1,9 +1,7 @@
 """`LoadRecorder`: how many tokens each logical expert got, by pass, weight version and placement.
 
 A pass is noted under the weight version and the placement epoch that it ran with.  Counts are logical; what a slot or
-a rank got follows from the placement that was in force in that very pass, whatever is in force when it is asked.
-
-Knows routes, stamps and placements.  Does not know requests, files or how a refresh works.
+a rank got follows from the placement of that very pass, not from the one at the time of the dump.
 
 Shapes: S passes, T tokens, L MoE layers, E logical experts, P physical experts (slots), K top-k, W windows.
 """
@@ -18,12 +16,11 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from eplb.load_counter import PassCounter
+from eplb.expert_location import SplitTable
 from eplb.load_dump import LoadDump
-from eplb.load_history import expected_by_chance, total_variation
+from eplb.load_history import PassCounter, expected_by_chance, total_variation
 from eplb.load_windows import WINDOWS, LoadWindows
 from eplb.placement import ExpertPlacement
-from eplb.split_table import SplitTable
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]
 MODES: tuple[RecorderMode, ...] = get_args(RecorderMode)

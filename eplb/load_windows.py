@@ -3,8 +3,6 @@
 The time of a pass is that of its busiest rank.  So balancedness of a window is the time that perfect balance would take
 over the time that was taken: the sum over passes of the mean load of a rank, over the sum of the largest loads.
 
-Knows loads of ranks and slots.  Does not know experts, placements or versions.
-
 Shapes: S passes, L MoE layers, P physical experts (slots), G ranks.
 """
 

@@ -1,4 +1,4 @@
-"""`RebalanceManager`: where a rebalance stands.  No I/O, no thread, no clock of its own.
+"""`RebalanceManager`: the stages of a rebalance, as a state machine without I/O, threads or a clock of its own.
 
     idle --due / asked--> planning --decided: no-----------------------------------> idle
                              |                                                         ^
@@ -7,8 +7,6 @@
 
 After every chunk a complete map is in force, so there is always something to stop at.  A chunk is only given out while
 weights and placement are those that it was planned for.
-
-Knows stages, counts and times.  Does not know how a plan is made, moved or agreed upon.
 """
 
 from __future__ import annotations
@@ -18,14 +16,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
-from eplb.algorithms.types import ExpertLayout, Plan
-from eplb.decision import Decision, RebalancePolicy, Situation
+from eplb.algorithms.types import ExpertLayout
+from eplb.decision import Decision, RebalancePolicy
 from eplb.errors import MapError, RebalanceRefused
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
-from eplb.transfer import ChunkReport
 
 ASSUMED_BYTES_PER_S = 5e8  # until a chunk was timed: two ranks over gloo on two cores do 4.6e8 to 6.8e8
 
@@ -38,7 +33,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the last rebalance ended: `dropped` says why not all of its chunks were moved."""
+    """How the last rebalance ended.  `dropped`: why not all of its chunks were moved."""
 
     num_chunks: int
     chunks_done: int
@@ -99,20 +94,6 @@ class RebalanceManager:
         """At which the busiest rank handled experts in the chunks so far."""
         return self._handled_bytes / self._handled_s if self._handled_s else ASSUMED_BYTES_PER_S
 
-    def situation(
-        self, in_force: Plan, placement_epoch: int, weight_epoch: int, weight_version: str, seconds_per_step: float
-    ) -> Situation:
-        return Situation(
-            counts_LE=np.asarray(self.history.counts_LE),
-            in_force=in_force,
-            placement_epoch=placement_epoch,
-            weight_epoch=weight_epoch,
-            weight_version=weight_version,
-            seconds_per_step=seconds_per_step,
-            slot_bytes=self.slot_bytes,
-            bytes_per_s=self.bytes_per_s,
-        )
-
     # --- stages ---------------------------------------------------------------------------------------------------
 
     def start_planning(self) -> None:
@@ -123,7 +104,10 @@ class RebalanceManager:
         self._enter(Stage.PLANNING)
 
     def planned(self, decision: Decision, *, move: bool) -> None:
-        """`move` False: nobody is to act on it, as in a dry run.  Raises `MapError` for a plan of another layout."""
+        """Take a decision.  `move` False: do not act on it, as in a dry run.
+
+        Raises `MapError` for a plan of another layout.
+        """
         assert self.stage is Stage.PLANNING
         if decision.plan is not None and decision.plan.layout != self.layout:
             raise MapError(f"planned for {decision.plan.layout}, this rank has {self.layout}")
@@ -146,10 +130,9 @@ class RebalanceManager:
         self._enter(Stage.IDLE)
 
     def next_chunk(self, weight_epoch: int, placement_epoch: int, refresh: str | None) -> MigrationChunk | None:
-        """What to move now; None where the rest was dropped.  `refresh`: the weight update under way, if there is one.
+        """The next chunk to move; None where the rest was dropped.  `refresh`: the weight update under way, if any.
 
-        A refresh writes slots by the map in force and brings other routers: it goes first, and the plan is for weights
-        that it replaces.
+        A refresh goes first: it writes slots by the current map, and replaces the weights that the plan was made for.
         """
         assert self.stage is Stage.MOVING
         if refresh is not None:
@@ -160,21 +143,21 @@ class RebalanceManager:
             self.drop(f"planned from placement epoch {self._epochs[1]}, {placement_epoch} is in force")
         return self._chunks[0] if self._chunks else None
 
-    def chunk_done(self, report: ChunkReport, placement_epoch: int) -> None:
-        """The first of the remaining chunks is in force, under `placement_epoch`."""
+    def chunk_done(self, seconds: float, placement_epoch: int) -> None:
+        """The first of the remaining chunks was moved in `seconds`, and its map published as `placement_epoch`."""
         assert self.stage is Stage.MOVING and self.decision is not None and self.decision.migration is not None
         handled = self.decision.migration.handled_bytes(self._chunks.pop(0))
         if handled:
             self._handled_bytes += handled
-            self._handled_s += report.seconds
-        self._seconds.append(report.seconds)
+            self._handled_s += seconds
+        self._seconds.append(seconds)
         self._epochs = (self._epochs[0], placement_epoch)
         self._progress_at = self._clock()
         if not self._chunks:
             self._end(None)
 
     def drop(self, reason: str | Exception) -> None:
-        """What was not moved yet stays where it is."""
+        """Cancel the chunks that were not moved yet."""
         assert self.stage is Stage.MOVING
         self.error = reason if isinstance(reason, Exception) else None
         self._end(str(reason))
@@ -192,7 +175,7 @@ class RebalanceManager:
 
     @property
     def stuck(self) -> str | None:
-        """What has been under way for longer than it may, without progress."""
+        """The stage that has made no progress for longer than the deadline, in one line; None if all is well."""
         waited = self._clock() - self._progress_at
         if self.stage is Stage.IDLE or waited <= self.policy.deadline_s:
             return None

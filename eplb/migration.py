@@ -1,16 +1,15 @@
-"""What must be copied where so that slots hold what a new map says: pure arithmetic, the same on every rank.
+"""Plans what must be copied where so that slots hold what a new map says: arithmetic, the same on every rank.
 
     slots        rank 0   rank 1   rank 2            moves of this layer
     before       A B      C D      A C               B: rank 0, slot 0 <- 1     on the rank itself
     after        B A      A D      A C               A: rank 0, slot 1 <- 0     a cycle: why content is staged first
                                                      A: rank 1, slot 2 <- rank 0 or 2, slot 0 or 4
 
-A rank gets an expert that is new to it once, whatever number of its slots want it; from a rank on its own node if one
+A rank gets an expert that is new to it once, however many of its slots want it; from a rank on its own node if one
 has it, and among those from the one that sends least.  Every changed slot is the target of exactly one move.
 
 Layers are taken in chunks, one after the other, each small enough for a budget; a layer is never divided, so after
-every chunk a complete map is in force.  Knows maps and bytes.  Does not know tensors, transports or why a map was
-chosen.
+every chunk the map is complete.
 
 Shapes: L MoE layers, P physical experts (slots over all ranks), G ranks.
 """
@@ -69,7 +68,7 @@ class RankWork:
 
     @property
     def num_handled(self) -> int:
-        """Experts that pass through this rank's hands: what its part of a chunk takes time for."""
+        """Experts that this rank copies, sends or receives: what its part of a chunk takes time for."""
         return len(self.local) + len(self.sends) + len(self.receives)
 
 
@@ -133,14 +132,6 @@ class Migration:
         return self.num_received * self.slot_bytes
 
     @property
-    def sent_bytes_G(self) -> list[int]:
-        return self._bytes_of([move.source_rank for move in self.moves if not move.is_local])
-
-    @property
-    def received_bytes_G(self) -> list[int]:
-        return self._bytes_of([move.target_rank for move in self.moves if not move.is_local])
-
-    @property
     def num_changed_slots(self) -> int:
         return int((self.before_LP != self.after_LP).sum())
 
@@ -156,10 +147,6 @@ class Migration:
         for chunk in self.chunks:
             content.update(repr((chunk.layers, chunk.moves)).encode())
         return content.hexdigest()
-
-    def _bytes_of(self, ranks: list[int]) -> list[int]:
-        counts = np.bincount(np.asarray(ranks, dtype=np.int64), minlength=self.layout.num_ranks)
-        return [int(count) * self.slot_bytes for count in counts]
 
 
 def plan_migration(

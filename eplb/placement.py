@@ -1,7 +1,6 @@
-"""`ExpertPlacement`: the one holder of the expert map in force, as one rank sees it.
+"""`ExpertPlacement`: the current expert map, as one rank sees it.
 
 Routers read its device tables, weight loaders ask it for slots; because it is one object they cannot disagree.
-Does not know how a map is planned or how weights are moved.
 
     slot p of all P      on rank p // (P / ranks), there at local slot p % (P / ranks)
 
@@ -17,8 +16,7 @@ import torch
 
 from eplb.algorithms.types import ExpertLayout, Plan
 from eplb.errors import MapError
-from eplb.expert_location import ExpertLocationMetadata
-from eplb.split_table import PICKS, SplitTable
+from eplb.expert_location import PICKS, ExpertLocationMetadata, SplitTable
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class _Proposal:
 
 
 class ExpertPlacement:
-    """The map in force and its epoch.  The device tables keep their addresses for the life of the object.
+    """The current map and its epoch.  The device tables keep their addresses for the life of the object.
 
     `ep_rank` of `ep_size` ranks over which slots are spread.  With one rank an expert's first slot takes all of its
     tokens: further replicas would be the same weights read twice.  `routes_alone`: no other rank routes the tokens that
@@ -77,8 +75,8 @@ class ExpertPlacement:
         """
         return self._local_slots(self.metadata, layer, logical_expert)
 
-    def coming_slots(self, layer: int, logical_expert: int) -> list[int]:
-        """`local_slots` under the proposed map; without one, under the map in force."""
+    def proposed_slots(self, layer: int, logical_expert: int) -> list[int]:
+        """`local_slots` under the proposed map; without one, under the current map."""
         proposal = self._proposal
         return self._local_slots(self.metadata if proposal is None else proposal.metadata, layer, logical_expert)
 
@@ -88,7 +86,7 @@ class ExpertPlacement:
         split_weights: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Another map from now on, of the same sizes; the epoch is one higher.
+        """Replace the map by one of the same sizes, from now on; the epoch is one higher.
 
         `split_weights` [L, P]: how an expert's tokens are divided over its slots; None for evenly.  `layers`: take only
         these of the map and the weights.  Raises as the constructor, and `MapError` for another shape; nothing changed.
@@ -105,12 +103,12 @@ class ExpertPlacement:
         self._proposal = None
 
     def propose(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None = None) -> None:
-        """The map that comes into force with the weights that are being staged for it.  Raises as `adopt`."""
+        """Set the map that is to be adopted with the weights that are being staged for it.  Raises as `adopt`."""
         self._checked(metadata, split_weights)
         self._proposal = _Proposal(metadata, split_weights, self.epoch)
 
     def withdraw(self) -> None:
-        """Forget what was proposed, if anything was."""
+        """Forget the proposed map, if there is one."""
         self._proposal = None
 
     @property
@@ -118,7 +116,7 @@ class ExpertPlacement:
         return self._proposal is not None
 
     def adopt_proposed(self) -> None:
-        """The proposed map is in force from now on: every slot holds what it says."""
+        """Adopt the proposed map: every slot holds what it says by now."""
         proposal = self._proposal
         assert proposal is not None, "nothing was proposed"
         assert proposal.epoch == self.epoch, "the placement changed under staged weights"
@@ -146,7 +144,7 @@ class ExpertPlacement:
     def table(self, layer: int) -> torch.Tensor | None:
         """First slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own numbers.
 
-        All that counts where the slots are on one rank.
+        All that a router needs where the slots are on one rank.
         """
         return None if self.is_identity else self._split.slots_LRE[layer, 0]
 
@@ -179,7 +177,7 @@ class ExpertPlacement:
         return table
 
     def _of_this_rank(self) -> SplitTable:
-        """What routers here go by; its own memory."""
+        """The table that routers of this rank use, in memory of its own."""
         if not self._routes_alone:
             return self._planned.host_copy()
         return self._planned.nearest(self.ep_rank, self.ep_size, self.num_local_experts).host_copy()

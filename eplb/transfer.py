@@ -1,4 +1,4 @@
-"""`ExpertTransfer`: one rank's part of a migration, chunk by chunk, in step with all other ranks.
+"""`ExpertTransfer`: moves one rank's part of a migration, chunk by chunk, in step with all other ranks.
 
     stage    local sources and what other ranks send -> spare buffers            slots untouched
     check    fingerprint of everything staged against its source's; old content of the slots -> kept buffers
@@ -7,10 +7,9 @@
              vote: yes, the chunk is done; no, every rank writes the kept content back and proves it
 
 A rank that fails says so in the next vote and never leaves the others waiting; all ranks then raise the same error.
-What a collective itself raises, because a rank is gone, is passed on with this rank's slots as they were before.
+What a collective itself raises, because a rank is lost, is passed on with this rank's slots as they were before.
 
-Knows slots as bytes, moves and votes.  Does not know models, who decides on a migration, or when the map that describes
-the new content is put in force: the caller does that at once after `run`.  Memory: spare and kept buffers of the
+The caller publishes the map that describes the new content at once after `run`.  Memory: spare and kept buffers of the
 largest chunk, from `prepare` to `close`.
 
 Shapes: B bytes.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -62,7 +60,7 @@ class ExpertSlots(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks of an engine.  Every call has a deadline of its own and raises when a rank is gone."""
+    """The ranks of an engine.  Every call has a deadline of its own and raises when a rank is lost."""
 
     rank: int
     size: int
@@ -74,15 +72,6 @@ class RankGroup(Protocol):
     def all_agree(self, mine: bool) -> bool: ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]: ...
-
-
-@dataclass(frozen=True)
-class ChunkReport:
-    """What a chunk took on this rank."""
-
-    num_changed_slots: int
-    received_bytes: int
-    seconds: float
 
 
 class ExpertTransfer:
@@ -126,7 +115,7 @@ class ExpertTransfer:
         self._together(lambda: self._allocate(migration, {answers[peer][1] for peer in self._peers}))
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         self._buffers = None
 
     def _allocate(self, migration: Migration, forms: set[str]) -> None:
@@ -138,8 +127,8 @@ class ExpertTransfer:
             _Buffers(self._slots, max(item.num_changed_slots for item in work)),
         )
 
-    def run(self, chunk: MigrationChunk, placement_epoch: int) -> ChunkReport:
-        """Put what the new map says into this rank's slots of the chunk's layers.
+    def run(self, chunk: MigrationChunk, placement_epoch: int) -> float:
+        """Put what the new map says into this rank's slots of the chunk's layers.  Returns the seconds that it took.
 
         `placement_epoch`: of the map in force, which describes what is sent.  Raises, on all ranks: `TransferError`
         with every slot as it was, `TornTransferError` where one could not be restored.
@@ -153,15 +142,14 @@ class ExpertTransfer:
         mine.exchange(self._group, self._peers)
         self._together(mine.check)
         self._commit(mine)
-        received = len(work.receives) * sum(self._slots.part_bytes)
-        return ChunkReport(work.num_changed_slots, received, self._clock() - started)
+        return self._clock() - started
 
     def _commit(self, mine: _ChunkOnRank) -> None:
         failure = _failure_of(mine.write_new)
         try:
             all_written = self._group.all_agree(failure is None)
         except Exception:
-            _failure_of(mine.write_old)  # the error of the lost rank is the one to tell
+            _failure_of(mine.write_old)  # the error of the lost rank is the one to report
             raise
         if all_written:
             return
@@ -183,14 +171,14 @@ class ExpertTransfer:
             raise TransferError(f"no expert was moved: {self._reasons(failure)}")
 
     def _reasons(self, mine: str | None) -> str:
-        """What each rank that failed says, for all ranks the same."""
+        """The reasons of all ranks that failed, the same on every rank."""
         reasons = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
         texts = [text.decode(errors="ignore") for text in reasons]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 class _Buffers:
-    """Room for the content of some slots, side by side."""
+    """Memory for the content of some slots, side by side."""
 
     def __init__(self, slots: ExpertSlots, num_slots: int) -> None:
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in slots.part_bytes]
@@ -253,7 +241,7 @@ class _ChunkOnRank:
         self._headers += [[number & _MASK for number in header.tolist()] for header in headers]
 
     def check(self) -> None:
-        """Whether everything staged is what its source sent; then keep what will be overwritten.
+        """Check that everything staged is what its source sent; then keep what will be overwritten.
 
         Raises `TransferError`.
         """
@@ -310,7 +298,7 @@ def _difference(move: Move, header: list[int], expected: list[int]) -> str:
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:
-    """Why it failed; None if it did not."""
+    """Run `action`: why it failed, None if it did not."""
     try:
         action()
     except Exception as error:

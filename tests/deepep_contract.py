@@ -1,4 +1,4 @@
-"""What any DeepEP dispatcher must give: batches with every awkward shape, experts that can be told apart, and the sum
+"""What any DeepEP dispatcher must give: batches with every awkward shape, distinguishable experts, and the sum
 that one rank alone would compute.
 
 All numbers are small multiples of 1/4, which bfloat16 holds exactly at every step, so that results are compared bit for
@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
-from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, form_device_group
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape
 from tests.deepep_stand_in import stand_in
 from tests.ranks import run_ranks
 
 NUM_EXPERTS, TOP_K = 8, 4
 MAX_TOKENS, MAX_LOW_LATENCY_TOKENS = 40, 20
-HIDDEN = {"elastic": 256, "normal": 64, "low_latency": 2048}
-GENERATION = {"elastic": "2.1", "normal": "normal", "low_latency": "1.2"}
+HIDDEN = {"normal": 64, "low_latency": 2048}
+GENERATION = {"normal": "normal", "low_latency": "1.2"}
 APIS = tuple(HIDDEN)
 RAGGED = (5, 0, 17, 1)
 
@@ -42,7 +41,7 @@ class Batch:
 
 
 def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
-    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, whatever their weight."""
+    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, with any weight."""
     ids_RS = work.local_physical_ids_RS
     assert work.has_holes or not (ids_RS < 0).any()
     assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
@@ -116,16 +115,10 @@ def with_dispatcher(
     timeout_s: float = 20.0,
 ) -> list[Any]:
     """`work` on every rank with a dispatcher over the stand-in; results by rank."""
-    store = dist.HashStore()
 
     def one(parallel: Parallel) -> Any:
-        communicator = parallel.tp
-        library = stand_in(communicator, GENERATION[api], seed)
-        group = None
-        if api == "elastic":
-            group = form_device_group(store, communicator.rank, num_ranks, "cpu", timeout_s)
-        dispatcher = variant(library, communicator, shape_of(api, num_ranks), group, has_rdma=True)
-        return work(dispatcher, parallel)
+        library = stand_in(parallel.tp, GENERATION[api], seed)
+        return work(variant(library, parallel.tp, shape_of(api, num_ranks), has_rdma=True), parallel)
 
     return run_ranks(ParallelLayout(tp_size=num_ranks), one, timeout_s)
 

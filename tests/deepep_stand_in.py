@@ -1,15 +1,14 @@
-"""A stand-in for the `deep_ep` package over gloo on a CPU: what `Buffer` and `ElasticBuffer` promise, traps included.
+"""A stand-in for the `deep_ep` package over gloo on a CPU: what `Buffer` promises of the calls in use, traps included.
 
-    arrival     normal: by source rank, then by token; elastic: the tokens of a source rank in any order, unless made
-                deterministic; low-latency: the rows of an expert in any order, source ranks too
-    once        normal and elastic send a token once to each rank that has any of its experts, low-latency once to each
+    arrival     normal: by source rank, then by token; low-latency: the rows of an expert in any order, source ranks too
+    once        normal sends a token once to each rank that has any of its experts, low-latency once to each expert
     ids         local to the rank, -1 where another rank's expert was chosen
-    weights     normal: 0 where the id is -1; elastic: as sent; low-latency: not sent, combine multiplies
+    weights     normal: 0 where the id is -1; low-latency: not sent, combine multiplies
     places      low-latency results have G * M places for each expert, garbage (NaN) past the count, and are overwritten
                 by the second next dispatch; normal mode dirties what low-latency needs clean
     refusals    dtypes, contiguity, hidden sizes, rank counts, more tokens than were announced, ranks that disagree
 
-Cached handles, bias, events and several NVLink domains are not here.
+`ElasticBuffer`, cached handles, bias, events and several NVLink domains are not here.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import torch
 
 from rollout.distributed.communicator import Communicator
 from tests.deepep_stand_in_buffer import Buffer, NormalBuffer
-from tests.deepep_stand_in_elastic import ElasticBuffer
 from tests.deepep_stand_in_wire import Wire
 
 GENERATIONS: dict[str, dict[str, type]] = {
     "normal": {"Buffer": NormalBuffer},
     "1.2": {"Buffer": Buffer},
-    "2.1": {"Buffer": Buffer, "ElasticBuffer": ElasticBuffer},
+    "2.1": {"Buffer": Buffer},
 }
 
 

@@ -1,4 +1,4 @@
-"""The stand-in's `Buffer`: normal mode, and low-latency mode.  What it promises is told in `deepep_stand_in`.
+"""The stand-in's `Buffer`: normal mode, and low-latency mode.  What it promises is listed in `deepep_stand_in`.
 
 Shapes: T tokens, H hidden, K top-k, A (token, choice) pairs, G ranks, E experts on all ranks, C = E / G on this one,
 M most tokens of a rank, N rows received.
@@ -96,8 +96,6 @@ class NormalBuffer:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         num_tokens_per_rdma_rank: None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
     ) -> tuple[Any, ...]:
         assert not self.destroyed
         check_rows(x)
@@ -110,7 +108,7 @@ class NormalBuffer:
         self.wire.agree("dispatch", num_experts, x.shape[1], topk_idx.shape[1])
         self.is_dirty = True
         to_N, tokens_N = is_token_in_rank.T.nonzero().unbind(1)
-        counts, (recv_x, recv_ids, recv_weights, recv_tokens) = self.wire.exchange(
+        _, (recv_x, recv_ids, recv_weights, recv_tokens) = self.wire.exchange(
             to_N, x[tokens_N], topk_idx[tokens_N], topk_weights[tokens_N], tokens_N.int()
         )
         recv_ids = local_ids(recv_ids, rank, local_experts)
@@ -126,15 +124,7 @@ class NormalBuffer:
             is_token_in_rank,
             -torch.ones_like(is_token_in_rank.int()),
         )
-        counts_of_experts = [align(count, expert_alignment) for count in per_expert]
-        if num_worst_tokens:
-            rest = num_worst_tokens - sum(counts)
-            assert rest >= 0
-            recv_x = torch.cat((recv_x, garbage(rest, x.shape[1])))
-            recv_ids = torch.cat((recv_ids, torch.full((rest, recv_ids.shape[1]), -1)))
-            recv_weights = torch.cat((recv_weights, garbage(rest, recv_ids.shape[1], dtype=torch.float32)))
-            counts_of_experts = []
-        return recv_x, recv_ids, recv_weights, counts_of_experts, handle, SimpleNamespace(event=None)
+        return recv_x, recv_ids, recv_weights, per_expert, handle, SimpleNamespace(event=None)
 
     def combine(self, x: torch.Tensor, handle: tuple[Any, ...]) -> tuple[Any, ...]:
         check_rows(x)

@@ -21,7 +21,7 @@ class Wire:
         self.generator = torch.Generator().manual_seed(1000 * seed + self.rank)
 
     def agree(self, verb: str, *settings: int) -> None:
-        """A device would hang or mix the ranks' memory up; here all ranks are told."""
+        """A device would hang or mix the ranks' memory up; here all ranks get an error."""
         calls = self.communicator.gather_ints([zlib.crc32(verb.encode()), *settings, *[0] * (3 - len(settings))])
         assert calls == [calls[0]] * self.size, f"the ranks made different calls, this one {verb}{settings}"
 

@@ -1,4 +1,4 @@
-"""Expert slots in plain memory, told apart by content, with faults at any read and write; and ranks that move them.
+"""Expert slots in plain memory, all different, with faults at any read and write; and ranks that move them.
 
 Shapes: L MoE layers, P physical experts (slots over all ranks).
 """
@@ -151,7 +151,7 @@ def move_experts(
     peers: Sequence[int] | None = None,
     ep_rank: int | None = None,
 ) -> Moved:
-    """All chunks of a migration on this rank, the map put in force after each as an engine does."""
+    """All chunks of a migration on this rank, the map published after each as an engine does."""
     peers = range(migration.layout.num_ranks) if peers is None else peers
     ep_rank = group.rank if ep_rank is None else ep_rank
     calls = Calls(group.rank, fault)

@@ -23,7 +23,7 @@ class PrefixTree:
         self.blocks: dict[int, tuple[Parent, int]] = {}
         self.below: dict[tuple[Parent, int], int] = {}
         self.versions: list[tuple[str | None, int | None]] = []
-        """(weight version, weight epoch) of each time that everything was cleared, if they are told."""
+        """(weight version, weight epoch) of each time that everything was cleared, where known."""
 
     def take(self, number: int, payload: bytes) -> None:
         assert number == self.next_number, "a batch is missing"

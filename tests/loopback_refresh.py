@@ -53,7 +53,7 @@ class LoopbackTrainer:
         weight_version: str | None = None,
         update_id: str | None = None,
     ) -> ControlReqOutput:
-        """One bucket; of all tensors unless told otherwise."""
+        """One bucket; of all tensors by default."""
         chosen = list(self.tensors if names is None else names)
         return harness.control(
             UpdateWeightsFromDistributedReqInput,

@@ -79,7 +79,7 @@ def load_tiny(
     parallel: Parallel | None = None,
     moe_a2a_backend: str = "none",
 ) -> DecoderForCausalLM:
-    """The engine's model of a checkpoint, cold-loaded; trivial placement and plain torch unless told otherwise."""
+    """The engine's model of a checkpoint, cold-loaded; trivial placement and plain torch by default."""
     config = load_model_config(folder)
     placement = placement or trivial_placement(config, parallel)
     return load_model(

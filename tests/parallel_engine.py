@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
-from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
+from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
 from rollout.models.registry import load_model_config
 from tests.forward_harness import ForwardHarness
@@ -93,11 +93,10 @@ class RankEngine:
         self.model = load_tiny(folder, dtype, self.placement, ops, parallel, moe_a2a_backend)
         self.harness = ForwardHarness(self.model, backend=attention)
         pool = self.harness.pool
-        recorder = None
+        store = None
         if config.is_moe:
             store = RouteSlotStore(pool.k[0].shape[0], layers, config.num_experts_per_tok, config.num_experts)
-            recorder = RouteRecorder(RoutedExpertsCapturer(layers, config.num_experts_per_tok), store)
-        self.runner = ModelRunner(ModelState(self.model, self.placement, "v"), pool, self.harness.attention, recorder)
+        self.runner = ModelRunner(ModelState(self.model, self.placement, "v"), pool, self.harness.attention, store)
 
     def step(self, number: int, whole: Step) -> Results:
         """This rank's part of a step, by request."""
@@ -111,10 +110,11 @@ class RankEngine:
         logits_TV = self.runner.logits(hidden_TD[batch.logits_rows])
         if routes is not None:
             self.runner.keep_routes(routes)
-        if self.runner.recorder is None:
+        if self.runner.route_store is None:
             routes_TLK = torch.empty(batch.num_tokens, 0, 0)
         else:
-            routes_TLK = self.runner.recorder.store.read(batch.out_cache_loc)
+            rows_TLK = self.runner.route_store.read(batch.out_cache_loc.numpy())
+            routes_TLK = torch.from_numpy(rows_TLK.astype(np.int64))
         split = [tensor.split(mine.counts) for tensor in (hidden_TD, logits_TV, routes_TLK)]
         requests = (*mine.extends, *mine.decodes)
         return {(number, request): Rows(*rows) for request, *rows in zip(requests, *split, strict=True)}

@@ -142,7 +142,7 @@ class ParallelHarness(Harness):
             scheduler.cache.check()
 
     def _take(self, rank: int, message: Any) -> None:
-        assert self.schedulers[rank].parallel.position.speaks, f"rank {rank} spoke"
+        assert self.schedulers[rank].parallel.position.is_dp_leader, f"rank {rank} sent a result"
         if not isinstance(message, ControlReqOutput):
             self.channel.outbox.append(message)
             self._collect()

@@ -1,6 +1,6 @@
 """The part of Prometheus' query language that dashboards use, over two scrapes of one server.
 
-Knows selectors, `rate` and `increase`, `sum`, `avg` and `max` with `by`, `histogram_quantile` and quotients.
+It covers selectors, `rate` and `increase`, `sum`, `avg` and `max` with `by`, `histogram_quantile` and quotients.
 """
 
 from __future__ import annotations

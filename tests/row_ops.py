@@ -1,4 +1,4 @@
-"""Plain torch in which a row's result has the same bits whatever other rows there are, at the price of speed.
+"""Plain torch in which a row's result has the same bits in every batch, at the price of speed.
 
 A matrix product of BLAS takes other kernels for the last rows than for the first ones; here every row is a call of its
 own.  So two ways to deal out the same tokens can be compared bit for bit.

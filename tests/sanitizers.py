@@ -1,7 +1,4 @@
-"""Operators compiled with the address and undefined-behaviour sanitizers, and processes that load them.
-
-Knows gcc's runtimes.  Does not know what is run.
-"""
+"""Operators compiled with the address and undefined-behaviour sanitizers, and processes that load them."""
 
 from __future__ import annotations
 

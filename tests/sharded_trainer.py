@@ -179,7 +179,7 @@ def random_gathers(rank: int) -> None:
 
 
 def refusals(rank: int) -> None:
-    """What cannot be sent is refused on both ranks, and nobody waits for the other."""
+    """What cannot be sent is refused on both ranks, and neither waits for the other."""
     mesh = init_device_mesh("cpu", (2,))
     rows = sharded(torch.randn(4, 4), mesh, [Shard(0)])
     start = time.monotonic()
@@ -208,7 +208,7 @@ def refusals(rank: int) -> None:
 
 
 def fsdp_refresh(rank: int) -> None:
-    """Two engines get what two ranks hold, whatever the sharding; both ranks and the engines name the same digest."""
+    """Two engines get what two ranks hold, under every sharding; both ranks and the engines name the same digest."""
     mesh = init_device_mesh("cpu", (2,))
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with engines_of(rank, 2) as engines, sender_of(engines) as sender:
@@ -270,7 +270,7 @@ def engine_refuses(rank: int) -> None:
 
 
 def other_rank_fails(rank: int) -> None:
-    """Rank 1 cannot pack its shard of the third bucket: rank 0 is told, aborts, and both can go on."""
+    """Rank 1 cannot pack its shard of the third bucket: rank 0 is notified, aborts, and both can go on."""
     mesh = init_device_mesh("cpu", (2,))
     content = Gatherer._content
     count = 0
@@ -303,7 +303,7 @@ def other_rank_fails(rank: int) -> None:
 
 
 def other_rank_dies(rank: int) -> None:
-    """Rank 1 is gone in the middle: rank 0 says so within its deadline, and the engine serves what it had."""
+    """Rank 1 is killed in the middle: rank 0 reports it within its deadline, and the engine serves what it had."""
     mesh = init_device_mesh("cpu", (2,))
     with engines_of(rank, 1) as engines, sender_of(engines) as sender:
         gather = Gatherer.gather

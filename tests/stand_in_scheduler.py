@@ -86,7 +86,7 @@ class StandInScheduler:
         self._running: dict[str, _Running] = {}
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until stopped."""
         context = zmq.Context()
         self._pull, self._push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._pull.connect(self._addresses[0])

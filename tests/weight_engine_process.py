@@ -64,7 +64,7 @@ class Engine:
         return self._ask({"verb": verb, "arguments": arguments})
 
     def settle(self) -> None:
-        """Drop what is open, whoever began it."""
+        """Drop the open update, of any sender."""
         status = self.call("status")
         if status["open"]:
             self.call("abort", update_id=status["update_id"])

@@ -1,7 +1,7 @@
 """Whether two systems compute the same model: their likeliest next tokens, and what they generate greedily.
 
 With random weights the leading log-probabilities lie close together, so bfloat16 picks another first token now and
-then.  The overlap of the 20 likeliest tells rounding (most are shared) from other weights (hardly any is).
+then.  The overlap of the 20 likeliest distinguishes rounding (most are shared) from other weights (hardly any is).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A virtual environment for each peer under build/peers/, made once.
-
-Knows what to install and how; does not know what is done with it.
-"""
+"""A virtual environment for each peer under build/peers/, made once."""
 
 from __future__ import annotations
 

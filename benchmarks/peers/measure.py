@@ -1,6 +1,6 @@
 """One shape: starts every system, checks that they compute the same model, and measures them in turns.
 
-All systems live through the whole run; whoever is not being measured is stopped, with all its processes and threads.
+All systems stay up through the whole run; those not being measured are stopped, with all processes and threads.
 In each round each cell is measured on each system, in random order and on the same new prompts.
 """
 
@@ -113,7 +113,7 @@ class _Prompts:
 
 
 class Fleet:
-    """The workers by name.  One runs at a time; all are gone when the block ends, however it ends."""
+    """The workers by name.  One runs at a time; all have ended when the block ends, however it ends."""
 
     def __init__(self, run: ShapeRun, console: Console) -> None:
         self.workers: dict[str, Worker] = {}
@@ -135,7 +135,7 @@ class Fleet:
         return Path(self._temporary.name)
 
     def start(self, name: str, shape: str, cells: list[Cell], threads: int, before: Path | None = None) -> None:
-        """Loads a system and leaves it stopped; a failure is said and noted."""
+        """Loads a system and leaves it stopped; a failure is printed and recorded."""
         folder = ENVIRONMENTS[name].folder if name in ENVIRONMENTS else FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{name.replace(' ', '-')}-{shape}.log"
@@ -154,7 +154,7 @@ class Fleet:
             worker.freeze()
 
     def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Lets one system run and answer.  None, said and noted, if it fails."""
+        """Lets one system run and answer.  None if it fails, which is printed and recorded."""
         if name not in self.workers:
             return None
         worker = self.workers[name]

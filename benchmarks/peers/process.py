@@ -1,6 +1,6 @@
 """A worker process: started, asked in JSON lines, stopped and continued with its whole process group, ended.
 
-Knows processes and deadlines; does not know what a worker computes.  The worker's end is `workers/protocol.py`.
+The worker's end is `workers/protocol.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise WorkerError(f"gone (log: {self._log})") from None
+            raise WorkerError(f"it has ended (log: {self._log})") from None
         return self.receive(timeout_s)
 
     def freeze(self) -> None:

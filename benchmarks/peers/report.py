@@ -29,7 +29,7 @@ def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[V
 
 
 def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """JSON objects, told apart by "kind"."""
+    """JSON objects, distinguished by "kind"."""
     spec, result = SHAPES[run.shape], speeds(run)
     found: list[dict[str, Any]] = [{"kind": "floor", "shape": run.shape, **vars(machine)} for machine in run.machines]
     for (name, cell), seconds in run.seconds.items():

@@ -1,6 +1,6 @@
 """What is measured: for each system the Python, the worker, its settings and its environment.
 
-Knows every system's launch settings, and the one file that has to be converted; does not know prompts or times.
+One system needs its checkpoint converted; that is done here too.
 """
 
 from __future__ import annotations

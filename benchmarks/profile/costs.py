@@ -2,7 +2,7 @@
 
 Bytes are the least there is: what is read is counted once, what is written once, of gathered rows and of experts only
 those that this call uses.  Flops are those of matrix products (a product and a sum are two); operators without one are
-bound by bytes.  Knows no time and no machine.
+bound by bytes.
 
 Shapes: T tokens, D hidden, P physical experts, K top-k, H query heads, hd head size, N requests.
 """
@@ -86,7 +86,7 @@ def _experts_flops(arguments: Arguments, result: object) -> int:
 
 
 def _attention_bytes(arguments: Arguments, result: object) -> int:
-    """The KV of a request is read once, whatever the number of its queries: `kv_lens` [N] slots each."""
+    """The KV of a request is read once, for any number of queries: `kv_lens` [N] slots each."""
     slot = nbytes(arguments["k_pool"][0], arguments["v_pool"][0]) + arguments["req_to_token"].itemsize
     positions = int(arguments["kv_lens"].sum())
     return positions * slot + nbytes(*(arguments[name] for name in ("q", "rows", "query_lens", "kv_lens")), result)

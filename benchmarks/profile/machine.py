@@ -1,7 +1,4 @@
-"""What the machine allows: memory bandwidth and matrix arithmetic, measured now, with the threads that torch uses now.
-
-Knows no operators and no models.
-"""
+"""What the machine allows: memory bandwidth and matrix arithmetic, measured with the threads that torch uses now."""
 
 from __future__ import annotations
 

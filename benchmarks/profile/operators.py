@@ -1,6 +1,6 @@
 """Times every torch operator that runs while it is switched on, and says what each had to move and to compute.
 
-Knows calls, not steps or requests.  A timed call is longer by less than half a microsecond; the Python around it is
+A timed call is longer by less than half a microsecond; the Python around it is
 slowed down by much more, so this is no measure of that.
 """
 

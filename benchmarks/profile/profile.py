@@ -1,8 +1,7 @@
 """Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
 
 Operators are timed in steps of their own, in turn with steps that run undisturbed, so that both see the same machine.
-All times are medians; those of operators are added up, so that sums are the sums of their parts.  Knows no output
-format.
+All times are medians; those of operators are added up, so that sums are the sums of their parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Profiles as tables and as JSON.  Knows units and rounding; measures nothing."""
+"""Profiles as tables and as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Step statistics that keep every step by itself, and let some of them be watched operator by operator.
+"""Step statistics that keep every step by itself, and can time some of them operator by operator.
 
-To be put in the place of `Scheduler.stats`.  Does not know what a step computes.
+To be put in the place of `Scheduler.stats`.
 """
 
 from __future__ import annotations

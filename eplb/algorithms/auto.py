@@ -1,4 +1,4 @@
-"""`auto` picks a planner and says why.
+"""`auto`: picks a planner for each layer and says why.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots).
 """
@@ -72,7 +72,7 @@ def _afresh(counts_LE: np.ndarray, layout: ExpertLayout, target: float) -> Plan:
 
 
 def _free(counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray, target: float) -> Plan:
-    """The best that is known, whatever it moves."""
+    """The best placement that is found, however much it moves."""
     why = "every slot is written anyway, so a fresh placement costs nothing"
     fresh = _afresh(counts_LE, layout, target)
     reached_L = balancedness(counts_LE, fresh)

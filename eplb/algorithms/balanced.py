@@ -12,7 +12,7 @@ otherwise, without a copy.  So among ranks of about the same load, a slot goes w
     slots   0   0   1   1
             2   ?       ?          the second slot of 2 goes to C or D, though B may be a little lighter
 
-All layers go through each step together, and leave when they are even enough.  Knows no placement in force.
+All layers go through each step together, and leave when they are even enough.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks, S slots of a rank, N placements tried.
 """

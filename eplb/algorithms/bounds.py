@@ -1,7 +1,5 @@
 """How even a placement is, how even one could be, and what it costs to get there.
 
-Knows loads and maps.  Does not know how a map is chosen.
-
 Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks.
 """
 

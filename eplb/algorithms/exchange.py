@@ -1,8 +1,8 @@
 """Ranks made even: the heaviest rank meets the lightest, the second heaviest the second lightest, and so on.
 
 Each pair exchanges one item for one, later two for two, whichever leaves the two most equal.  At first only experts
-with one slot change ranks, so that what links ranks stays where it is; then all do.  Knows items and loads of many
-layers at once, not where they come from.
+with one slot change ranks, so that what links ranks stays where it is; then all do.  Many layers
+are computed at once.
 
 Shapes: L MoE layers, G ranks, S slots of a rank, Q pairs of ranks, C subsets of X slots of a rank.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb.algorithms.moves import Move, all_moves, copies_out, exchanges_out
+from eplb.algorithms.moves import Candidate, all_moves, copies_out, exchanges_out
 from eplb.algorithms.registry import TARGET
 from eplb.algorithms.split import NEGLIGIBLE, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, checked_map, shares_of
@@ -115,7 +115,7 @@ def _search(
     return found, passed
 
 
-def _expand(node: _Node, cap: float, tried: int, thorough: bool) -> Iterator[tuple[Move, _Node]]:
+def _expand(node: _Node, cap: float, tried: int, thorough: bool) -> Iterator[tuple[Candidate, _Node]]:
     """Better placements one move away; exchanges only where no copy does half of what is to be done."""
     if thorough:
         yield from ((move, _after(node, move, cap)) for move in all_moves(node.state))
@@ -135,7 +135,7 @@ def _expand(node: _Node, cap: float, tried: int, thorough: bool) -> Iterator[tup
             break
 
 
-def _after(node: _Node, move: Move, cap: float) -> _Node:
+def _after(node: _Node, move: Candidate, cap: float) -> _Node:
     state = move.apply(node.state)
     excess, stuck = state.relieve(cap)
     return _Node(excess, state, stuck)

@@ -1,14 +1,12 @@
-"""Which moves may relieve a layer whose load is stuck over the cap, the most promising first.
+"""Finds moves that may relieve a layer whose load is stuck over the cap, the most promising first.
 
-    stuck ranks    all at the cap or over it; whatever they could pass on goes to another one of them
+    stuck ranks    all at the cap or over it; all that they could pass on goes to another one of them
     other ranks    in groups that are linked by experts; load that reaches a rank can pass on inside its group
 
 A copy takes an expert of the stuck ranks to another rank, in place of a replica there.  What it brings away is
 estimated: no more than the stuck group is over the cap, than the expert has, than the rank can hold or pass on, than
 its group has room; and less what the replica given up took and nobody else has room for.  An exchange costs two copies
 and needs no replica to give up.
-
-Knows one layer's split.  Does not judge moves exactly and keeps no search.
 
 E logical experts, G ranks.  Loads are multiples of the mean load of a rank.
 """
@@ -28,7 +26,7 @@ HEAVIEST = 2  # ranks of each stuck group that give an expert in an exchange
 
 
 @dataclass(frozen=True)
-class Move:
+class Candidate:
     """`expert` of `source` goes into a slot of `rank`; in an exchange its expert goes into `source_slot`."""
 
     rank: int
@@ -62,7 +60,7 @@ class _Target:
     slot: int
 
 
-def all_moves(state: LayerSplit) -> Iterator[Move]:
+def all_moves(state: LayerSplit) -> Iterator[Candidate]:
     """Every copy onto a replica that can be given up, and every exchange of two experts that have one slot each."""
     for rank, held in enumerate(state.held):
         for slot, victim in enumerate(held):
@@ -71,12 +69,12 @@ def all_moves(state: LayerSplit) -> Iterator[Move]:
                     if expert in held:
                         continue
                     if victim in state.flows:
-                        yield Move(rank, slot, expert, source)
+                        yield Candidate(rank, slot, expert, source)
                     elif source < rank and expert not in state.flows:
-                        yield Move(rank, slot, expert, source, source_slot)
+                        yield Candidate(rank, slot, expert, source, source_slot)
 
 
-def copies_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Move]:
+def copies_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Candidate]:
     """Copies out of the stuck ranks, best estimate first."""
     groups = _Groups(state, stuck, cap)
     targets = _targets(state, groups, cap)
@@ -89,10 +87,10 @@ def copies_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Move]:
                     gain = min(wanted, target.comes) - target.harm
                     found.append((-gain, -target.room, target.rank, target.slot, expert, source))
     found.sort()
-    return [Move(rank, slot, expert, source) for _, _, rank, slot, expert, source in found]
+    return [Candidate(rank, slot, expert, source) for _, _, rank, slot, expert, source in found]
 
 
-def exchanges_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Move]:
+def exchanges_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Candidate]:
     """Exchanges of an expert of a stuck rank with one that has less load on a rank with room, best estimate first."""
     groups = _Groups(state, stuck, cap)
     held = state.held
@@ -115,7 +113,7 @@ def exchanges_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Move
                         if worth > NEGLIGIBLE:
                             found.append((-worth, rank, slot, expert, source, source_slot))
     found.sort()
-    return [Move(*entry[1:]) for entry in found]
+    return [Candidate(*entry[1:]) for entry in found]
 
 
 class _Groups:

@@ -1,4 +1,4 @@
-"""What planners take and give: `ExpertLayout`, loads and maps that were checked, `Plan`; numbers of replicas.
+"""What planners take and give: `ExpertLayout`, checked loads and maps, `Plan` and its bytes; numbers of replicas.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
@@ -6,12 +6,16 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots over all rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
 from eplb.errors import LayoutError, LoadsError, MapError
 from eplb.expert_location import ExpertLocationMetadata, check_cover, find_duplicate, replica_counts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +158,30 @@ def count_duplicates(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -
     """Slots, over all layers, that hold an expert which another slot of the same rank holds already."""
     by_rank = np.sort(physical_to_logical_LP.reshape(-1, layout.num_ranks, layout.slots_per_rank), axis=2)
     return int((by_rank[:, :, 1:] == by_rank[:, :, :-1]).sum())
+
+
+def to_bytes(value: Any) -> bytes:
+    """What one rank planned, for the others: dataclasses with arrays.  Reading it executes nothing."""
+    return msgspec.msgpack.encode(value, enc_hook=_encoded)
+
+
+def from_bytes(data: bytes, kind: type[T]) -> T:
+    """The `kind` that `to_bytes` was given."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, range):
+        return value.start, value.stop
+    raise NotImplementedError(f"{type(value).__name__} has no form")
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, shape, content = value
+        return np.frombuffer(content, dtype).reshape(shape).copy()
+    if kind is range:
+        return range(*value)
+    raise NotImplementedError(f"{kind.__name__} has no form")

@@ -1,7 +1,4 @@
-"""What the demo asserts of a trainer's report: one row per fact, with its bound where it has one.
-
-Pure functions.  Does not know how a report came about or how rows are shown.
-"""
+"""What the demo asserts of a trainer's report: one row per fact, with its bound where it has one."""
 
 from __future__ import annotations
 

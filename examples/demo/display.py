@@ -1,6 +1,6 @@
 """What the demo prints: progress of its phases, and the table at the end.
 
-Knows rich.  Without a terminal, progress is a line where a phase begins and one where it ends.
+Without a terminal, progress is a line where a phase begins and one where it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Display(Protocol):
     """Progress of phases, one after the other.  Leaving it stops every animation."""
 
     def update(self, phase: str, done: int, total: int | None) -> None:
-        """`done` of `total` parts; None: nobody knows how many."""
+        """`done` of `total` parts; None: the total is not known."""
 
     def finish(self, phase: str) -> None: ...
 

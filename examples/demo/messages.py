@@ -1,7 +1,4 @@
-"""What the trainer process tells its parent: one JSON line per message on its standard output.
-
-Knows shapes of messages.  Does not know processes.
-"""
+"""The messages of the trainer process to its parent: one JSON line each, on its standard output."""
 
 from __future__ import annotations
 

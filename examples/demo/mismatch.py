@@ -1,6 +1,6 @@
 """How far a trainer's view of sampled tokens is from the engine's: log-probabilities and routes.
 
-Pure functions over tensors of output tokens.  Does not know models, requests or bounds.
+Pure functions over tensors of output tokens.
 
 Shapes: T output tokens, L MoE layers, K top-k.
 """

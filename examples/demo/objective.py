@@ -1,7 +1,7 @@
 """What the demo trains for: rewards of answers, advantages, and the policy-gradient loss.
 
 Pure functions.  The model starts from random weights, so almost no answer is right; a second term, the share of digits
-in the answer, tells samples apart from the first step on.  It shows that learning moves weights, not that a
+in the answer, distinguishes samples from the first step on.  It shows that learning moves weights, not that a
 small random model learns arithmetic.
 
 Shapes: N samples of one prompt, O output positions.

@@ -1,7 +1,5 @@
 """Samples of prompts as a trainer uses them, and the checks of what came with them.
 
-Knows the client's typed outputs.  Does not know models or losses.
-
 Shapes: N samples of one prompt, S positions (prompt and longest output), O output positions.
 """
 
@@ -110,7 +108,7 @@ def sample_group(prompt_ids: Sequence[int], outputs: list[GenerationOutput], ans
 def version_problem(output: GenerationOutput, version: str) -> str | None:
     """What is wrong with the weight versions that a sample reports, if `version` alone made it; None if nothing.
 
-    Looks at the output tokens, the prompt's KV, the oldest KV and the rows of routed experts.
+    Checks the output tokens, the prompt's KV, the oldest KV and the rows of routed experts.
     """
     meta, num_tokens = output.meta_info, len(output.output_ids)
     routes = _routes_of(output)

@@ -2,7 +2,7 @@
 
     write a checkpoint -> `lockstep serve` -> a trainer process -> its report -> checks, one table, the exit status
 
-Knows the order of things and their deadlines.  The loop itself is `trainer.py`, the checks are `checks.py`.
+The processes are started, watched and ended here.  The loop itself is `trainer.py`, the checks are `checks.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SIZES = {
 
 
 class DemoError(LockstepError):
-    """The demo cannot go on; the message says why and shows what the process in question said last."""
+    """The demo cannot go on; the message says why and shows the last output of the process in question."""
 
 
 def main(argv: Sequence[str]) -> int:

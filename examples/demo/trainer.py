@@ -3,7 +3,7 @@
     connect -> roll out -> [ score: own routes, forced routes -> step, routes forced -> refresh -> roll out ] * steps
 
 Read `train` first.  Talks to the server through `RolloutClient` and `WeightSender` only, and to its parent in JSON
-lines on standard output.  Knows nothing of how the server was started, nor what counts as good.
+lines on standard output.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     """Train against a running server; the exit status."""
     args = _parse(argv)
     channel = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print must not come between the messages
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not come between the messages
 
     def report(message: Message) -> None:
         os.write(channel, encode(message))

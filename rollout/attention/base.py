@@ -1,6 +1,4 @@
-"""The interface between attention layers and whatever computes attention over paged KV.
-
-Knows what a backend is given and must return.  Does not know any backend.
+"""`AttentionBackend`: the interface between attention layers and what computes attention over paged KV.
 
 Shapes: T tokens of the step, H query heads, Hkv key/value heads, hd head size, S slots of the KV pool.
 """

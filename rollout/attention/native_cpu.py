@@ -1,10 +1,7 @@
 """Attention over paged KV by the compiled CPU operator (`rollout.kernels`): bfloat16, float16 and float32.
 
-Knows how a step is described to the operator: extending and decoding requests alike are sequences whose last tokens are
-queries.  Does not know the arithmetic.
-
-A token's result has the same bits however its sequence was cut into steps, whatever else is in the batch, and with any
-number of threads.
+Extending and decoding requests alike are sequences whose last tokens are queries.  A token's result has the same bits
+however its sequence was cut into steps, in every batch, and with any number of threads.
 
 Shapes: T tokens, N sequences of the step, H query heads, hd head size.
 """

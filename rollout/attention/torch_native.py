@@ -1,6 +1,6 @@
 """Attention over paged KV with PyTorch's scaled dot product attention: every device and every float dtype.
 
-Knows how to turn a step's layout into few, large calls.  Does not know requests or how slots are allocated.
+A step becomes few, large calls:
 
     extend   sequences of equal prefix and equal length form a group; a group is one call
     decode   requests are bucketed by length so that padding at most about doubles the work; a bucket is one call,
@@ -152,7 +152,7 @@ def _decode_bucket(
     if min(lengths) == longest:
         return _DecodeBucket(rows, len(lengths), batch.req_to_token[requests_B, :longest].flatten(), None)
     positions_L = torch.arange(longest, device=lengths_B.device)
-    # A padded position reads a slot that is known to be written: whatever lies in a free slot could be NaN.
+    # A padded position reads a slot that is known to be written: the content of a free slot could be NaN.
     inside_BL = torch.minimum(positions_L, lengths_B[:, None] - 1)
     slots = batch.req_to_token[requests_B[:, None], inside_BL].flatten()
     mask = torch.zeros(len(lengths), longest, dtype=dtype, device=lengths_B.device)

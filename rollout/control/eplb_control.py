@@ -23,11 +23,10 @@ import numpy as np
 import torch
 
 from eplb.algorithms.registry import require_planner
-from eplb.algorithms.types import Plan
-from eplb.decision import Decision, RebalancePolicy, decide, given_plan
+from eplb.algorithms.types import Plan, from_bytes, to_bytes
+from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTransferError
 from eplb.manager import RebalanceManager, Stage
-from eplb.plan_bytes import from_bytes, to_bytes
 from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
@@ -68,7 +67,7 @@ class EplbControl:
         self._state, self._parallel = scheduler.runner.state, scheduler.parallel
         self._verb: EplbRebalanceReqInput | None = None  # that asked for the rebalance under way; None: the engine
         self._planning: Future[_Planned] | None = None  # on rank 0
-        self._plans = scheduler.parallel.position.is_inbox_owner
+        self._plans = scheduler.parallel.position.is_tp_leader
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
         self._timed = (0, 0.0)  # steps and their seconds at the last evaluation
 
@@ -128,9 +127,15 @@ class EplbControl:
         """Start planning, on rank 0 beside the steps."""
         self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
-        in_force = placement.plan(manager.layout)
-        situation = manager.situation(
-            in_force, placement.epoch, epoch.weight_epoch, epoch.weight_version, self._seconds_per_step()
+        situation = Situation(
+            counts_LE=self._history.counts_LE.numpy(),
+            in_force=placement.plan(manager.layout),
+            placement_epoch=placement.epoch,
+            weight_epoch=epoch.weight_epoch,
+            weight_version=epoch.weight_version,
+            seconds_per_step=self._seconds_per_step(),
+            slot_bytes=manager.slot_bytes,
+            bytes_per_s=manager.bytes_per_s,
         )
         manager.start_planning()
         self._verb = verb
@@ -204,14 +209,14 @@ class EplbControl:
             with state.mutate("rebalance"):
                 if not manager.num_chunks_done:
                     self._transfer.prepare(decision.migration, placement.epoch)
-                report = self._transfer.run(chunk, placement.epoch)
+                seconds = self._transfer.run(chunk, placement.epoch)
                 self._publish_map(decision.plan, chunk.layers)
         except EplbError as error:
             manager.drop(error)
             if isinstance(error, TornTransferError):
                 self._scheduler.poison(str(error))
             return
-        manager.chunk_done(report, placement.epoch)
+        manager.chunk_done(seconds, placement.epoch)
 
     def _publish_map(self, plan: Plan, layers: range) -> None:
         """Adopt the map of what the slots hold now.  Raises `TornTransferError` where ranks route by different ones."""

@@ -13,7 +13,6 @@ from eplb.decision import RebalancePolicy
 from eplb.errors import EplbError
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.init_location import TRIVIAL, load_location
-from eplb.load_counter import LoadCounter
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
 from eplb.placement import ExpertPlacement
@@ -43,8 +42,10 @@ def start_counting(args: ServerArgs, runner: ModelRunner, parallel: Parallel) ->
     """Loads from the first step on; nothing is counted without `--enable-eplb`."""
     config = runner.state.model.config
     sizes = len(config.moe_layer_ids), config.num_experts
-    runner.load_counter = LoadCounter(*sizes) if args.enable_eplb else None
-    return LoadHistory(*sizes, runner.load_counter, parallel.attn_dp.all_reduce)
+    history = LoadHistory(*sizes, parallel.attn_dp.all_reduce, is_counted=args.enable_eplb)
+    if args.enable_eplb:
+        runner.route_observers.append(lambda _, epoch, ids_TLK: history.note(ids_TLK, epoch.weight_epoch))
+    return history
 
 
 def build_eplb(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
@@ -24,8 +25,11 @@ from rollout.core.expert_io_struct import (
     StopExpertDistributionReply,
     StopExpertDistributionReqInput,
 )
+from rollout.core.forward_batch import ForwardBatch
 from rollout.core.message import ControlReqOutput
 from rollout.core.model_config import ModelConfig
+from rollout.distributed.communicator import Communicator
+from rollout.model_executor.model_state import ServingEpoch
 from rollout.scheduler.scheduler import Scheduler
 
 
@@ -35,7 +39,7 @@ def recorded_model(config: ModelConfig) -> RecordedModel:
 
 
 class ExpertDistribution:
-    """Holder of the recorder.  It records while the runner has it.  `default_mode`: of a start that names none."""
+    """Holder of the recorder, which records while it observes the runner.  `default_mode`: of a start without one."""
 
     def __init__(self, scheduler: Scheduler, default_mode: RecorderMode) -> None:
         self._scheduler = scheduler
@@ -63,7 +67,13 @@ class ExpertDistribution:
 
     @property
     def _is_recording(self) -> bool:
-        return self._runner.load_recorder is not None
+        return self._observe in self._runner.route_observers
+
+    def _observe(self, batch: ForwardBatch, epoch: ServingEpoch, ids_TLK: torch.Tensor) -> None:
+        """Record the step of all attention-DP ranks; they call this together."""
+        assert self._recorder is not None
+        ids_TLK, input_ids, positions = gather_step(batch, ids_TLK, self._state.model.parallel.attn_dp)
+        self._recorder.note(ids_TLK, epoch, input_ids, positions)
 
     def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput[StartExpertDistributionReply]:
         config = self._require_moe()
@@ -79,7 +89,7 @@ class ExpertDistribution:
         placement = self._state.placement
         layers, experts = len(config.moe_layer_ids), config.num_experts
         self._recorder = LoadRecorder(layers, experts, placement, mode, placement.ep_size)
-        self._runner.load_recorder = self._recorder
+        self._runner.route_observers.append(self._observe)
         reply = StartExpertDistributionReply(mode=mode, num_passes_dropped=dropped)
         return verb.answer(reply, "Start recording the expert distribution.")
 
@@ -88,7 +98,7 @@ class ExpertDistribution:
         if not self._is_recording:
             raise Conflict("the expert distribution is not being recorded")
         recorder = self._require_recorder()
-        self._runner.load_recorder = None
+        self._runner.route_observers.remove(self._observe)
         reply = StopExpertDistributionReply(mode=recorder.mode, num_passes=recorder.num_passes)
         return verb.answer(reply, "Stop recording the expert distribution.")
 
@@ -130,3 +140,17 @@ class ExpertDistribution:
         if self._recorder is None:
             raise Conflict("nothing was recorded: POST /start_expert_distribution_record first")
         return self._recorder
+
+
+def gather_step(
+    batch: ForwardBatch, ids_TLK: torch.Tensor, ranks: Communicator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The step of all attention-DP ranks, one after the other: logical ids [T, L, K], input ids and positions [T].
+
+    `ranks`: one of each DP rank.
+    """
+    if batch.global_num_tokens is None:
+        return ids_TLK, batch.input_ids, batch.positions
+    columns = [batch.input_ids.unsqueeze(1), batch.positions.unsqueeze(1), ids_TLK.flatten(1)]
+    gathered = ranks.all_gather_rows(torch.cat(columns, dim=1), batch.global_num_tokens)
+    return gathered[:, 2:].to(ids_TLK.dtype).unflatten(1, ids_TLK.shape[1:]), gathered[:, 0], gathered[:, 1]

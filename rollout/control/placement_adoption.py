@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 import torch
 
-from eplb.algorithms.types import Plan
+from eplb.algorithms.types import Plan, from_bytes, to_bytes
 from eplb.errors import EplbError
 from eplb.placement import ExpertPlacement
-from eplb.plan_bytes import from_bytes, to_bytes
 from rollout.core.errors import BadRequest, Conflict
 from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.model_executor.weight_loading import WeightIndex
@@ -101,7 +100,7 @@ class PlacementAdoption:
         if shared.plan is None:
             return self._weights
         self._placement.propose(shared.plan.location(), torch.from_numpy(shared.plan.split_LP))
-        return self._weights.coming()
+        return self._weights.under_proposed_placement()
 
     def adopt(self) -> dict[str, object]:
         """Adopt what was proposed for the update that was committed; facts for the reply."""
@@ -113,7 +112,7 @@ class PlacementAdoption:
     def _shared_plan(self) -> _SharedPlan:
         """Planned on the first rank of each engine."""
         position = self._position
-        mine = self._plan() if position.is_inbox_owner else _SharedPlan("")
+        mine = self._plan() if position.is_tp_leader else _SharedPlan("")
         plans = self._exchange(to_bytes(mine))
         return from_bytes(plans[position.replica * self._layout.tp_size], _SharedPlan)
 

@@ -1,12 +1,12 @@
 """`Communicator`: the collectives of one process group, each with a deadline, each counted.
 
-Sums run in rank order, in float32 or better, whatever the message size: all ranks get the same bits, and a token's sum
+Sums run in rank order, in float32 or better, for every message size: all ranks get the same bits, and a token's sum
 does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over, as what
 the ranks hold no longer agrees: every later call raises at once, before anything is sent.
 
 Not thread-safe, and one order of calls for all ranks: every thread that communicates has a communicator of its own.
 
-Knows tensors and ranks.  Does not know what is exchanged.  Shapes: N ranks of the group.
+Shapes: N ranks of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GATHERED_SUM_BYTES = 64 << 10  # up to here one round of everything is quicker 
 
 
 class RankLostError(FatalError):
-    """A collective failed or was late: another rank is gone, and whether it had its part of it is not known."""
+    """A collective failed or was late: another rank is lost, and may or may not have completed its part."""
 
 
 @dataclass
@@ -203,6 +203,21 @@ def share_sizes(total: int, parts: int) -> list[int]:
     """`total` rows dealt out to `parts` ranks as evenly as it goes, the first ones getting one more."""
     least, more = divmod(total, parts)
     return [least + (part < more) for part in range(parts)]
+
+
+def pack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors [T, n] of any dtypes side by side: uint8 [T, bytes of a row]."""
+    return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
+
+
+def unpack_rows(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `pack_rows` put together, from as many rows as there are; `like` has the dtypes and widths."""
+    widths = [tensor.shape[1] * tensor.dtype.itemsize for tensor in like]
+    parts = packed.split(widths, dim=1)
+    return [
+        part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

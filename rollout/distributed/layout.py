@@ -1,4 +1,4 @@
-"""`ParallelLayout`: which rank does what.  Pure arithmetic; knows no groups and no tensors.
+"""`ParallelLayout`: which rank does what, as arithmetic on rank numbers.
 
 world     every worker process of the server: `num_replicas` engines of `tp_size` ranks each
 replica   one engine: its ranks step together and share the experts; more than one only without DP attention
@@ -89,7 +89,7 @@ class RankPosition:
     moe_tp_rank: int = 0
 
     @property
-    def is_inbox_owner(self) -> bool:
+    def is_tp_leader(self) -> bool:
         """Receives the main process's messages for its replica."""
         return self.tp_rank == 0
 
@@ -99,7 +99,7 @@ class RankPosition:
         return max(self.attn_dp_rank, self.replica)
 
     @property
-    def speaks(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """Sends results to the main process: the first attention-TP rank of each DP rank."""
         return self.attn_tp_rank == 0
 

@@ -1,12 +1,10 @@
 """`Parallel`: one rank's view of the layout and the groups that it belongs to.
 
-    tp           all ranks of the engine           inbox, token counts, experts
-    attn_tp      ranks that share a DP rank's tokens
-    attn_dp      one rank of each DP rank: those with the same attn_tp_rank
-    world        all ranks of the server           votes at a commit
-    weight_io    the same ranks, for the thread that receives weights
-
-Knows how the groups are formed.  Does not know what they are used for.
+tp           all ranks of the engine           inbox, token counts, experts
+attn_tp      ranks that share a DP rank's tokens
+attn_dp      one rank of each DP rank: those with the same attn_tp_rank
+world        all ranks of the server           votes at a commit
+weight_io    the same ranks, for the thread that receives weights
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class Parallel:
         return self.tp, self.attn_tp, self.attn_dp, self.world, self.weight_io
 
     def require_whole(self) -> None:
-        """Raises the `RankLostError` of a group that has failed, whoever caught it then."""
+        """Raise the `RankLostError` of a group that has failed, also if it was caught before."""
         for communicator in self.communicators:
             if communicator.broken is not None:
                 raise communicator.broken

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
-from capture.storage import narrowest
 from rollout.attention.registry import create_attention_backend
 from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.console import say
@@ -34,7 +32,7 @@ from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
-from rollout.model_executor.model_runner import ModelRunner, RouteRecorder
+from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.models.registry import load_model_config
@@ -89,10 +87,10 @@ def build_scheduler(
     limits = _limits(args, config, token_bytes, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
     kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device)
-    recorder = _recorder(config, limits.num_slots) if args.captures_routes else None
+    route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
     attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
     is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
-    runner = ModelRunner(state, kv_pool, attention, recorder, RecordedForward(model) if is_recorded else None)
+    runner = ModelRunner(state, kv_pool, attention, route_store, RecordedForward(model) if is_recorded else None)
     sampler = select_sampler(dtype, device, kernels.available)
     inbox: Channel = (
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
@@ -114,7 +112,7 @@ def build_scheduler(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
         context_length=limits.context_length,
-        capture_routed_experts=recorder is not None,
+        capture_routed_experts=route_store is not None,
         num_threads=torch.get_num_threads(),
         model_bytes=model_bytes,
         weight_version=args.weight_version,
@@ -195,7 +193,7 @@ def _wire(
             max_running_requests=args.max_running_requests,
         ),
         steps=StepRunner(runner, sampler, cache, stop, config.vocab_size),
-        records=RecordReader(cache, runner.kv_pool, runner.state, runner.recorder),
+        records=RecordReader(cache, runner.kv_pool, runner.state, runner.route_store),
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
@@ -206,7 +204,7 @@ def _wire(
 
 def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:
     """One publisher for each prefix cache: ranks that share requests have the same."""
-    if args.kv_events is None or not parallel.position.speaks:
+    if args.kv_events is None or not parallel.position.is_dp_leader:
         return None
     return KVEvents(
         args.kv_events,
@@ -236,12 +234,8 @@ def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:
     return model_bytes if beside else 0
 
 
-def _recorder(config: ModelConfig, num_slots: int) -> RouteRecorder:
-    layers, top_k, experts = len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts
-    return RouteRecorder(
-        RoutedExpertsCapturer(layers, top_k, narrowest(experts)),
-        RouteSlotStore(num_slots, layers, top_k, experts),
-    )
+def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
+    return RouteSlotStore(num_slots, len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts)
 
 
 def _tokenizer_file(args: ServerArgs) -> Path | None:

@@ -125,7 +125,7 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str 
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:
     progress = _LoadProgress() if parallel.position.world_rank == 0 else None
     scheduler, ready = build_scheduler(args, channel, progress, parallel)
-    if parallel.position.speaks:
+    if parallel.position.is_dp_leader:
         channel.send(ready)
     # Modules and the model stay to the end: no collection between two steps need visit them.
     gc.collect()

@@ -135,7 +135,7 @@ def _config(
         "server_args": args.public_dict(),
         "rank": rank,
         "rendezvous": str(folder / "ranks") if args.nnodes == 1 else f"tcp://{args.dist_init_addr}",
-        "input_addr": channel.input_addrs[place.replica] if channel is not None and place.is_inbox_owner else None,
+        "input_addr": channel.input_addrs[place.replica] if channel is not None and place.is_tp_leader else None,
         "output_addr": None if channel is None else channel.output_addr,
         "remote_output_addr": None if channel is None else channel.remote_output_addr,
         "parent_pid": os.getpid(),

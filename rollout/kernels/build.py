@@ -1,7 +1,5 @@
 """Compiles the operators in `csrc/` for this machine and loads them into torch.
 
-Knows compilers, the cache and its lock.  Does not know what the operators compute, nor who calls them.
-
     <cache>/<key>/kernels.so   key = hash of the sources, the flags, torch's version and the CPU's features
     <cache>/<key>/lock         held while compiling; the kernel of the OS frees it if the holder dies
 
@@ -128,7 +126,7 @@ def _cpu_features() -> tuple[str, ...]:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Create it for this user alone.  What lies there is loaded as code, so nobody else may write to it."""
+    """Create it for this user alone: its content is loaded as code, so other users must not write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -5,8 +5,8 @@
     grouped  `torch.nn.functional.grouped_mm` over rows sorted by expert: no padding, pays per used expert
     looped   one matmul per used expert: as grouped, for every dtype and device
 
-All give each (row, slot) its own unweighted result, so that the caller's sum does not depend on the choice.  Knows
-nothing of routing weights, logical ids or ranks.
+All give each (row, slot) its own unweighted result, so that the caller's sum does not depend on the choice.  The choice
+compares estimated times, by rates measured on one machine (`_Rates`): elsewhere it may not be the fastest.
 
 Shapes: R rows, S expert slots of a row, A = R * S assignments, P experts stored here, C rows of the busiest expert,
 D hidden, I expert intermediate.
@@ -28,8 +28,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """What decides between padded and per-expert work, fitted on 2 cores of an AMD EPYC with AVX-512 (torch 2.13)."""
+class _Rates:
+    """How fast one machine computes, fitted to timings on 2 cores of an AMD EPYC with AVX-512 (torch 2.13).
+
+    They decide between padded and per-expert work on every machine; nothing is measured at run time.
+    """
 
     flops_per_s: float
     batched_bytes_per_s: float  # weights streamed by one batched matmul
@@ -37,10 +40,10 @@ class _Machine:
     seconds_per_expert: float  # calls made for each used expert
 
 
-_HALF = _Machine(350e9, 25e9, 25e9, 35e-6)
-_FLOAT = _Machine(200e9, 25e9, 14e9, 35e-6)
-_DOUBLE = _Machine(80e9, 25e9, 14e9, 35e-6)
-_MACHINES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float64: _DOUBLE}
+_HALF = _Rates(350e9, 25e9, 25e9, 35e-6)
+_FLOAT = _Rates(200e9, 25e9, 14e9, 35e-6)
+_DOUBLE = _Rates(80e9, 25e9, 14e9, 35e-6)
+_RATES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float64: _DOUBLE}
 
 GROUPED_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -97,13 +100,13 @@ def apply_experts(
 def choose_strategy(counts: list[int], w2_PDI: torch.Tensor) -> Strategy:
     """The cheapest strategy that this dtype and device have, by a cost of bytes, flops and calls."""
     experts, hidden_size, intermediate = w2_PDI.shape
-    machine = _MACHINES.get(w2_PDI.dtype, _FLOAT)
+    rates = _RATES.get(w2_PDI.dtype, _FLOAT)
     weight_numel = 3 * hidden_size * intermediate
     weight_bytes = weight_numel * w2_PDI.element_size()
-    seconds_per_row = 2 * weight_numel / machine.flops_per_s
-    padded_s = experts * (weight_bytes / machine.batched_bytes_per_s + padded_capacity(max(counts)) * seconds_per_row)
+    seconds_per_row = 2 * weight_numel / rates.flops_per_s
+    padded_s = experts * (weight_bytes / rates.batched_bytes_per_s + padded_capacity(max(counts)) * seconds_per_row)
     used = len(counts) - counts.count(0)
-    single_s = used * (weight_bytes / machine.single_bytes_per_s + machine.seconds_per_expert)
+    single_s = used * (weight_bytes / rates.single_bytes_per_s + rates.seconds_per_expert)
     single_s += sum(counts) * seconds_per_row
     if padded_s <= single_s and w2_PDI.device.type == "cpu":
         return padded
@@ -129,7 +132,7 @@ def padded_capacity(busiest: int) -> int:
 def padded(
     hidden_RD: torch.Tensor, assigned: Assignments, counts: list[int], w13_PID: torch.Tensor, w2_PDI: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert on `padded_capacity(C)` rows: its own, then copies of row 0 that nobody reads.  Returns [A, D]."""
+    """Every expert on `padded_capacity(C)` rows: its own, then copies of row 0 as padding.  Returns [A, D]."""
     experts, capacity = len(counts), padded_capacity(max(counts))
     starts_P = assigned.counts_P.cumsum(0).sub_(assigned.counts_P)
     # Sorted position a is row a - starts[expert] of its expert, so it lies at expert * C + that.

@@ -23,7 +23,7 @@ _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up pr
 
 
 class RowMajor:
-    """Matrices as they are: gate rows before up rows."""
+    """Plain row-major matrices: gate rows before up rows."""
 
     name = "row-major"
 
@@ -85,7 +85,7 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits whatever else is in the batch and however many threads compute.
+    every result has the same bits in every batch and with any number of threads.
     """
 
     storage: RowMajor

@@ -1,7 +1,4 @@
-"""`Place`s: where one logical tensor lives in a storage of either layout.
-
-Knows how to write content and to read it back.  Does not know names.
-"""
+"""`Place`s: where one logical tensor lives in a storage of either layout, to be written and read back."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Attention(Layer):
         context: ForwardContext,
     ) -> torch.Tensor:
         """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
-        if residual_TD.shape[0] == 0:  # a data-parallel rank that only lends its experts to the others
+        if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         qkv = self.qkv_proj(residual_TD, hidden_TD, norm)
         kv, qk_norm = context.attention.kv, self.qk_norm

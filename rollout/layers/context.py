@@ -1,16 +1,16 @@
 """`ForwardContext`: what a step's layers need besides its tokens.  Passed explicitly, never global.
 
-Shapes: T tokens, t tokens of this rank's slice, L MoE layers, K top-k, n anything.
+Shapes: T tokens, t tokens of this rank's slice, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 
@@ -20,21 +20,43 @@ from rollout.core.forward_batch import ForwardBatch
 RouteHook = Callable[[int, torch.Tensor], None]
 
 
-class SliceRider(Protocol):
-    """Rows that come together with the slices of a MoE layer whose tokens are dealt out to ranks."""
+class SliceRoutes:
+    """Routes of a step whose tokens are dealt out to ranks in slices: all of them, on every rank that shares them.
 
-    def board(self, moe_layer: int) -> torch.Tensor | None:
-        """This rank's rows [t, n], to travel with those of the layer; None: nothing."""
+    rank 0   [ rows 0..2 | routes of layers 0 .. L-1 ]      they are sent with the slices of the last MoE layer: one
+    rank 1   [ rows 3..4 | routes of layers 0 .. L-1 ]      all-gather that happens anyway, padded to the longest slice
 
-    def arrive(self, rows_Tn: torch.Tensor) -> None:
-        """The rows of all ranks that share tokens, in the order of the batch."""
+    `capturer` has this rank's slice, of a step that has begun.
+    """
+
+    def __init__(self, capturer: RoutedExpertsCapturer) -> None:
+        self._capturer = capturer
+        self._rows_Tn: torch.Tensor | None = None
+
+    def to_send(self, moe_layer: int) -> torch.Tensor | None:
+        """What this rank's routers chose in all layers [t, L K], once the last MoE layer is there; None before."""
+        if moe_layer < self._capturer.num_moe_layers - 1:
+            return None
+        return self._capturer.finish_step().flatten(1)
+
+    def receive(self, rows_Tn: torch.Tensor) -> None:
+        """Take the rows of all ranks that share tokens, in the order of the batch."""
+        self._rows_Tn = rows_Tn
+
+    def routes(self) -> torch.Tensor:
+        """Logical ids [T, L, K] in the order of the batch."""
+        assert self._rows_Tn is not None, "no MoE layer sent the routes"
+        return self._rows_Tn.unflatten(1, (self._capturer.num_moe_layers, self._capturer.top_k))
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One step.  `attention.plan(batch)` has been called.  `rider`: the same kind on all ranks that share tokens."""
+    """One step.  `attention.plan(batch)` has been called.
+
+    `slice_routes`: where routes are recorded and tokens are dealt out; on all ranks that share tokens, or on none.
+    """
 
     batch: ForwardBatch
     attention: AttentionBackend
     route_hooks: Sequence[RouteHook] = ()
-    rider: SliceRider | None = None
+    slice_routes: SliceRoutes | None = None

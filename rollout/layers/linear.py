@@ -1,6 +1,4 @@
-"""Linear layers, plain and merged, whole or one rank's shard.
-
-Knows how several projections of the same input share one weight.  Does not know what is projected.
+"""Linear layers, plain and merged (several projections of one input in one weight), whole or one rank's shard.
 
 Shapes: T tokens, D input features, O output features, here on this rank.
 """

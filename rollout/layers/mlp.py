@@ -1,4 +1,4 @@
-"""The dense feed-forward block of a decoder layer: SwiGLU (Shazeer, 2020).
+"""Feed-forward blocks that every token goes through: SwiGLU (Shazeer, 2020).
 
 Ranks that share tokens have some of the inner features each.
 
@@ -18,21 +18,51 @@ from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.shard import Shard
 
 
-class DenseMLP(Layer):
-    """`down(silu(gate(x)) * up(x))`.  Raises `StartupError` for an inner size that does not divide over the ranks."""
+class SwiGLU(Layer):
+    """`down(silu(gate(x)) * up(x))`.  `what`: the block, as an error names it.
+
+    `is_whole`: every rank has all inner features, because it brings tokens of its own.  Raises `StartupError` for an
+    inner size that does not divide over the ranks.
+    """
+
+    def __init__(self, inner_size: int, hidden_size: int, build: Build, what: str, *, is_whole: bool = False) -> None:
+        self.ops = build.ops
+        self._ranks = None if is_whole else build.parallel.attn_tp
+        inner = Shard.whole(inner_size)
+        if self._ranks is not None:
+            size = f"--tp-size {build.parallel.layout.tp_size}: intermediate size of {what}"
+            inner = Shard.equal(inner_size, self._ranks.rank, self._ranks.size, size)
+        self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, build)
+        self.down_proj = Linear(inner, hidden_size, build)
+
+    def _down(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
+        out_TD = self.down_proj(self.ops.silu_and_mul(gate_up_T2I))
+        return out_TD if self._ranks is None else self._ranks.all_reduce(out_TD)
+
+
+class DenseMLP(SwiGLU):
+    """The feed-forward block of a layer without experts."""
 
     def __init__(self, spec: DenseSpec, hidden_size: int, build: Build) -> None:
-        self.ops = build.ops
-        self._ranks = build.parallel.attn_tp
-        what = f"--tp-size {build.parallel.layout.tp_size}: intermediate size of the dense layers"
-        inner = Shard.equal(spec.inner, self._ranks.rank, self._ranks.size, what)
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, build)
-        self.down_proj = Linear(inner, hidden_size, build)
+        super().__init__(spec.inner, hidden_size, build, "the dense layers")
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor:
         """Of the norm of `residual += hidden`, where `hidden` is a sum over the ranks of which each has a part."""
-        gate_up_T2I = self.gate_up_proj(residual_TD, self._ranks.all_reduce(hidden_TD), norm)
-        return self._ranks.all_reduce(self.down_proj(self.ops.silu_and_mul(gate_up_T2I)))
+        assert self._ranks is not None
+        return self._down(self.gate_up_proj(residual_TD, self._ranks.all_reduce(hidden_TD), norm))
+
+
+class SharedExpert(SwiGLU):
+    """What every token of a MoE layer goes through beside its routed experts.
+
+    It is not in the placement: it is never moved and its tokens are not counted.
+    """
+
+    def __init__(self, inner_size: int, hidden_size: int, build: Build, *, is_whole: bool) -> None:
+        super().__init__(inner_size, hidden_size, build, "the shared expert", is_whole=is_whole)
+
+    def __call__(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """Of the same norm as the routed experts: [T, D]."""
+        return self._down(self.gate_up_proj.of_normed(normed_TD))

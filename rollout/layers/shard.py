@@ -1,7 +1,4 @@
-"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads.
-
-Pure arithmetic.  Does not know tensors or groups.
-"""
+"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Shard:
         return self.length == self.total
 
     def times(self, size: int) -> Shard:
-        """In units of which `size` make one of these."""
+        """The same shard in smaller units, `size` of which make one of these."""
         return Shard(self.total * size, self.start * size, self.length * size)
 
 

@@ -1,7 +1,4 @@
-"""How a layer says which logical tensors it holds and where: what makes cold load and live refresh the same code.
-
-Knows the record that a layer hands over.  Does not know who collects the records or what writes through them.
-"""
+"""How a layer declares which logical tensors it holds and where, for cold load and live refresh alike."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ class WeightEntry:
 
     `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now;
     none where all of it lives on other ranks.
-    It is called for each write and never cached, because the places of an expert follow the placement in force.
-    `coming()`: the same under a placement that is proposed; None for a tensor that no placement concerns.
+    It is called for each write and never cached, because the places of an expert follow the current placement.
+    `proposed()`: the same under the proposed placement; None for a tensor that no placement concerns.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     places: Callable[[], Sequence[Place]]
-    coming: Callable[[], Sequence[Place]] | None = None
+    proposed: Callable[[], Sequence[Place]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Runs the model: owns its state, builds its inputs, records what its routers chose.  Knows no requests."""
+"""Runs the model: owns its state, builds its inputs, records what its routers chose."""

@@ -21,8 +21,7 @@ from rollout.layers.context import ForwardContext
 from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from rollout.layers.layer import Layer
 from rollout.layers.mlp import DenseMLP
-from rollout.layers.moe.dispatchers.base import Dispatcher
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
+from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable

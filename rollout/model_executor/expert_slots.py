@@ -1,7 +1,7 @@
 """`ModelExpertSlots`: the expert slots of a model on this rank, as bytes that can be moved.
 
 However a matrix is stored, the content of one slot is one run of bytes in each of `w13` and `w2`, the same run
-for the same expert on every rank of the same shard.  Knows the layers' storage.  Does not know who moves what.
+for the same expert on every rank of the same shard.
 
 Shapes: B bytes.
 """
@@ -20,7 +20,7 @@ from weight_sync.fingerprint import fingerprint
 class ModelExpertSlots:
     """Of a model with experts.  `layer` is the ordinal of a MoE layer, `slot` counts from this rank's first one.
 
-    Tensors are looked up at every call, so that storage which a layer replaced is never written to.
+    Tensors are looked up at every call, so that storage that a layer has replaced is never written to.
     """
 
     def __init__(self, model: Layer) -> None:

@@ -1,4 +1,4 @@
-"""From plain lists and arrays to one step's `ForwardBatch`.  Knows no requests, no policy.
+"""Builds one step's `ForwardBatch` from plain lists and arrays.
 
 Shapes: B decoding requests.
 """

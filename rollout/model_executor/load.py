@@ -1,11 +1,15 @@
-"""Cold load: from a checkpoint folder to a model, through the same path as a live refresh."""
+"""Cold load: from a Hugging Face checkpoint folder to a model, through the same path as a live refresh.
+
+Every fault of the folder is found before any tensor is read, and is one line that names the file and says what to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
@@ -13,13 +17,16 @@ from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
 from rollout.model_executor.decoder import DecoderForCausalLM
-from weight_sync.errors import WeightSyncError
+from weight_sync.bucket import runs_of
+from weight_sync.checkpoint_folder import open_checkpoint_folder
+from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.ledger import WeightLedger
+from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.staging import DirectSink, load_weights, split_wire
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
 
 
 def load_model(
@@ -60,3 +67,32 @@ def load_model(
         raise StartupError(f"{model_path} does not fit its config.json: {error}") from None
     model.weights.recompute_derived()
     return model
+
+
+def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
+    """The files of a checkpoint folder, headers read.
+
+    Raises `StartupError` when there is no safetensors file, one that the index names is missing, one is truncated or
+    lacks a tensor that the index puts there, or a tensor lies in two of them.
+    """
+    try:
+        return open_checkpoint_folder(Path(model_path)).files
+    except ContentError as error:
+        raise StartupError(f"{error}; copy it again") from None
+    except WeightSyncError as error:
+        raise StartupError(str(error)) from None
+
+
+def read_tensors(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one file, on the CPU, in the order of their content.  Raises `StartupError`.
+
+    A tensor is a view of the mapped file.  The mapping is renewed now and then: what was read of it would otherwise
+    count as resident, beside the weights made from it, until the whole file is read.
+    """
+    try:
+        for metas in runs_of(file.metas, MAPPED_BYTES):
+            with safe_open(file.path, framework="pt") as mapped:
+                for meta in metas:
+                    yield meta.name, mapped.get_tensor(meta.name)
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file.path} is truncated or damaged ({error}); copy it again") from None

@@ -5,8 +5,6 @@ again when they are written.  So kernels, views and loaders that hold an address
 
     release(tag)    content -> [kept copy in an unnamed file] -> zeros, pages returned
     resume(tag)     kept copy -> content, checked; without one the zeros stay
-
-Knows tensors and pages.  Does not know requests, versions, or when a release is allowed.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class _Span:
 
 
 class KeptCopy:
-    """The bytes of some storages in an unnamed file of the temporary folder ($TMPDIR), gone when closed."""
+    """The bytes of some storages in an unnamed file of the temporary folder ($TMPDIR), deleted when closed."""
 
     def __init__(self, spans: Sequence[_Span]) -> None:
         """Raises `KeptCopyError` where they cannot be written."""
@@ -63,7 +61,7 @@ class KeptCopy:
             raise KeptCopyError(f"no copy of the weights could be kept: {error}") from error
 
     def restore(self) -> None:
-        """Write the bytes back to where they were.  Raises `KeptCopyError`; the storages hold no sense then."""
+        """Write the bytes back to where they were.  Raises `KeptCopyError`; their contents are undefined then."""
         assert self._file is not None
         try:
             self._file.seek(0)
@@ -121,7 +119,7 @@ class MemorySaver:
         return sum(span.nbytes for span in self._spans.get(tag, ()))
 
     def keep_copy(self, tag: MemoryTag) -> None:
-        """Copy the content aside, so that `restore` has something to read.  Raises `KeptCopyError`; nothing changed."""
+        """Copy the content to a file, for `restore`.  Raises `KeptCopyError`; nothing changed."""
         self.drop_copy(tag)
         self._copies[tag] = KeptCopy(self._spans.get(tag, ()))
 

@@ -1,6 +1,6 @@
 """`ModelState`: sole owner of the model, the placement and the version.
 
-Everything that decides what a forward pass computes changes only inside `mutate`.  Knows no transports and no requests.
+Everything that decides what a forward pass computes changes only inside `mutate`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,10 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Protocol
-
-import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict
-from rollout.core.forward_batch import ForwardBatch
-from rollout.core.model_config import ModelConfig
-from rollout.distributed.parallel import Parallel
-from rollout.layers.context import ForwardContext
-from rollout.model_executor.weight_loading import WeightIndex
-
-
-class CausalLM(Protocol):
-    """What the runner needs of a model.  T tokens, D hidden, N rows, V vocabulary."""
-
-    config: ModelConfig
-    moe_layer_ids: tuple[int, ...]
-    parallel: Parallel
-    scatters_tokens: bool  # ranks that share tokens route a slice of them each
-
-    @property
-    def weights(self) -> WeightIndex: ...
-
-    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Final-normed hidden states [T, D]."""
-
-    def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's dtype."""
-
+from rollout.model_executor.decoder import DecoderForCausalLM
 
 _EPOCHS_REMEMBERED = 16
 
@@ -67,7 +41,7 @@ class ServingEpoch:
 class ModelState:
     """Holds the model and the epoch in force."""
 
-    def __init__(self, model: CausalLM, placement: ExpertPlacement, weight_version: str) -> None:
+    def __init__(self, model: DecoderForCausalLM, placement: ExpertPlacement, weight_version: str) -> None:
         self.model = model
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
@@ -102,7 +76,7 @@ class ModelState:
             self._mutation = None
 
     def publish_weights(self, weight_version: str, content_digest: str | None) -> None:
-        """New content is in place: a new epoch under `weight_version`, in one assignment."""
+        """Publish the new content as a new epoch under `weight_version`, in one assignment."""
         assert self._mutation is not None, "weights are published inside mutate()"
         epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
         self._version_of_epoch[epoch.weight_epoch] = weight_version
@@ -111,28 +85,28 @@ class ModelState:
         self.epoch = epoch
 
     def publish_placement(self) -> None:
-        """Experts are where the placement says now; the weights are the same."""
+        """Publish the placement's new epoch; the weights are the same."""
         assert self._mutation is not None, "placements are published inside mutate()"
         self._amend(replace(self.epoch, placement_epoch=self.placement.epoch))
 
     def relabel(self, weight_version: str) -> None:
-        """Another label for the content in force, from the next token on."""
+        """Give the content in force another label, from the next token on."""
         assert self._mutation is not None, "versions change inside mutate()"
         self._amend(replace(self.epoch, weight_version=weight_version))
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = self.epoch.weight_epoch
 
     def note_digest(self, content_digest: str) -> None:
-        """What the content in force was found to be: the digest of all logical tensors."""
+        """Record the digest of all logical tensors of the content in force."""
         self._amend(replace(self.epoch, content_digest=content_digest))
 
     def drop_digest(self) -> None:
-        """What is in memory is no longer what the digest says.
+        """Forget the digest of the epoch in force, as memory no longer holds that content.
 
         What served before keeps its digest among `recent_epochs`; the epoch in force has none.
         """
         self.epoch = replace(self.epoch, content_digest=None)
 
     def _amend(self, epoch: ServingEpoch) -> None:
-        """The same content, more or otherwise said of it."""
+        """Same weights, updated metadata."""
         self.epoch = self._recent[-1] = epoch

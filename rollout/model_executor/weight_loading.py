@@ -1,7 +1,7 @@
 """`WeightIndex`: a model's weights by logical name, collected from its layers.
 
-Knows names, shapes, how a wire tensor splits into logical ones, and that other ranks may hold a part.  Does not know
-transports, files or when a write is allowed: cold load and live refresh both go through this object.
+Cold load and live refresh both go through this object, which splits wire tensors into logical ones and writes this
+rank's part of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightIndex:
     """
 
     def __init__(self, model: Layer, aliases: Mapping[str, str], ignored: Sequence[str] = ()) -> None:
-        self._is_coming = False
+        self._is_proposed = False
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
@@ -71,13 +71,13 @@ class WeightIndex:
             place.write(source)
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of the logical tensor on this rank under the placement in force.  Raises `UnknownTensorError`."""
+        """Every place of the logical tensor on this rank under the current placement.  Raises `UnknownTensorError`."""
         return self._places(self._entry(name))
 
-    def coming(self) -> WeightIndex:
-        """The same weights where they lie under the proposed placement: what a refresh stages for it goes there."""
+    def under_proposed_placement(self) -> WeightIndex:
+        """The same weights where they lie under the proposed placement: where a refresh that adopts it stages them."""
         other = copy(self)
-        other._is_coming = True
+        other._is_proposed = True
         return other
 
     def put_back(self, name: str, content: torch.Tensor) -> None:
@@ -91,10 +91,10 @@ class WeightIndex:
         return self._entry(canonical).name
 
     def recompute_derived(self) -> None:
-        """These models hold nothing that is computed from weights."""
+        """Nothing to do: these models hold nothing that is computed from weights."""
 
     def _places(self, entry: WeightEntry) -> Sequence[Place]:
-        return entry.coming() if self._is_coming and entry.coming is not None else entry.places()
+        return entry.proposed() if self._is_proposed and entry.proposed is not None else entry.places()
 
     def _entry(self, name: str) -> WeightEntry:
         if name not in self._entries:

@@ -176,8 +176,8 @@ class SharedChannel:
         self._serves = serves
         self._rank = parallel.position.world_rank
         self._tp = parallel.tp
-        self._speaks = parallel.position.speaks
-        self._owns_inbox = parallel.position.is_inbox_owner
+        self._speaks = parallel.position.is_dp_leader
+        self._owns_inbox = parallel.position.is_tp_leader
         self._buffer = torch.zeros(_HEADER.size + _INLINE_BYTES, dtype=torch.uint8)
         self._now = inner.now
 

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from capture.storage import rows_to_numpy
+from capture.slot_store import RouteSlotStore
 from rollout.core.io_struct import (
     FinishedRecord,
     FinishReason,
@@ -28,7 +28,6 @@ from rollout.core.io_struct import (
     VersionSpan,
 )
 from rollout.mem_cache.kv_pool import KVPool
-from rollout.model_executor.model_runner import RouteRecorder
 from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
@@ -144,11 +143,11 @@ def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
 class RecordReader:
     """Builds `ReqOutput`s and saves rows over retractions.  Changes nothing of a request but `num_sent`."""
 
-    def __init__(self, cache: CacheManager, kv_pool: KVPool, state: ModelState, recorder: RouteRecorder | None) -> None:
+    def __init__(self, cache: CacheManager, kv_pool: KVPool, state: ModelState, routes: RouteSlotStore | None) -> None:
         self._cache = cache
         self._kv_pool = kv_pool
         self._state = state
-        self._recorder = recorder
+        self._route_store = routes
 
     def save_rows(self, req: Req) -> None:
         """Before its slots are given up: keep what the record needs of them."""
@@ -158,7 +157,7 @@ class RecordReader:
             oldest = int(epochs.min())
             req.oldest_epoch = oldest if req.oldest_epoch is None else min(req.oldest_epoch, oldest)
             req.given_up_epochs = epochs[: req.prompt_len]
-        if self._recorder is None or not req.source.return_routed_experts:
+        if self._route_store is None or not req.source.return_routed_experts:
             return
         kept = len(req.saved_rows.epochs) if req.saved_rows else 0
         if len(slots) > kept:
@@ -215,13 +214,13 @@ class RecordReader:
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:
         """Rows `start .. num_tokens - 2`; fewer only where an abort came before the forward."""
-        if self._recorder is None or not req.source.return_routed_experts:
+        if self._route_store is None or not req.source.return_routed_experts:
             return None
         saved = len(req.saved_rows.epochs) if req.saved_rows else 0
         end = min(max(saved, len(slots)), req.num_tokens - 1)
         start = min(req.source.routed_experts_start_len, end)
         routes, epochs = self._rows(req, slots, slot_epochs, end)
-        rows = rows_to_numpy(routes[start:], self._state.model.config.num_experts)
+        rows = routes[start:]
         return RoutedExpertsPayload(
             data=rows.tobytes(),
             dtype="uint8" if rows.dtype == np.uint8 else "uint16",
@@ -230,18 +229,20 @@ class RecordReader:
             versions=self._epoch_spans(epochs[start:]),
         )
 
-    def _rows(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray, end: int) -> tuple[torch.Tensor, np.ndarray]:
+    def _rows(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones.
 
         `slots` and `slot_epochs` are those of the tokens whose KV is there.
         """
-        assert self._recorder is not None
+        assert self._route_store is not None
         saved = req.saved_rows
         kept = min(len(saved.epochs), end) if saved else 0
-        routes = self._recorder.store.read(torch.from_numpy(slots[kept:end]))
+        routes = self._route_store.read(slots[kept:end])
         if saved is None:
             return routes, slot_epochs[:end]
-        return torch.cat([saved.routes[:kept], routes]), np.concatenate([saved.epochs[:kept], slot_epochs[kept:end]])
+        return np.concatenate([saved.routes[:kept], routes]), np.concatenate(
+            [saved.epochs[:kept], slot_epochs[kept:end]]
+        )
 
     def _slots(self, req: Req) -> np.ndarray:
         """Slots of the tokens whose KV is there, and part of the record [recorded_len]."""

@@ -20,7 +20,6 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from rollout.core.detokenizer import IncrementalDetokenizer
 from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput, VersionSpan
@@ -97,7 +96,7 @@ class PromptRecord:
 class SavedRows:
     """Rows of tokens `0 .. n - 1` kept over a retraction: route rows [n, L, K] and their weight epochs [n] int32."""
 
-    routes: torch.Tensor
+    routes: np.ndarray
     epochs: np.ndarray
 
 

@@ -267,7 +267,7 @@ class LiveRanks:
             "server_args": args.public_dict(),
             "rank": rank,
             "rendezvous": f"{self._folder.name}/ranks",
-            "input_addr": f"ipc://{self._folder.name}/input{place.replica}" if place.is_inbox_owner else None,
+            "input_addr": f"ipc://{self._folder.name}/input{place.replica}" if place.is_tp_leader else None,
             "output_addr": f"ipc://{self._folder.name}/output",
             "remote_output_addr": None,
         }

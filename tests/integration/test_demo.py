@@ -1,4 +1,4 @@
-"""`lockstep demo` as a user runs it, and what it does when a process fails or somebody stops it."""
+"""`lockstep demo` as a user runs it, and what it does when a process fails or it is interrupted."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_trainer_that_dies_is_quoted(tmp_path: Path) -> None:
         follow(tmp_path, says(then="raise ValueError('no')"))
 
 
-def test_a_trainers_failure_is_told(tmp_path: Path) -> None:
+def test_a_trainers_failure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(run.DemoError, match="the trainer failed: refused"):
         follow(tmp_path, says(encode(Failure("refused"))))
 

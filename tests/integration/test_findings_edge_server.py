@@ -1,4 +1,4 @@
-"""Whole servers whose clients are too many, too slow, or send too much: others are served, health tells the truth."""
+"""Whole servers whose clients are too many, too slow, or send too much: others are served, and health is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose ranks stop, whose trainers die within a call, and which are told to stop within one."""
+"""Servers whose ranks stop, whose trainers die within a call, and which are stopped within one."""
 
 from __future__ import annotations
 

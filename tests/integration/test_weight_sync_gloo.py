@@ -1,4 +1,4 @@
-"""An engine process receives over gloo: what is sent arrives, and what goes wrong is told and survived."""
+"""An engine process receives over gloo: what is sent arrives, and failures are reported and survived."""
 
 from __future__ import annotations
 

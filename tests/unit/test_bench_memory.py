@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import memory
-from rollout.model_executor import checkpoint
-from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
+from rollout.model_executor import load
+from rollout.model_executor.load import open_checkpoint, read_tensors
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
 pytestmark = pytest.mark.full
@@ -32,7 +32,7 @@ def test_bound() -> None:
     assert memory.bound_bytes(weights=1000, kv_pool=10) == 1150 + 10 + 400e6
 
 
-def test_the_worker_is_told_from_other_children() -> None:
+def test_the_worker_is_distinguished_from_other_children() -> None:
     with pytest.raises(ValueError):
         memory.worker_pid(os.getpid())
 
@@ -52,9 +52,9 @@ def test_what_was_read_of_a_file_does_not_stay_mapped(tmp_path: Path, monkeypatc
     folder = tiny_checkpoint(tmp_path / "model", "moe", hidden_size=512, moe_intermediate_size=256, vocab_size=4000)
     size = (folder / "model.safetensors").stat().st_size
     assert size > 30 * MB
-    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", size)
+    monkeypatch.setattr(load, "MAPPED_BYTES", size)
     assert mapped_while_reading(folder) > 0.8 * size
-    monkeypatch.setattr(checkpoint, "MAPPED_BYTES", size // 8)
+    monkeypatch.setattr(load, "MAPPED_BYTES", size // 8)
     assert mapped_while_reading(folder) < 0.6 * size
 
 
@@ -65,7 +65,7 @@ def test_tensors_are_the_same_however_often_the_mapping_is_renewed(
     (shard,) = open_checkpoint(folder)
     expected = logical_tensors(folder)
     for limit in (1, 10_000, 10**9):
-        monkeypatch.setattr(checkpoint, "MAPPED_BYTES", limit)
+        monkeypatch.setattr(load, "MAPPED_BYTES", limit)
         found = {name: tensor.clone() for name, tensor in read_tensors(shard)}
         assert list(found) == [meta.name for meta in shard.metas]
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -113,7 +113,7 @@ def test_a_gather_per_layer_gives_the_same_rows(folder: Path) -> None:
     def gather(parallel: Parallel) -> torch.Tensor:
         rows = ids_LTK.split(share_sizes(7, 2), dim=1)[parallel.attn_tp.rank]
         batch = type("Batch", (), {"num_tokens": 7})
-        capturer = GatherPerLayer(RoutedExpertsCapturer(2, 3), Runner(parallel), lambda: batch)  # type: ignore
+        capturer = GatherPerLayer(RoutedExpertsCapturer(2, 3, 8), Runner(parallel), lambda: batch)  # type: ignore
         capturer.begin_step(rows.shape[1])
         for layer in range(2):
             capturer.record(layer, rows[layer])
@@ -123,7 +123,7 @@ def test_a_gather_per_layer_gives_the_same_rows(folder: Path) -> None:
         assert torch.equal(found.transpose(0, 1), ids_LTK)
 
 
-def test_one_collective_too_many_is_told(folder: Path) -> None:
+def test_one_collective_too_many_is_reported(folder: Path) -> None:
     args = settings_of(folder, **LAYOUTS["dp2"])
     steps = [run[2] for run in run_work(args, WORK)]
     calls, num_bytes = steps[1].sent["tp broadcast"]
@@ -135,7 +135,7 @@ def test_one_collective_too_many_is_told(folder: Path) -> None:
     assert differences(engine_of(args), steps)
 
 
-def test_work_that_is_not_done_is_told(folder: Path) -> None:
+def test_work_that_is_not_done_is_reported(folder: Path) -> None:
     args = settings_of(folder)
     driver = RankDriver(args, Parallel())
     with pytest.raises(AssertionError, match="abort"):

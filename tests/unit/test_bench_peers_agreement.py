@@ -1,4 +1,4 @@
-"""benchmarks/peers: telling rounding from other weights."""
+"""benchmarks/peers: distinguishing rounding from other weights."""
 
 from __future__ import annotations
 

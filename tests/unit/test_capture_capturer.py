@@ -12,7 +12,7 @@ def choices(num_tokens, num_experts, seed):
 
 
 def test_choices_come_back_by_layer_recorded_in_any_order():
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     for step, num_tokens in enumerate([5, 8, 1, 0]):
         ids = [choices(num_tokens, 16, 10 * step + layer) for layer in range(LAYERS)]
         capturer.begin_step(num_tokens)
@@ -22,7 +22,7 @@ def test_choices_come_back_by_layer_recorded_in_any_order():
 
 
 def test_the_result_does_not_change_with_the_next_step():
-    capturer = RoutedExpertsCapturer(1, TOP_K)
+    capturer = RoutedExpertsCapturer(1, TOP_K, 16)
     capturer.begin_step(4)
     capturer.record(0, choices(4, 16, 0))
     first = capturer.finish_step()
@@ -33,7 +33,7 @@ def test_the_result_does_not_change_with_the_next_step():
 
 def test_ids_are_copied_when_they_are_recorded():
     """A router may use one buffer for all layers and steps, as a CUDA graph does."""
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, torch.uint8)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     buffer = torch.empty(4, TOP_K, dtype=torch.int64)
     capturer.begin_step(4)
     for layer in range(LAYERS):
@@ -46,7 +46,7 @@ def test_ids_are_copied_when_they_are_recorded():
 
 
 def test_a_layer_that_does_not_record_is_caught():
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     capturer.begin_step(2)
     capturer.record(0, choices(2, 16, 0))
     capturer.record(2, choices(2, 16, 0))
@@ -55,7 +55,7 @@ def test_a_layer_that_does_not_record_is_caught():
 
 
 def test_a_layer_that_records_twice_or_is_unknown_is_caught():
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     capturer.begin_step(2)
     capturer.record(1, choices(2, 16, 0))
     for layer in (1, LAYERS, -1):
@@ -64,7 +64,7 @@ def test_a_layer_that_records_twice_or_is_unknown_is_caught():
 
 
 def test_wrong_shapes_are_caught():
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     capturer.begin_step(3)
     for shape in [(2, TOP_K), (3, TOP_K + 1), (1, TOP_K)]:
         with pytest.raises(AssertionError):
@@ -72,7 +72,7 @@ def test_wrong_shapes_are_caught():
 
 
 def test_recording_outside_a_step_is_caught():
-    capturer = RoutedExpertsCapturer(1, TOP_K)
+    capturer = RoutedExpertsCapturer(1, TOP_K, 16)
     with pytest.raises(AssertionError, match="outside"):
         capturer.record(0, choices(2, 16, 0))
     with pytest.raises(AssertionError, match="outside"):
@@ -80,7 +80,7 @@ def test_recording_outside_a_step_is_caught():
 
 
 def test_a_step_that_failed_half_way_leaves_nothing_behind():
-    capturer = RoutedExpertsCapturer(LAYERS, TOP_K)
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
     capturer.begin_step(4)
     capturer.record(0, choices(4, 16, 0))
     capturer.begin_step(1)

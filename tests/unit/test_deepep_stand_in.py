@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
-from rollout.layers.moe.dispatchers.deep_ep_library import (
-    DeepEpShape,
-    form_device_group,
-    make_buffer,
-    make_elastic_buffer,
-)
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, make_buffer
 from tests.deepep_stand_in import stand_in
 from tests.ranks import run_ranks
 
@@ -56,7 +50,7 @@ def on_ranks(work: Any) -> list[Any]:
     return run_ranks(ParallelLayout(tp_size=2), work, 20.0)
 
 
-def normal_dispatch(parallel: Parallel, **settings: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+def normal_dispatch(parallel: Parallel) -> tuple[Any, Any, tuple[Any, ...]]:
     rank, library = parallel.tp.rank, stand_in(parallel.tp, "normal")
     buffer = make_buffer(library, shape_for(64), parallel.tp, low_latency=False)
     per_rank, _, per_expert, in_rank, _ = layout = buffer.get_dispatch_layout(IDS[rank], 4)
@@ -67,102 +61,28 @@ def normal_dispatch(parallel: Parallel, **settings: Any) -> tuple[Any, Any, tupl
         num_tokens_per_expert=per_expert,
         topk_idx=IDS[rank],
         topk_weights=WEIGHTS[rank],
-        **settings,
     )
     return buffer, layout, received
 
 
 def test_normal_mode_arrives_once_a_rank_by_source_and_token_with_zeroed_weights() -> None:
     def work(parallel: Parallel) -> Any:
-        _, (per_rank, _, per_expert, in_rank, _), (x, ids, weights, counts, _, _) = normal_dispatch(
-            parallel, expert_alignment=4
-        )
-        return (per_rank.tolist(), per_expert.tolist(), in_rank.tolist()), (names(x), ids, weights, counts)
+        buffer, (per_rank, _, per_expert, in_rank, _), (x, ids, weights, counts, handle, _) = normal_dispatch(parallel)
+        combined, _, _ = buffer.combine(x, handle)
+        return (per_rank.tolist(), per_expert.tolist(), in_rank.tolist()), (names(x), ids, weights, counts), combined
 
-    (layout, received), (_, other) = on_ranks(work)
+    (layout, received, _), (_, other, _) = sums = on_ranks(work)
     assert layout == ([2, 2], [1, 2, 1, 2], [[True, True], [False, True], [True, False]])
     for rank, (arrived, ids, weights, counts) in enumerate((received, other)):
         assert arrived == ARRIVES[rank]
-        assert counts == ([4, 4], [4, 4])[rank]
+        assert counts == [3, 3]
         for name, token_ids, token_weights in zip(arrived, ids.tolist(), weights.tolist(), strict=True):
             wanted_ids, wanted_weights = chosen(name, rank)
             assert token_ids == wanted_ids
             assert token_weights == [w if e >= 0 else 0.0 for e, w in zip(wanted_ids, wanted_weights, strict=True)]
-
-
-def test_normal_mode_with_room_for_the_worst_tells_the_count_on_the_device_only() -> None:
-    def work(parallel: Parallel) -> Any:
-        buffer, _, (x, ids, _, counts, handle, _) = normal_dispatch(parallel, num_worst_tokens=8)
-        real = int(handle[0][-1, parallel.tp.rank])
-        combined, _, _ = buffer.combine(x, handle)
-        return real, names(x[:real]), ids[real:].unique().tolist(), x[real:].isnan().all().item(), counts, combined
-
-    for rank, (real, arrived, past, is_garbage, counts, combined) in enumerate(on_ranks(work)):
-        assert (real, arrived, past, is_garbage, counts) == (len(ARRIVES[rank]), ARRIVES[rank], [-1], True, [])
+    for rank, (_, _, combined) in enumerate(sums):
         times = [sum(100 * rank + token in names for names in ARRIVES) for token in range(len(IDS[rank]))]
         assert torch.equal(combined, rows(rank, 64) * torch.tensor(times, dtype=torch.bfloat16)[:, None])
-
-
-def elastic(parallel: Parallel, store: dist.Store, seed: int, **settings: Any) -> tuple[Any, Any]:
-    rank = parallel.tp.rank
-    group = form_device_group(store, rank, 2, "cpu", 20.0)
-    buffer = make_elastic_buffer(stand_in(parallel.tp, seed=seed), shape_for(256), group)
-    return buffer, buffer.dispatch(rows(rank, 256), IDS[rank], WEIGHTS[rank], 4, **settings)
-
-
-def test_elastic_mode_keeps_source_ranks_apart_and_weights_whole() -> None:
-    orders = set()
-    for seed in range(4):
-        store = dist.HashStore()
-
-        def work(parallel: Parallel, store: dist.Store = store, seed: int = seed) -> Any:
-            _, (x, ids, weights, handle, _) = elastic(parallel, store, seed)
-            return names(x), ids.tolist(), weights.tolist(), handle
-
-        for rank, (arrived, ids, weights, handle) in enumerate(on_ranks(work)):
-            assert [name // 100 for name in arrived] == [name // 100 for name in ARRIVES[rank]]
-            assert sorted(arrived) == ARRIVES[rank]
-            assert [(i, w) for i, w in zip(ids, weights, strict=True)] == [chosen(name, rank) for name in arrived]
-            sources = [name // 100 * MOST + name % 100 for name in arrived]
-            assert handle.recv_src_metadata[:, 0].tolist() == sources
-            assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ([2, 4], [2, 5])[rank]
-            orders.add((rank, *arrived))
-    assert len(orders) > 2, "tokens of a source rank come in any order"
-
-
-@pytest.mark.parametrize("alignment", [1, 128])
-def test_elastic_mode_expands_by_expert_with_padding_and_sums_back(alignment: int) -> None:
-    store = dist.HashStore()
-
-    def work(parallel: Parallel) -> Any:
-        buffer, (x, ids, weights, handle, _) = elastic(
-            parallel, store, 0, do_expand=True, expert_alignment=alignment, do_zero_padding=True
-        )
-        assert ids is None and len(x) == handle.num_expanded_tokens == sum(handle.num_recv_tokens_per_expert_list)
-        ends, found = handle.psum_num_recv_tokens_per_expert.tolist(), []
-        for end, count in zip(ends, handle.num_unaligned_recv_tokens_per_expert.tolist(), strict=True):
-            assert (end - count) % alignment == 0
-            found.append(sorted(zip(names(x[end - count : end]), weights[end - count : end].tolist(), strict=True)))
-        return found, buffer.combine(x, handle)[0]
-
-    for rank, (by_expert, combined) in enumerate(on_ranks(work)):
-        for local, found in enumerate(by_expert):
-            assert found == [
-                (name, w) for name in EVERYONE for e, w in zip(*chosen(name, rank), strict=True) if e == local
-            ]
-        choices = (IDS[rank] >= 0).sum(1, keepdim=True).bfloat16()
-        assert torch.equal(combined, rows(rank, 256) * choices)
-
-
-def test_elastic_mode_without_the_host_gives_the_largest_shape() -> None:
-    store = dist.HashStore()
-
-    def work(parallel: Parallel) -> Any:
-        _, (x, _, _, handle, _) = elastic(parallel, store, 0, do_cpu_sync=False)
-        real = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        return len(x), real, x[real:].isnan().all().item()
-
-    assert on_ranks(work) == [(2 * MOST, 4, True), (2 * MOST, 5, True)]
 
 
 def low_latency(parallel: Parallel, seed: int, times: int = 1, **settings: Any) -> tuple[Any, list[Any]]:
@@ -220,22 +140,29 @@ def test_low_latency_mode_casts_unless_told_not_to() -> None:
     ("changes", "message"),
     [
         ({"x": lambda x: x.float()}, "bfloat16 rows, not torch.float32"),
-        ({"x": lambda x: torch.cat((x, x))}, "6 tokens, more than 4"),
         ({"topk_idx": lambda ids: ids.int()}, "int64 ids, not torch.int32"),
-        ({"topk_idx": lambda ids: ids.masked_fill(ids == 1, 0)}, "names an expert twice"),
         ({"topk_weights": lambda weights: weights.bfloat16()}, "float32 weights, not torch.bfloat16"),
     ],
 )
-def test_elastic_mode_refuses_what_the_device_would_not_survive(changes: dict[str, Any], message: str) -> None:
-    store = dist.HashStore()
-
+def test_normal_mode_refuses_what_the_device_would_not_survive(changes: dict[str, Any], message: str) -> None:
     def work(parallel: Parallel) -> None:
-        buffer, _ = elastic(parallel, store, 0)
-        call: dict[str, Any] = {"x": rows(0, 256), "topk_idx": IDS[0], "topk_weights": WEIGHTS[0], "num_experts": 4}
+        buffer, (per_rank, _, per_expert, in_rank, _), _ = normal_dispatch(parallel)
+        rank = parallel.tp.rank
+        call: dict[str, Any] = {"x": rows(rank, 64), "topk_idx": IDS[rank], "topk_weights": WEIGHTS[rank]}
         call |= {name: change(call[name]) for name, change in changes.items()}
-        if len(call["x"]) != len(IDS[0]):
-            call |= {name: torch.cat((call[name], call[name])) for name in ("topk_idx", "topk_weights")}
         with pytest.raises(AssertionError, match=message):
-            buffer.dispatch(**call)
+            buffer.dispatch(
+                num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, **call
+            )
+
+    on_ranks(work)
+
+
+def test_low_latency_mode_refuses_more_tokens_than_it_has_places_for() -> None:
+    def work(parallel: Parallel) -> None:
+        buffer, _ = low_latency(parallel, 0, use_fp8=False)
+        x, ids = rows(0, 2048), IDS[0]
+        with pytest.raises(AssertionError):
+            buffer.low_latency_dispatch(torch.cat((x, x)), torch.cat((ids, ids)), MOST, 4, use_fp8=False)
 
     on_ranks(work)

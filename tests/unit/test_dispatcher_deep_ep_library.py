@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full
 
 NORMAL_ONLY = SimpleNamespace(Buffer=SimpleNamespace())
 RELEASE_1 = SimpleNamespace(Buffer=SimpleNamespace(low_latency_dispatch=None))
-RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)
+RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)  # ElasticBuffer is not used
 ELASTIC_ONLY = SimpleNamespace(ElasticBuffer=None)
 
 
@@ -48,27 +48,25 @@ def a_shape(**changes: Any) -> DeepEpShape:
 
 
 @pytest.mark.parametrize(
-    ("library", "changes", "device_group", "rdma", "api", "because"),
+    ("library", "changes", "rdma", "api", "because"),
     [
-        (RELEASE_2, {}, True, True, DeepEpApi.ELASTIC, ""),
-        (RELEASE_2, {}, True, False, DeepEpApi.ELASTIC, ""),
-        (RELEASE_2, {}, False, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, "NCCL"),
-        (RELEASE_2, {"hidden_size": 2064}, True, True, DeepEpApi.NORMAL, "256 divides"),
-        (ELASTIC_ONLY, {"num_ranks": 1}, True, False, DeepEpApi.ELASTIC, ""),
-        (RELEASE_1, {}, True, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, "no ElasticBuffer"),
-        (RELEASE_1, {}, True, False, DeepEpApi.NORMAL, "RDMA"),
-        (RELEASE_1, {"hidden_size": 1024}, True, True, DeepEpApi.NORMAL, "hidden size of 1024"),
-        (RELEASE_1, {"top_k": 12}, True, True, DeepEpApi.NORMAL, "11 experts"),
-        (RELEASE_1, {"max_low_latency_tokens": 600}, True, True, DeepEpApi.NORMAL, "511 tokens"),
-        (NORMAL_ONLY, {}, True, True, DeepEpApi.NORMAL, "no low-latency"),
+        (RELEASE_2, {}, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, ""),
+        (RELEASE_2, {}, False, DeepEpApi.NORMAL, "RDMA"),
+        (RELEASE_2, {"hidden_size": 2064}, True, DeepEpApi.NORMAL, "hidden size of 2064"),
+        (RELEASE_1, {}, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, ""),
+        (RELEASE_1, {}, False, DeepEpApi.NORMAL, "RDMA"),
+        (RELEASE_1, {"hidden_size": 1024}, True, DeepEpApi.NORMAL, "hidden size of 1024"),
+        (RELEASE_1, {"top_k": 12}, True, DeepEpApi.NORMAL, "11 experts"),
+        (RELEASE_1, {"max_low_latency_tokens": 600}, True, DeepEpApi.NORMAL, "511 tokens"),
+        (NORMAL_ONLY, {}, True, DeepEpApi.NORMAL, "no low-latency"),
     ],
 )
-def test_the_best_api_that_fits_is_used(
-    library: Any, changes: dict[str, Any], device_group: bool, rdma: bool, api: DeepEpApi, because: str
+def test_the_best_modes_that_fit_are_used(
+    library: Any, changes: dict[str, Any], rdma: bool, api: DeepEpApi, because: str
 ) -> None:
-    chosen, passed_over = choose_api(library, a_shape(**changes), has_device_group=device_group, has_rdma=rdma)
+    chosen, objections = choose_api(library, a_shape(**changes), has_rdma=rdma)
     assert chosen is api
-    assert because in "; ".join(passed_over) and bool(because) == bool(passed_over)
+    assert because in "; ".join(objections) and bool(because) == bool(objections)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +78,14 @@ def test_the_best_api_that_fits_is_used(
         (RELEASE_1, {"num_ranks": 1}, "2, 4 or 8 ranks of a node, not 1"),
         (RELEASE_1, {"hidden_size": 8192}, "below 8184 that 16 divides, not 8192"),
         (RELEASE_1, {"num_physical_experts": 1024}, "at most 128 physical experts a rank, not 256"),
-        (ELASTIC_ONLY, {"hidden_size": 320}, "256 divides, not 320; this deep_ep has no Buffer"),
+        (RELEASE_2, {"num_ranks": 3, "num_physical_experts": 9}, "2, 4 or 8 ranks of a node, not 3"),
+        (ELASTIC_ONLY, {}, "this deep_ep has no Buffer"),
     ],
 )
 def test_what_deep_ep_cannot_carry_is_one_line_at_start(library: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match="--moe-a2a-backend deepep cannot carry") as raised:
-        choose_api(library, a_shape(**changes), has_device_group=True, has_rdma=True)
+        choose_api(library, a_shape(**changes), has_rdma=True)
     assert message in str(raised.value) and "all_to_all" in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_three_ranks_need_the_elastic_buffer() -> None:
-    shape = a_shape(num_ranks=3, num_physical_experts=9)
-    library = SimpleNamespace(Buffer=object, ElasticBuffer=object)
-    assert choose_api(library, shape, has_device_group=True, has_rdma=False)[0] is DeepEpApi.ELASTIC
-    with pytest.raises(StartupError, match="2, 4 or 8 ranks of a node, not 3"):
-        choose_api(library, shape, has_device_group=False, has_rdma=True)
 
 
 def test_low_latency_places_are_a_multiple_of_four_and_not_more_than_needed() -> None:
@@ -103,13 +94,16 @@ def test_low_latency_places_are_a_multiple_of_four_and_not_more_than_needed() ->
 
 def test_a_buffer_that_cannot_be_set_up_is_a_startup_error() -> None:
     class Broken:
-        def __init__(self, **settings: Any) -> None:
-            raise RuntimeError("no GIN\nlong trace")
+        @staticmethod
+        def get_dispatch_config(num_ranks: int) -> None:
+            raise RuntimeError("no NVLink\nlong trace")
 
-    library = SimpleNamespace(ElasticBuffer=Broken)
-    with pytest.raises(StartupError, match="cannot set up ElasticBuffer: no GIN; all_to_all") as raised:
-        DeepEpDispatcher(library, Communicator("tp", 0, 1), a_shape(num_ranks=1), device_group=object())  # type: ignore[arg-type]
-    assert "\n" not in str(raised.value)
+    def work(parallel: Parallel) -> None:
+        with pytest.raises(StartupError, match="cannot set up Buffer, normal mode: no NVLink; all_to_all") as raised:
+            DeepEpDispatcher(SimpleNamespace(Buffer=Broken), parallel.tp, a_shape(num_ranks=2), has_rdma=False)
+        assert "\n" not in str(raised.value)
+
+    run_ranks(ParallelLayout(tp_size=2), work, 20.0)
 
 
 def test_low_latency_mode_is_for_ranks_that_all_have_rdma() -> None:
@@ -183,5 +177,5 @@ def test_set_up_values_cross_ranks_without_pickle() -> None:
 def test_releases_of_the_stand_in_offer_what_the_package_offers() -> None:
     alone = Communicator("tp", 0, 1)
     assert not hasattr(stand_in(alone, "normal").Buffer, "low_latency_dispatch")
-    assert not hasattr(stand_in(alone, "1.2"), "ElasticBuffer")
+    assert not hasattr(stand_in(alone, "1.2"), "topk_idx_t")
     assert hasattr(stand_in(alone, "2.1"), "topk_idx_t")

@@ -1,4 +1,4 @@
-"""Layouts and collectives: positions, sums in rank order, ragged rows, a rank that is gone."""
+"""Layouts and collectives: positions, sums in rank order, ragged rows, a lost rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_positions_of_the_drawing() -> None:
     layout = ParallelLayout(tp_size=4, dp_size=2, ep_size=2, enable_dp_attention=True)
     found = [(p.attn_dp_rank, p.attn_tp_rank, p.ep_rank, p.moe_tp_rank) for p in map(layout.position, range(4))]
     assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
-    assert [p.speaks for p in map(layout.position, range(4))] == [True, False, True, False]
+    assert [p.is_dp_leader for p in map(layout.position, range(4))] == [True, False, True, False]
 
 
 def test_replicas_without_dp_attention() -> None:
@@ -116,7 +116,7 @@ def test_point_to_point() -> None:
     assert (first.tolist(), second.tolist()) == ([2, 2, 2], [1, 1, 1])
 
 
-def test_a_rank_that_is_gone_is_an_error_before_the_deadline() -> None:
+def test_a_lost_rank_is_an_error_before_the_deadline() -> None:
     def work(parallel: Parallel) -> str:
         if parallel.tp.rank == 1:
             return "left"

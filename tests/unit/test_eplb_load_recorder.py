@@ -213,7 +213,7 @@ def trivial(mode: load_recorder.RecorderMode, num_ranks: int = 1) -> LoadRecorde
     return LoadRecorder(LAYERS, EXPERTS, ExpertPlacement(trivial_location(LAYERS, EXPERTS)), mode, num_ranks)
 
 
-def test_what_is_dropped_is_said() -> None:
+def test_what_is_dropped_is_reported() -> None:
     recorder = trivial("per_token")
     record(recorder, 1010, 1)
     record(recorder, 40, 2000)

@@ -18,16 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from benchmarks.eplb_loads import drift, zipf
 from eplb.algorithms.bounds import balancedness
 from eplb.algorithms.registry import make_plan
-from eplb.algorithms.types import ExpertLayout, Plan, even_split
+from eplb.algorithms.types import ExpertLayout, Plan, even_split, from_bytes, to_bytes
 from eplb.decision import Decision, RebalancePolicy, Situation, decide, given_plan
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError, RebalanceRefused
 from eplb.expert_location import ExpertLocationMetadata
-from eplb.load_counter import LoadCounter, VersionCounts
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager, Stage
 from eplb.placement import ExpertPlacement
-from eplb.plan_bytes import from_bytes, to_bytes
-from eplb.transfer import ChunkReport
 from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 4, 32, 36, 4
@@ -61,62 +58,65 @@ def routes(generator: torch.Generator, tokens: int) -> torch.Tensor:
 
 
 def test_counts_are_those_of_the_passes_by_weight_epoch() -> None:
-    generator, counter = torch.Generator().manual_seed(0), LoadCounter(LAYERS, EXPERTS)
+    generator, summed = torch.Generator().manual_seed(0), list[torch.Tensor]()
+    history = LoadHistory(LAYERS, EXPERTS, lambda counts_LE: summed.append(counts_LE) or counts_LE, is_counted=True)
     expected: dict[int, np.ndarray] = {}
-    passes: dict[int, int] = {}
     for step in range(150):
         epoch = step // 60
         ids = routes(generator, 0 if step % 7 == 0 else step % 5 * 100)
-        counter.note(ids, epoch)
+        history.note(ids, epoch)
         counts = np.stack([np.bincount(layer.numpy().ravel(), minlength=EXPERTS) for layer in ids.unbind(1)])
         ids.zero_()  # the buffer of the next step
         expected[epoch] = expected.get(epoch, 0) + counts
-        passes[epoch] = passes.get(epoch, 0) + 1
-    assert counter.num_passes == 150
-    taken = counter.take()
-    assert [window.weight_epoch for window in taken] == [0, 1, 2]
-    for window in taken:
-        assert np.array_equal(window.counts_LE.numpy(), expected[window.weight_epoch])
-        assert window.num_passes == passes[window.weight_epoch]
-    assert counter.num_passes == 0 and counter.take() == []
-    counter.note(routes(generator, 5), 2)
-    assert counter.take()[0].num_passes == 1
+    assert history.num_unseen_passes == history.num_passes == 150
+    history.gather()
+    assert list(expected) == [0, 1, 2] and history.weight_epoch == 2
+    for counts_LE, wanted in zip(summed, expected.values(), strict=True):
+        assert np.array_equal(counts_LE.numpy(), wanted)
+    before = history.counts_LE.clone()
+    history.gather()
+    assert history.num_unseen_passes == 0 and len(summed) == 3 and torch.equal(history.counts_LE, before)
+    history.note(routes(generator, 5), 2)
+    history.postpone()
+    assert (history.num_unseen_passes, history.num_passes) == (1, 0)
+    history.gather()
+    assert (history.num_unseen_passes, history.num_passes, len(summed)) == (0, 0, 4)
 
 
-def window(counts_LE: np.ndarray, weight_epoch: int = 0) -> VersionCounts:
-    return VersionCounts(weight_epoch, torch.from_numpy(counts_LE), 1)
+def window(counts_LE: np.ndarray, weight_epoch: int = 0) -> tuple[int, torch.Tensor]:
+    return weight_epoch, torch.from_numpy(counts_LE)
 
 
 def test_history_forgets_half_and_keeps_what_a_refresh_did_not_change() -> None:
     history = LoadHistory(LAYERS, EXPERTS)
-    history.add(window(COUNTS // 1000))
-    history.add(window(COUNTS // 1000))
+    history.add(*window(COUNTS // 1000))
+    history.add(*window(COUNTS // 1000))
     assert torch.equal(history.counts_LE, 1.5 * torch.from_numpy(COUNTS // 1000))
     same = np.random.default_rng(0).poisson(COUNTS / 1000)
-    history.add(window(same, 1))
+    history.add(*window(same, 1))
     assert history.drift is not None and history.drift.kept and history.weight_epoch == 1
     assert history.drift.total_variation < 2 * history.drift.expected_by_chance
     assert history.counts_LE.sum() > 1.5 * same.sum()
     other = drift(COUNTS, 1.0) // 1000
-    history.add(window(other, 2))
+    history.add(*window(other, 2))
     assert not history.drift.kept, "another distribution: the past does not count"
     assert torch.equal(history.counts_LE, torch.from_numpy(other).double())
 
 
 def test_windows_without_tokens_change_nothing_and_wrong_ones_are_refused() -> None:
     history = LoadHistory(LAYERS, EXPERTS)
-    history.add(window(COUNTS, 3))
-    history.add(window(COUNTS * 0, 4))
+    history.add(*window(COUNTS, 3))
+    history.add(*window(COUNTS * 0, 4))
     assert history.weight_epoch == 3 and torch.equal(history.counts_LE, torch.from_numpy(COUNTS).double())
     for wrong in (window(COUNTS[:1], 3), window(-COUNTS, 3), window(COUNTS, 2)):
         with pytest.raises(LoadsError):
-            history.add(wrong)
+            history.add(*wrong)
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def test_the_placement_in_force_is_measured_as_it_is() -> None:
+def test_the_current_placement_is_measured_as_it_is() -> None:
     moved = make_plan("min_move", LATER, LAYOUT, IN_FORCE.physical_to_logical_LP)
     placement = ExpertPlacement(IN_FORCE.location(), ep_rank=1, ep_size=RANKS)
     assert np.allclose(placement.plan(LAYOUT).split_LP, IN_FORCE.split_LP, atol=1e-4)
@@ -172,7 +172,7 @@ def test_another_split_costs_nothing_and_is_taken_for_any_gain() -> None:
     decision = decide(situation(drift(COUNTS, 0.3), seconds_per_step=1e-9), RebalancePolicy())
     assert decision.rebalances and decision.num_changed_slots == 0 and decision.predicted_seconds == 0.0
     assert decision.after is not None and decision.after.mean > decision.before.mean
-    assert decision.num_chunks == 1, "the new split has to be put in force all the same"
+    assert decision.num_chunks == 1, "the new split has to be published all the same"
 
 
 def test_who_asks_gets_it_although_it_does_not_pay() -> None:
@@ -270,10 +270,6 @@ def manager_at(clock: Clock) -> RebalanceManager:
     return RebalanceManager(POLICY, LAYOUT, LoadHistory(LAYERS, EXPERTS), SLOT_BYTES, clock)
 
 
-def report(seconds: float) -> ChunkReport:
-    return ChunkReport(num_changed_slots=1, received_bytes=SLOT_BYTES, seconds=seconds)
-
-
 def test_chunks_are_given_out_one_by_one_and_their_speed_is_kept() -> None:
     manager = manager_at(Clock())
     assert not manager.is_due(9) and manager.is_due(10)
@@ -285,7 +281,7 @@ def test_chunks_are_given_out_one_by_one_and_their_speed_is_kept() -> None:
     assert MOVE.migration is not None
     for epoch, chunk in enumerate(MOVE.migration.chunks):
         assert manager.next_chunk(0, epoch, None) is chunk
-        manager.chunk_done(report(0.5), epoch + 1)
+        manager.chunk_done(0.5, epoch + 1)
     assert manager.stage is Stage.IDLE and manager.outcome is not None
     assert (manager.outcome.chunks_done, manager.outcome.dropped) == (LAYERS, None)
     handled = sum(MOVE.migration.handled_bytes(chunk) for chunk in MOVE.migration.chunks)
@@ -308,7 +304,7 @@ def test_what_comes_between_two_chunks_drops_the_rest(
     manager.start_planning()
     manager.planned(MOVE, move=True)
     assert manager.next_chunk(0, 0, None) is not None
-    manager.chunk_done(report(0.1), 1)
+    manager.chunk_done(0.1, 1)
     assert manager.next_chunk(weight_epoch, placement_epoch, refresh) is None
     assert manager.stage is Stage.IDLE and manager.outcome is not None
     assert (manager.outcome.chunks_done, manager.outcome.num_chunks) == (1, LAYERS)
@@ -329,7 +325,7 @@ def test_what_takes_too_long_is_seen_within_its_deadline() -> None:
     manager.planned(MOVE, move=True)
     assert manager.stuck is None and manager.status()["last_evaluation_age_s"] == 0.0
     clock.now = 1010.0
-    manager.chunk_done(report(4.5), 1)
+    manager.chunk_done(4.5, 1)
     clock.now = 1015.0
     assert manager.stuck is None, "a chunk is progress"
     clock.now = 1015.5
@@ -396,7 +392,7 @@ class Stages(RuleBasedStateMachine):
             self.placement_epoch += 1
             self.planned_for = self.planned_for[0], self.placement_epoch
             self.done += 1
-            self.manager.chunk_done(report(0.1), self.placement_epoch)
+            self.manager.chunk_done(0.1, self.placement_epoch)
 
     @rule(moves_slots=st.booleans())
     def refresh(self, moves_slots: bool) -> None:

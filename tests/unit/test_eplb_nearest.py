@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.expert_location import ExpertLocationMetadata
+from eplb.expert_location import PICKS, ExpertLocationMetadata, SplitTable
 from eplb.placement import ExpertPlacement
-from eplb.split_table import PICKS, SplitTable
 from tests.tiers import examples
 
 RANKS, EXPERTS, SLOTS = 4, 6, 12

@@ -1,4 +1,4 @@
-"""The map in force as ranks see it: local slots, the division of tokens over replicas, another map in place."""
+"""The current map as ranks see it: local slots, the division of tokens over replicas, adopting another map."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.errors import LayoutError, MapError
-from eplb.expert_location import ExpertLocationMetadata, trivial_location
+from eplb.expert_location import PICKS, ExpertLocationMetadata, SplitTable, picks, trivial_location
 from eplb.placement import ExpertPlacement
-from eplb.split_table import PICKS, SplitTable, picks
 from tests.tiers import examples
 
 LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 12, 4

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_one_line(
         ("abc", "is not an array of numbers"),
     ],
 )
-def test_a_map_that_cannot_be_in_force_is_one_line(
+def test_a_map_that_cannot_be_served_is_one_line(
     dump_file: str, tmp_path: Path, current: Any, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = with_file(tmp_path, "map.json", {"physical_to_logical_map": current})

@@ -1,4 +1,4 @@
-"""Experts moved between real ranks: whatever goes wrong on one of them at any point, all end with one map, and every
+"""Experts moved between real ranks: after any failure of one of them at any point, all end with one map, and every
 slot holds what that map says, or all say that it does not.
 
 Shapes: L MoE layers, P physical experts (slots over all ranks).
@@ -119,7 +119,7 @@ def test_a_fault_anywhere_leaves_one_map_and_the_content_that_it_says(num_ranks:
 
 
 @pytest.mark.parametrize("num_ranks", PLANS)
-def test_content_that_cannot_be_restored_is_said_on_all_ranks(num_ranks: int) -> None:
+def test_content_that_cannot_be_restored_is_an_error_on_all_ranks(num_ranks: int) -> None:
     migration = PLANS[num_ranks]
     (clean,) = on_ranks(migration, [Fault()])
     outcomes = on_ranks(migration, faults_of(migration, ["writes_from"], clean))

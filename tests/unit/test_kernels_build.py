@@ -131,7 +131,7 @@ def test_the_compiler_is_found_or_named(monkeypatch: pytest.MonkeyPatch) -> None
         find_compiler()
 
 
-def test_without_a_compiler_the_reason_is_said_and_nothing_is_raised(tmp_path: Path) -> None:
+def test_without_a_compiler_the_reason_is_reported_and_nothing_is_raised(tmp_path: Path) -> None:
     """In a process of its own: this one has the operators loaded."""
     script = "from rollout.entrypoints.build_kernels import main; import sys; sys.exit(main([]))"
     environment = {"PATH": "/nonexistent", "LOCKSTEP_KERNEL_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)}

@@ -19,6 +19,7 @@ from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, Pa
 from rollout.engine import build
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache.kv_pool import NewestTokens
+from rollout.model_executor import model_runner
 from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
@@ -123,7 +124,7 @@ class OneBuffer(RoutedExpertsCapturer):
 
 
 def one_buffer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(build, "RoutedExpertsCapturer", OneBuffer)
+    patch.setattr(model_runner, "RoutedExpertsCapturer", OneBuffer)
 
 
 def lengths_of_the_list(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from rollout.kernels.expert_compute import (
 )
 from rollout.kernels.ops import plain_ops
 from rollout.kernels.plain import weighted_sum
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
+from rollout.layers.moe.dispatchers.base import LocalDispatcher
 from tests.tiers import examples
 
 EXPERTS, HIDDEN, INNER = 6, 16, 8

@@ -20,8 +20,7 @@ from rollout.core.errors import BadRequest, StartupError
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, cli_parser, main, make_checkpoint
 from rollout.kernels.ops import plain_ops
-from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
-from rollout.model_executor.load import load_model
+from rollout.model_executor.load import load_model, open_checkpoint, read_tensors
 from rollout.models.registry import load_model_config
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
 from weight_sync.tensor_meta import parts_of

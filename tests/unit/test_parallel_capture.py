@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
-from capture.storage import narrowest
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
+from rollout.layers.context import SliceRoutes
 from rollout.model_executor import model_runner
-from rollout.model_executor.route_gather import RouteRider
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, Step, largest_difference, one_rank, several_ranks
 from tests.ranks import run_ranks
@@ -57,7 +56,7 @@ def collectives(parallel: Parallel) -> dict[str, int]:
 def count_forward(folder: Path, parallel: Parallel, backend: str, *, captures: bool) -> dict[str, int]:
     engine = RankEngine(folder, parallel, backend)
     if not captures:
-        engine.runner.recorder = None
+        engine.runner.route_store = None
     size = parallel.layout.attn_dp_size
     tokens = Step({request: [3, 1, 4, 1, 5] for request in range(size)})
     mine = tokens.part(parallel.position.attn_dp_rank, size)
@@ -82,17 +81,17 @@ def test_collectives_of_a_forward(folder: Path, backend: str, sizes: Sizes) -> N
 def test_routes_travel_narrow_and_only_with_the_last_layer(num_experts: int, bytes_each: int) -> None:
     ids_LtK = torch.randint(num_experts, (3, 5, 2), generator=torch.Generator().manual_seed(0))
     ids_LtK[0, 0, 0] = num_experts - 1
-    capturer = RoutedExpertsCapturer(3, 2, narrowest(num_experts))
+    capturer = RoutedExpertsCapturer(3, 2, num_experts)
     capturer.begin_step(5)
-    rider = RouteRider(capturer)
+    slices = SliceRoutes(capturer)
     for layer in range(2):
         capturer.record(layer, ids_LtK[layer])
-        assert rider.board(layer) is None
+        assert slices.to_send(layer) is None
     capturer.record(2, ids_LtK[2])
-    rows_tn = rider.board(2)
+    rows_tn = slices.to_send(2)
     assert rows_tn is not None and rows_tn.shape == (5, 3 * 2) and rows_tn.dtype.itemsize == bytes_each
-    rider.arrive(torch.cat([rows_tn, rows_tn.flip(0)]))  # of two ranks
-    found = rider.routes()
+    slices.receive(torch.cat([rows_tn, rows_tn.flip(0)]))  # of two ranks
+    found = slices.routes()
     assert torch.equal(found.transpose(0, 1), torch.cat([ids_LtK, ids_LtK.flip(1)], dim=1))
 
 
@@ -109,11 +108,11 @@ def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert is_right()
 
-    class TurnedRound(RouteRider):
+    class TurnedRound(SliceRoutes):
         """Wrong: the last token first."""
 
         def routes(self) -> torch.Tensor:
             return super().routes().flip(0)
 
-    monkeypatch.setattr(model_runner, "RouteRider", TurnedRound)
+    monkeypatch.setattr(model_runner, "SliceRoutes", TurnedRound)
     assert not is_right()

@@ -15,16 +15,14 @@ import torch
 from eplb.expert_location import ExpertLocationMetadata
 from rollout.core.errors import StartupError
 from rollout.core.layer_specs import MoESpec, RouterSpec
-from rollout.distributed.communicator import share_sizes
+from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
-from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
-from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
+from rollout.layers.moe.dispatchers.all_tokens import AllTokensDispatcher
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput, LocalDispatcher
 from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
 from rollout.layers.moe.experts import Experts
 from tests.model_zoo import placed
@@ -178,7 +176,7 @@ def test_the_outputs_are_those_of_one_rank(name: str, sizes: tuple[int, int, int
     check(name, layout_of(*sizes), located)
 
 
-def test_one_rank_moves_nothing_whatever_the_name() -> None:
+def test_one_rank_moves_nothing_under_any_name() -> None:
     for name in NAMES:
         assert isinstance(make(name, Parallel(), TRIVIAL), LocalDispatcher)
 

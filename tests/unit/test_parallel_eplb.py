@@ -213,7 +213,7 @@ def test_counts_are_of_all_ranks_tokens(folder: Path, engine: ParallelHarness) -
 
 
 @pytest.mark.full
-def test_an_engine_looks_by_itself(folder: Path, weights: Tensors, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_evaluates_by_itself(folder: Path, weights: Tensors, capfd: pytest.CaptureFixture[str]) -> None:
     settings = TWO | {"enable_eplb": True, "eplb_rebalance_num_iterations": 25, "eplb_rebalance_layers_per_chunk": 1}
     with ParallelHarness(folder, **settings) as harness:
         for _ in range(4):
@@ -435,7 +435,7 @@ def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, na
     assert [tensor.nbytes for tensor in slots.read(0, 0)] == list(slots.part_bytes)
 
 
-def test_looks_that_are_missed_show_in_the_state(folder: Path) -> None:
+def test_missed_evaluations_show_in_the_state(folder: Path) -> None:
     """A weight update that is open whenever a look is due puts it off; ten times is too often."""
     settings = TWO | {"enable_eplb": True, "eplb_rebalance_num_iterations": 2}
     with ParallelHarness(folder, **settings) as harness:

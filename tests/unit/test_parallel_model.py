@@ -15,7 +15,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.distributed.layout import ParallelLayout
 from rollout.layers import attention
-from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
+from rollout.layers.moe.dispatchers.all_tokens import AllTokensDispatcher
 from rollout.layers.moe.router import TopKRouter
 from rollout.layers.shard import Shard
 from tests.kernels import native_ops

@@ -1,4 +1,4 @@
-"""Routes that an engine of several ranks returns are those of one rank, row by row, whatever the step was made of.
+"""Routes that an engine of several ranks returns are those of one rank, row by row, in steps of every kind.
 
 With scattered tokens (all_to_all over attention-TP ranks, each of which routes a slice) and without.  That mistakes are
 noticed is shown in `test_parallel_routes_noticed.py`.

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from capture.slot_store import RouteSlotStore
+from rollout.control.expert_distribution import gather_step
 from rollout.distributed.communicator import Communicator, share_sizes
+from rollout.layers.context import SliceRoutes
 from rollout.layers.moe.router import TopKRouter
 from rollout.model_executor.model_runner import ModelRunner, StepRoutes
-from rollout.model_executor.route_gather import RouteRider, gather_step
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.routes_judge import SMALL_POOL, World, finished, submit_all
@@ -83,16 +84,16 @@ def test_a_wrong_gather_is_noticed(
     worlds: dict[int, World], seed: int, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all_kinds(worlds[seed], "tp4 all-to-all") == []
-    new_rider = ModelRunner._new_rider
+    new_slice_routes = ModelRunner._new_slice_routes
 
-    def with_wrong_rows(self: ModelRunner) -> RouteRider | None:
-        rider = new_rider(self)
-        assert rider is not None
-        routes = rider.routes
-        rider.routes = lambda: wrong(routes(), self.state.model.parallel.attn_tp)  # type: ignore[method-assign]
-        return rider
+    def with_wrong_rows(self: ModelRunner) -> SliceRoutes | None:
+        slices = new_slice_routes(self)
+        assert slices is not None
+        routes = slices.routes
+        slices.routes = lambda: wrong(routes(), self.state.model.parallel.attn_tp)  # type: ignore[method-assign]
+        return slices
 
-    monkeypatch.setattr(ModelRunner, "_new_rider", with_wrong_rows)
+    monkeypatch.setattr(ModelRunner, "_new_slice_routes", with_wrong_rows)
     assert only_routes(all_kinds(worlds[seed], "tp4 all-to-all"))
 
 

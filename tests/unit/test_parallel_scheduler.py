@@ -163,7 +163,7 @@ def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path
         (LAYOUTS["dp2 all-to-all"] | {"ep_num_redundant_experts": 2}, True),
     ],
 )
-def test_where_bits_depend_on_the_batch_it_is_said(folder: Path, settings: dict[str, Any], holds: bool) -> None:
+def test_where_bits_depend_on_the_batch_it_is_reported(folder: Path, settings: dict[str, Any], holds: bool) -> None:
     """Compiled float32 operators: alone and among others a token has the same bits, or the engine says why not."""
     with ParallelHarness(folder, dtype="float32", **settings) as harness:
         state = harness.control(GetStateReqInput).data

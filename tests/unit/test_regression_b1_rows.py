@@ -38,6 +38,7 @@ from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationRe
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.engine import build
 from rollout.layers.moe.router import TopKRouter
+from rollout.model_executor import model_runner
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.late_loop import LateScheduler, loop  # noqa: F401
@@ -128,28 +129,26 @@ def test_1_3_and_4_a_capture_that_says_nothing_of_it_is_caught(
 
 # --- 6: rows that belong to other tokens ------------------------------------------------------------------------------
 
-Rows = Callable[..., tuple[torch.Tensor, np.ndarray]]
+Rows = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
-def with_rows(monkeypatch: pytest.MonkeyPatch, change: Callable[[Req, torch.Tensor], torch.Tensor]) -> None:
+def with_rows(monkeypatch: pytest.MonkeyPatch, change: Callable[[Req, np.ndarray], np.ndarray]) -> None:
     """From now on a record's routes are what `change` makes of them."""
     rows: Rows = RecordReader._rows
 
-    def changed(self: RecordReader, req: Req, *rest: Any) -> tuple[torch.Tensor, np.ndarray]:
+    def changed(self: RecordReader, req: Req, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
         routes, epochs = rows(self, req, *rest)
         return change(req, routes), epochs
 
     monkeypatch.setattr(RecordReader, "_rows", changed)
 
 
-def shifted(req: Req, routes: torch.Tensor) -> torch.Tensor:
-    return routes.roll(len(req.output.token_ids), 0)
+def shifted(req: Req, routes: np.ndarray) -> np.ndarray:
+    return np.roll(routes, len(req.output.token_ids), axis=0)
 
 
-def duplicated(req: Req, routes: torch.Tensor) -> torch.Tensor:
-    return torch.cat([routes[: req.prompt_len], routes[req.prompt_len - 1 : req.prompt_len].expand_as(routes)])[
-        : len(routes)
-    ]
+def duplicated(req: Req, routes: np.ndarray) -> np.ndarray:
+    return routes[np.minimum(np.arange(len(routes)), req.prompt_len - 1)]
 
 
 def test_6_sglang_12162_rows_belong_to_their_tokens(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +183,7 @@ def test_7_sglang_26860_a_prompt_that_is_not_split_may_be_long(
 ) -> None:
     whole = {"chunked_prefill_size": -1, "max_running_requests": 4}
     assert engines.objections([prompt(11, 400)], **whole) == []
-    monkeypatch.setattr(build, "RoutedExpertsCapturer", BufferOf)
+    monkeypatch.setattr(model_runner, "RoutedExpertsCapturer", BufferOf)
     BufferOf.rows = max(-1, 4)  # of the two settings above
     with pytest.raises(IndexError):
         engines.objections([prompt(11, 400)], **whole)
@@ -233,7 +232,7 @@ class NotesWithoutACopy(RouteSlotStore):
     def write(self, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
         self._noted.append((slots, rows_TLK))
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
+    def read(self, slots: np.ndarray) -> np.ndarray:
         for noted in self._noted:
             super().write(*noted)
         self._noted.clear()
@@ -244,7 +243,7 @@ def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert engines.objections(layout=WHOLE) == []
-    monkeypatch.setattr(build, "RoutedExpertsCapturer", OneBuffer)
+    monkeypatch.setattr(model_runner, "RoutedExpertsCapturer", OneBuffer)
     if build.Scheduler is LateScheduler:
         assert routes_only(engines.objections(layout=WHOLE))
         return
@@ -256,8 +255,8 @@ def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
 # --- 9, 10, 12: rows of KV that was there before, and of KV that was given up -----------------------------------------
 
 
-def zero_prefix(req: Req, routes: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros_like(routes[: req.cached_tokens]), routes[req.cached_tokens :]])
+def zero_prefix(req: Req, routes: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros_like(routes[: req.cached_tokens]), routes[req.cached_tokens :]])
 
 
 def test_9_tpu_inference_3583_rows_of_a_reused_prompt_are_real(
@@ -272,7 +271,7 @@ def test_9_tpu_inference_3583_rows_of_a_reused_prompt_are_real(
 PRESSED = {"max_total_tokens": 80, "layout": BOTH, "num_new": 24}
 
 
-def only_recomputed(req: Req, routes: torch.Tensor) -> torch.Tensor:
+def only_recomputed(req: Req, routes: np.ndarray) -> np.ndarray:
     return routes if req.saved_rows is None else routes[len(req.saved_rows.epochs) :]
 
 

@@ -1,4 +1,4 @@
-"""Slots that are entered for the steps to come: right places, never lost, given up when somebody else needs them."""
+"""Slots that are entered for the steps to come: right places, never lost, given up when another request needs them."""
 
 from __future__ import annotations
 

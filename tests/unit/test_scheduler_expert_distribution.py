@@ -227,7 +227,7 @@ def test_redundant_experts_change_no_bit(
     assert digests[0] == digests[1]
 
 
-def test_the_map_in_force_starts_another_engine(folder: Path, tmp_path: Path) -> None:
+def test_the_current_map_starts_another_engine(folder: Path, tmp_path: Path) -> None:
     first = Harness(folder, **LAYOUTS[1])
     answer = first.control(GetExpertLocationReqInput)
     located = answer.data

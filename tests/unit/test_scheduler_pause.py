@@ -1,4 +1,4 @@
-"""A pause that waits: requests that have begun end, no other begins, and whoever waits gets an answer."""
+"""A pause that waits: requests that have begun end, no other begins, and every waiting call gets an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings over tokens that are parts of characters: the quick look at a token never hides a match."""
+"""Stop strings over tokens that are parts of characters: the quick check of a token never hides a match."""
 
 from __future__ import annotations
 

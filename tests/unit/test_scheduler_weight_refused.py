@@ -1,4 +1,4 @@
-"""A call that is refused before anything of it is received: its sender is told, and holds nothing for it any more."""
+"""A call that is refused before anything of it is received: its sender is notified and holds nothing for it."""
 
 from __future__ import annotations
 

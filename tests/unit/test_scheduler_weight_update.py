@@ -1,4 +1,4 @@
-"""Weight updates on a real scheduler: fences, leases, pauses that nobody continues, staging modes while requests run.
+"""Weight updates on a real scheduler: fences, leases, pauses without a continue, staging modes while requests run.
 
 Tensors are handed in where a process group would deliver them; everything after that is the engine's.
 """

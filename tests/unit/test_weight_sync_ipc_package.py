@@ -1,6 +1,7 @@
 """The PyPI package checkpoint-engine against ours: its own worker hears from the stand-in what the engine hears.
 
-The package knows no CPU: what it asks of a device (to synchronise, to free) is replaced; its conversation is its own.
+The package does not support CPUs: what it asks of a device (to synchronise, to free) is replaced; its conversation is
+its own.
 """
 
 from __future__ import annotations

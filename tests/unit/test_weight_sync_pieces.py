@@ -1,4 +1,4 @@
-"""A bucket that is received in pieces: the same tensors, whatever is wrong with one piece, and memory that is kept.
+"""A bucket that is received in pieces: the same tensors, faults in single pieces, and memory that is kept.
 
 The group is one whose broadcasts arrive at once, as `PlayedGroup` of the fault matrix; gloo itself is met in the
 integration tests of the sender.

@@ -1,4 +1,4 @@
-"""Tensors of a storage, read a few at once: the same as one by one, and never more at once than is said."""
+"""Tensors of a storage, read a few at once: the same as one by one, and never more at once than the limit."""
 
 from __future__ import annotations
 

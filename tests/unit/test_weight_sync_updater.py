@@ -1,4 +1,4 @@
-"""`WeightUpdater` without a network: states, versions, what it tells of the live weights; backends and arguments."""
+"""`WeightUpdater` without a network: states, versions, notifications of the live weights; backends and arguments."""
 
 from __future__ import annotations
 

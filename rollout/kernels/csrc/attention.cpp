@@ -1,6 +1,6 @@
 // paged_attention: causal attention over keys and values that lie in slots of a pool.
 //
-// Knows tensors, their checks and how work is divided over threads.  The arithmetic is in attention_tile.h.
+// Tensors are checked here, and work divided over threads.  The arithmetic is in attention_tile.h.
 //
 // Shapes: T query tokens, N sequences, H query heads, Hkv key/value heads, G = H / Hkv, hd head size, S slots of the
 // pool, R rows and C positions of the slot table.
@@ -213,7 +213,7 @@ class Step {
       return;
     }
     tile.attend_segment(work.segment, partial(work));
-    // Whoever is last combines them, in the order of the segments.
+    // The last thread to finish combines them, in the order of the segments.
     if (--unfinished_[work.split] == 0) combine(tile, i - work.segment);
   }
 

@@ -3,7 +3,7 @@
 //   PackedBlock    rearranged once, for many rows
 //   InPlaceBlock   where they lie in the pools, rearranged on the way, for few rows
 //
-// Both take the same steps in the same order, so that results have the same bits.  Does not know softmax or causality.
+// Both take the same steps in the same order, so that results have the same bits.
 #pragma once
 
 #include <algorithm>

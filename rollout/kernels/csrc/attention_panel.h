@@ -1,7 +1,5 @@
 // Some rows of one head against one block: scores, probabilities, numerators.
 //
-// Knows the arithmetic of a block.  Does not know where keys come from, nor segments.
-//
 //   * scores add up over hd, and numerators over keys, one unit at a time into one accumulator;
 //   * a masked key has the probability 0, which leaves every accumulator as it is.
 #pragma once

@@ -1,7 +1,6 @@
 // The running softmax of some rows, in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023).
 //
-// Knows how what was summed before is brought to a larger maximum, and how two parts become one.  Does not know keys,
-// values or causality.
+// Earlier sums are rescaled when a larger maximum comes, and two parts become one.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,5 @@
 // Attention of one tile: some consecutive positions of one sequence, the query heads of some key/value heads.
 //
-// Knows blocks, segments and causality.  Does not know tensors or threads.
-//
 // The arithmetic of a row (one query head at one position) is fixed by its sequence alone:
 //   * keys are taken in blocks of kBlock at absolute positions, in ascending order, with a running softmax;
 //   * every kSegment positions a new running softmax starts, and the segments are merged in ascending order

@@ -2,8 +2,6 @@
 //
 //   FloatUnits<Scalar>   one element as float; a step is one fused multiply-add
 //   PairUnits            two neighbouring bfloat16 elements; a step is vdpbf16ps, which adds both products in float32
-//
-// Knows units and steps.  Does not know softmax, causality or how work is divided.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,4 @@
 // What attention needs of sixteen lanes beyond simd.h: parts of rows in three dtypes, 2^x.
-//
-// Knows instruction sets.  Does not know attention.
 #pragma once
 
 #include <c10/util/Half.h>

@@ -50,7 +50,7 @@ void turn(const T* from, int64_t from_stride, T* to, int64_t to_stride, Store&& 
 }
 
 // Past the caches where that is possible: many megabytes are packed before any of them is read, and a line that is
-// written whole need not be fetched first.  `streamed` comes before anybody else may look.
+// written whole need not be fetched first.  `streamed` comes before another thread may read.
 inline void stream(float* to, const F32x16& vector) {
 #if LOCKSTEP_AVX512
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512) == 0) return _mm512_stream_ps(to, vector.v);

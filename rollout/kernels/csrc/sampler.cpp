@@ -1,6 +1,6 @@
 // sample_rows: one token a row from logits, with log-probabilities; score_rows: log-probabilities of given tokens.
 //
-// Knows tensors, their checks and how rows are divided over threads.  A row's numbers depend on that row only.
+// Tensors are checked here, and rows divided over threads.  A row's numbers depend on that row only.
 //
 // Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens.
 #include <tuple>

@@ -82,7 +82,7 @@ class Editor {
   }
 
  private:
-  // Frequency and presence count output tokens (OpenAI's definition); repetition looks at prompt and output (Keskar et
+  // Frequency and presence count output tokens (OpenAI's definition); repetition counts prompt and output (Keskar et
   // al., "CTRL", 2019) and comes first.
   void penalise(const RowSettings& row, const int64_t* histories) {
     if (row.prompt.empty() && row.output.empty()) return;

@@ -88,8 +88,8 @@ class Experts(WeightLayer):
             for part, shape in parts.items():
                 name = f"{prefix}.{logical_expert}.{part}.weight"
                 places = partial(self._places, self.placement.local_slots, part, logical_expert)
-                coming = partial(self._places, self.placement.coming_slots, part, logical_expert)
-                yield WeightEntry(name, shape, self.w13.dtype, places, coming)
+                proposed = partial(self._places, self.placement.proposed_slots, part, logical_expert)
+                yield WeightEntry(name, shape, self.w13.dtype, places, proposed)
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """The form of transformers 5: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""

@@ -4,7 +4,7 @@ Ranks that share tokens route all of them, or where the dispatcher scatters toke
 
     attention's parts    [ T rows ] + [ T rows ] + ..     reduce-scatter
     this rank's slice         [ T / G rows ]              route, dispatch, experts, combine, add
-    the residual stream  [ T rows ]                       all-gather, with what rides along
+    the residual stream  [ T rows ]                       all-gather, routes with the last layer
 
 Shapes: T tokens, D hidden, G ranks that share tokens.
 """
@@ -17,15 +17,14 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.layer_specs import MoESpec
-from rollout.distributed.communicator import share_sizes
+from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.layers.build import Build
-from rollout.layers.context import ForwardContext, SliceRider
+from rollout.layers.context import ForwardContext, SliceRoutes
 from rollout.layers.layer import Layer
+from rollout.layers.mlp import SharedExpert
 from rollout.layers.moe.dispatchers.base import Dispatcher
-from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
-from rollout.layers.moe.shared_expert import SharedExpert
 from rollout.layers.norm_rotary import RMSNorm
 
 
@@ -84,13 +83,13 @@ class MoELayer(Layer):
         slice_TD = residual_TD[start : start + count]
         hidden_TD = self._ranks.reduce_scatter_rows(hidden_TD, counts)
         slice_TD += self._of_tokens(slice_TD, hidden_TD, norm, context, start)
-        residual_TD.copy_(self._joined(slice_TD, counts, context.rider))
+        residual_TD.copy_(self._joined(slice_TD, counts, context.slice_routes))
 
-    def _joined(self, slice_TD: torch.Tensor, counts: Sequence[int], rider: SliceRider | None) -> torch.Tensor:
-        beside = None if rider is None else rider.board(self.moe_layer)
-        if rider is None or beside is None:
+    def _joined(self, slice_TD: torch.Tensor, counts: Sequence[int], routes: SliceRoutes | None) -> torch.Tensor:
+        beside = None if routes is None else routes.to_send(self.moe_layer)
+        if routes is None or beside is None:
             return self._ranks.all_gather_rows(slice_TD, counts)
         mine = [slice_TD, beside]
         whole_TD, beside = unpack_rows(self._ranks.all_gather_rows(pack_rows(mine), counts), mine)
-        rider.arrive(beside)
+        routes.receive(beside)
         return whole_TD

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from rollout.core.errors import StartupError
+from rollout.distributed.communicator import pack_rows, unpack_rows
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.plain import weighted_sum
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
-from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 
 
 @dataclass(frozen=True, slots=True)

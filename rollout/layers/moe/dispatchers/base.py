@@ -58,3 +58,15 @@ class Dispatcher(ABC):
     @abstractmethod
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         """Bring what the experts returned for a `DispatchOutput` back to its tokens: [T, D]."""
+
+
+class LocalDispatcher(Dispatcher):
+    """All experts are on this rank: rows are the tokens, slots their K choices, and the experts do the sum."""
+
+    def dispatch(
+        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DispatchOutput:
+        return DispatchOutput(hidden_TD, physical_ids_TK, weights_TK, handle=None)
+
+    def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
+        return expert_out

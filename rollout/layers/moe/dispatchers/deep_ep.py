@@ -1,20 +1,18 @@
 """Tokens travel through DeepEP's buffers, between the GPUs of expert-parallel ranks.
 
-The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interfaces of
-DeepEP 1.2.1 and 2.1.0, and its contract tests run against a stand-in of the package on a CPU
+The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interface of
+`deep_ep.Buffer` in DeepEP 1.2.1 and 2.1.0, and its contract tests run against a stand-in of the package on a CPU
 (`tests/deepep_stand_in.py`).
 
     mode          a row is                          weights are applied by   rows of a rank come
     normal        a token, once for each rank       the experts              by source rank, then by token
-    elastic       a token, once for each rank       the experts              by source rank, in any order
     low-latency   a token, once for each expert     combine                  in any order
 
-With normal and elastic mode the experts' sum over a token's slots on one rank is rounded to bfloat16, then the ranks'
+In normal mode the experts' sum over a token's slots on one rank is rounded to bfloat16, then the ranks'
 sums are added in float32 in rank order and rounded once more; low-latency mode adds weighted outputs in float32 in the
 order of the K choices and rounds once.  So the last bits differ from one rank's, and from mode to mode.
 
-Knows which call takes and returns what.  Does not know the package's limits or how buffers are made
-(`deep_ep_library`).  Waits end by deep_ep's own time-outs: 100 s on the device, up to 300 s on the host.
+Waits end by deep_ep's own time-outs: 100 s on the device, up to 300 s on the host.
 
 Shapes: T tokens of this rank, D hidden, K top-k, R rows received, S slots of a row, G ranks, P physical experts on all
 ranks, C = P / G on this one, M most tokens of a rank.  Physical expert p is local expert p % C of rank p // C.
@@ -24,10 +22,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rollout.core.errors import StartupError
 from rollout.distributed.communicator import Communicator
@@ -38,24 +35,17 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
     choose_api,
     has_rdma_device,
     make_buffer,
-    make_elastic_buffer,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class Mode(Protocol):
-    """One way to send tokens and to bring results back; a handle is read by the mode that made it."""
-
-    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        """Of contiguous bfloat16 hidden states, ids of the package's type and float32 weights."""
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """[T, D] bfloat16."""
-
-
 class NormalMode:
-    """`Buffer.dispatch`: high throughput."""
+    """`Buffer.dispatch`: high throughput.
+
+    Modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights, and give back
+    [T, D] bfloat16.  A handle is read by the mode that made it.
+    """
 
     def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
         self.buffer, self.shape = buffer, shape
@@ -82,35 +72,11 @@ class NormalMode:
         return combined_TD
 
 
-class ElasticMode:
-    """`ElasticBuffer.dispatch`, not expanded: one call for batches of every size."""
-
-    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
-        self.buffer, self.shape = buffer, shape
-
-    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        received_RD, local_ids_RK, received_weights_RK, handle, _ = self.buffer.dispatch(
-            x=hidden_TD,
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            num_experts=self.shape.num_physical_experts,
-            num_max_tokens_per_rank=self.shape.max_tokens_per_rank,
-            do_cpu_sync=True,
-        )
-        # Choices of other ranks arrive with id -1 and with the weight that was sent, which nobody reads.
-        weights_RK = received_weights_RK.to(received_RD.dtype)
-        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
-        return combined_TD
-
-
 class LowLatencyMode:
     """`Buffer.low_latency_dispatch`: at most M tokens a rank, results [C, G * M, D] of which the first rows are real.
 
     local expert 0   [ row row row  .   .   . ]     G * M places, recv_count of them filled,
-    local expert 1   [ row  .   .   .   .   . ]     the rest is whatever was in memory
+    local expert 1   [ row  .   .   .   .   . ]     the rest is uninitialized
     """
 
     def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
@@ -146,20 +112,20 @@ class LowLatencyMode:
         return combined_TD
 
 
+Mode = NormalMode | LowLatencyMode
+
+
 class DeepEpDispatcher(Dispatcher):
     """bfloat16 only.  Without a planned step it uses the mode that takes every batch.
 
     `library` is what `require_deep_ep` returned.  `communicator` joins the ranks among which the experts are spread, in
-    their order; `device_group` is a torch group of the same ranks for `ElasticBuffer` (`form_device_group`), through
-    which the package pickles a few handles while it is set up.  Without it `Buffer` is used.  `has_rdma`: this rank has
-    an RDMA device; None looks.  All ranks make theirs together.
+    their order.  `has_rdma`: this rank has an RDMA device; None: look for one.  All ranks make theirs together.
 
     Raises `StartupError` when the package cannot carry `shape` or cannot set its buffer up.
     """
 
     scatters_tokens = True
     normal_mode: type[NormalMode] = NormalMode
-    elastic_mode: type[ElasticMode] = ElasticMode
     low_latency_mode: type[LowLatencyMode] = LowLatencyMode
 
     def __init__(
@@ -167,34 +133,28 @@ class DeepEpDispatcher(Dispatcher):
         library: Any,
         communicator: Communicator,
         shape: DeepEpShape,
-        device_group: dist.ProcessGroup | None = None,
         has_rdma: bool | None = None,
     ) -> None:
         assert communicator.size == shape.num_ranks
         self.shape = shape
         everywhere = communicator.all_agree(has_rdma_device() if has_rdma is None else has_rdma)
-        has_group = device_group is not None
-        self.api, passed_over = choose_api(library, shape, has_device_group=has_group, has_rdma=everywhere)
+        self.api, objections = choose_api(library, shape, has_rdma=everywhere)
         if len(set(communicator.gather_bytes(self.api.value.encode()))) > 1:
             raise StartupError("--moe-a2a-backend deepep needs the same release of deep_ep on all ranks")
-        if passed_over:
-            logger.info("deep_ep: %s (%s)", self.api.value, "; ".join(passed_over))
+        if objections:
+            logger.info("deep_ep: %s (%s)", self.api.value, "; ".join(objections))
         self._ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
         low_latency = self.api is DeepEpApi.NORMAL_AND_LOW_LATENCY
         try:
-            if self.api is DeepEpApi.ELASTIC:
-                self._buffer = make_elastic_buffer(library, shape, device_group)
-            else:
-                self._buffer = make_buffer(library, shape, communicator, low_latency)
+            self._buffer = make_buffer(library, shape, communicator, low_latency)
         except Exception as error:
             reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
             raise StartupError(
                 f"deep_ep cannot set up {self.api.value}: {reason}; all_to_all needs none of it"
             ) from error
         self._low_latency = self.low_latency_mode(self._buffer, shape) if low_latency else None
-        elastic = self.api is DeepEpApi.ELASTIC
-        self._large: Mode = (self.elastic_mode if elastic else self.normal_mode)(self._buffer, shape)
-        self._mode: Mode = self._large
+        self._normal = self.normal_mode(self._buffer, shape)
+        self._mode: Mode = self._normal
         self._max_tokens = shape.max_tokens_per_rank
         self._needs_cleaning = False
 
@@ -209,7 +169,7 @@ class DeepEpDispatcher(Dispatcher):
         self._max_tokens = max(tokens_by_rank)
         assert self._max_tokens <= self.shape.max_tokens_per_rank
         fits = self._max_tokens <= self.shape.low_latency_tokens
-        self._mode = self._low_latency if self._low_latency is not None and fits else self._large
+        self._mode = self._low_latency if self._low_latency is not None and fits else self._normal
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

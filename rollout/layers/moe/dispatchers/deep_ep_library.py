@@ -1,24 +1,21 @@
 """The optional `deep_ep` package: whether it can be used here, which of its APIs, and how its buffer is made.
 
-    ElasticBuffer                          from 2.0; any number of ranks, a group with an NCCL backend
-    Buffer, normal and low-latency modes   2, 4 or 8 ranks of a node; low-latency needs an RDMA device
-    Buffer, normal mode                    2, 4 or 8 ranks of a node
+    normal and low-latency modes   2, 4 or 8 ranks of a node, each with an RDMA device
+    normal mode                    2, 4 or 8 ranks of a node
 
-The first of these that is offered and fits is used.  Knows the package's limits.  Does not know how tokens travel.
+The first of these that the package offers and that fits is used, through its `Buffer`.
 
 Source: DeepEP (github.com/deepseek-ai/DeepEP), 1.2.1 and 2.1.0.
 """
 
 from __future__ import annotations
 
-import datetime
 import enum
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rollout.core.errors import StartupError
 from rollout.distributed.communicator import Communicator
@@ -32,9 +29,8 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class DeepEpApi(enum.Enum):
-    """What of the package is used, best first."""
+    """The modes in use, best first."""
 
-    ELASTIC = "ElasticBuffer"
     NORMAL_AND_LOW_LATENCY = "Buffer, normal and low-latency modes"
     NORMAL = "Buffer, normal mode"
 
@@ -87,25 +83,18 @@ def has_rdma_device() -> bool:
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
-def choose_api(
-    library: Any, shape: DeepEpShape, *, has_device_group: bool, has_rdma: bool
-) -> tuple[DeepEpApi, list[str]]:
-    """The best API that `library` offers and that fits, and why better ones are passed over.
+def choose_api(library: Any, shape: DeepEpShape, *, has_rdma: bool) -> tuple[DeepEpApi, list[str]]:
+    """The best modes that `library` offers and that fit, and why better ones are not used.
 
-    `has_device_group`: a process group for `ElasticBuffer` is there.  `has_rdma`: every rank has an RDMA device.
-    Raises `StartupError` with every reason if none fits.
+    `has_rdma`: every rank has an RDMA device.  Raises `StartupError` with every reason if nothing fits.
     """
-    common = _common_objections(shape)
-    elastic = _elastic_objections(library, shape, has_device_group)
-    normal = _normal_objections(library, shape)
-    low_latency = _low_latency_objections(library, shape, has_rdma)
-    if not common and not elastic:
-        return DeepEpApi.ELASTIC, []
-    if not common and not normal:
-        api = DeepEpApi.NORMAL if low_latency else DeepEpApi.NORMAL_AND_LOW_LATENCY
-        return api, elastic + low_latency
-    reasons = "; ".join(common or elastic + normal)
-    raise StartupError(f"--moe-a2a-backend deepep cannot carry this model on these ranks: {reasons}; all_to_all can")
+    reasons = _common_objections(shape) or _normal_objections(library, shape)
+    if reasons:
+        raise StartupError(
+            f"--moe-a2a-backend deepep cannot carry this model on these ranks: {'; '.join(reasons)}; all_to_all can"
+        )
+    objections = _low_latency_objections(library, shape, has_rdma)
+    return DeepEpApi.NORMAL if objections else DeepEpApi.NORMAL_AND_LOW_LATENCY, objections
 
 
 def _common_objections(shape: DeepEpShape) -> list[str]:
@@ -116,17 +105,6 @@ def _common_objections(shape: DeepEpShape) -> list[str]:
         found.append(f"{shape.num_ranks} ranks do not divide {shape.num_physical_experts} physical experts")
     if shape.top_k > 32:
         found.append(f"deep_ep sends a token to at most 32 experts, not {shape.top_k}")
-    return found
-
-
-def _elastic_objections(library: Any, shape: DeepEpShape, has_device_group: bool) -> list[str]:
-    if not hasattr(library, "ElasticBuffer"):
-        return ["this deep_ep has no ElasticBuffer"]
-    found = []
-    if not has_device_group:
-        found.append("ElasticBuffer needs a process group with an NCCL backend")
-    if shape.hidden_size % 256:
-        found.append(f"ElasticBuffer needs a hidden size that 256 divides, not {shape.hidden_size}")
     return found
 
 
@@ -156,16 +134,6 @@ def _low_latency_objections(library: Any, shape: DeepEpShape, has_rdma: bool) ->
     if shape.low_latency_tokens > _MAX_LOW_LATENCY_TOKENS:
         found.append(f"low-latency mode takes at most {_MAX_LOW_LATENCY_TOKENS} tokens a rank")
     return found
-
-
-def make_elastic_buffer(library: Any, shape: DeepEpShape, group: dist.ProcessGroup | None) -> Any:
-    return library.ElasticBuffer(
-        group=group,
-        num_max_tokens_per_rank=shape.max_tokens_per_rank,
-        hidden=shape.hidden_size,
-        num_topk=shape.top_k,
-        explicitly_destroy=True,
-    )
 
 
 def make_buffer(library: Any, shape: DeepEpShape, communicator: Communicator, low_latency: bool) -> Any:
@@ -223,30 +191,3 @@ def _decode(message: bytes) -> int | bytearray | None:
     if kind == b"i":
         return int(body)
     return bytearray(body) if kind == b"b" else None
-
-
-def form_device_group(
-    store: dist.Store, rank: int, num_ranks: int, device: torch.device | str, timeout_s: float
-) -> dist.ProcessGroup:
-    """A group whose backend works on tensors of `device`: NCCL on a GPU, gloo on a CPU.  Registered nowhere.
-
-    All ranks call it together; it returns when they are connected.
-    """
-    device = torch.device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    group = dist.ProcessGroup(store, rank, num_ranks)
-    if device.type == "cuda":
-        kind = dist.ProcessGroup.BackendType.NCCL
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        backend: Any = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    else:
-        kind = dist.ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
-    # NCCL connects at the first collective, and ElasticBuffer takes the connection as it finds it, null too.
-    options_of_sum = dist.AllreduceOptions()
-    options_of_sum.timeout = timeout
-    group.allreduce([torch.zeros(1, device=device)], options_of_sum).wait()
-    return group

@@ -15,16 +15,15 @@ from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from rollout.layers.moe.dispatchers.base import Dispatcher
+from rollout.layers.moe.dispatchers.all_tokens import AllTokensDispatcher
+from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
 from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, require_deep_ep
-from rollout.layers.moe.dispatchers.local import LocalDispatcher
-from rollout.layers.moe.dispatchers.none import AllTokensDispatcher
 
 
 @dataclass(frozen=True)
 class MoeBackend:
-    """What the settings say of dispatchers.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
+    """The settings of the dispatcher.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
 
     name: str = "none"
     max_step_tokens: int = 16384
@@ -32,7 +31,7 @@ class MoeBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherNeeds:
-    """What a dispatcher may want to know of the model and of this rank."""
+    """What a dispatcher is made from: sizes of the model, and this rank."""
 
     parallel: Parallel
     backend: MoeBackend
@@ -65,7 +64,7 @@ DISPATCHERS: dict[str, Callable[[DispatcherNeeds], Dispatcher]] = {
 
 
 def select_dispatcher(needs: DispatcherNeeds) -> Dispatcher:
-    """One for all MoE layers of a rank.  With one rank nothing moves, whatever the name.
+    """The dispatcher of all MoE layers of a rank.  With one rank nothing moves, under any name.
 
     Raises `StartupError` for a name that is not registered or that this machine does not have, and what the dispatcher
     raises.

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from rollout.distributed.communicator import pack_rows, unpack_rows
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
-from rollout.layers.moe.dispatchers.packing import pack_rows, unpack_rows
 
 
 class AllTokensDispatcher(Dispatcher):
