@@ -170,7 +170,7 @@ class StandInScheduler:
             "paused": self.paused,
             "weight_version": self.version,
             "weight_epoch": 0,
-            "weight_update": {"state": "idle"},
+            "weight_update": {"update_id": None, "state": "idle"},
             "dtype": "float32",
             "device": "cpu",
             "model_bytes": 2**30,

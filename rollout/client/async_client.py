@@ -6,44 +6,23 @@ Sends and waits; what is sent and how answers are read is in `calls`, `wire` and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
 from rollout.client import generation, wire
 from rollout.client.calls import Calls
-from rollout.client.method import Awaiting, Work
-from rollout.client.transport import client_options, no_answer, request_arguments
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.method import Awaiting, Steps
+from rollout.client.types import GenerateOptions, GenerationOutput
 
 T = TypeVar("T")
 
 
 class AsyncRolloutClient(Calls, Awaiting):
-    """A rollout server at `base_url`: the methods of `RolloutClient` as coroutines, `stream` as an async iterator.
+    """A rollout server at `base_url`: the methods of `RolloutClient` as coroutines, `stream` as an async iterator."""
 
-    Every method may raise `ServerError` (the server refused), `ServerUnreachable`, `ServerTimeout`,
-    `ResponseFormatError`, and `BadRequest` for arguments that cannot be sent.  The methods of weight refresh return the
-    server's answer and are what a `weight_sync` sender asks of its control side.
-    """
-
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:30000",
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        route_layout: RouteLayout | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self.base_url = base_url
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
-        self._timeouts = timeouts or Timeouts()
-        self._layout = route_layout
-        self._http = httpx.AsyncClient(**client_options(base_url), transport=transport)
+    _http_client = httpx.AsyncClient
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -59,16 +38,13 @@ class AsyncRolloutClient(Calls, Awaiting):
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        return self._events(call, request_arguments(call, self._timeouts, self._api_key, self._admin_api_key))
+        return self._events(call, self._connection.request(call))
 
-    async def _do(self, build: Callable[[], Work[T]]) -> T:
-        work = build()
-        if isinstance(work, wire.Call):
-            return await self._exchange(work)
+    async def _do(self, steps: Steps[T]) -> T:
         result: Any = None
         while True:
             try:
-                step = work.send(result)
+                step = steps.send(result)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             if isinstance(step, wire.Call):
@@ -77,11 +53,11 @@ class AsyncRolloutClient(Calls, Awaiting):
                 await asyncio.sleep(step)
 
     async def _exchange(self, call: wire.Call[T]) -> T:
-        arguments = request_arguments(call, self._timeouts, self._api_key, self._admin_api_key)
+        arguments = self._connection.request(call)
         try:
             response = await self._http.request(**arguments)
         except httpx.HTTPError as error:
-            return no_answer(error, call, self._timeouts, self.base_url)
+            return self._connection.no_answer(error, call)
         return call.parse(wire.Reply(response.status_code, response.content))
 
     async def _events(self, call: wire.Call[None], arguments: dict[str, Any]) -> AsyncGenerator[GenerationOutput, None]:
@@ -96,5 +72,5 @@ class AsyncRolloutClient(Calls, Awaiting):
                     if events.done:
                         return
         except httpx.HTTPError as error:
-            no_answer(error, call, self._timeouts, self.base_url)
+            self._connection.no_answer(error, call)
         events.require_done()

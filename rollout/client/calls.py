@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
+
+import httpx
 
 from rollout.client import generation
 from rollout.client.errors import ServerTimeout
 from rollout.client.method import Steps, method
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout
+from rollout.client.transport import Connection
+from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
     JsonObject,
     field_of,
     is_healthy,
+    method_call,
     nothing,
     object_of,
     reply_of,
@@ -35,15 +39,28 @@ from rollout.core.io_struct import (
 from rollout.core.message import AnyReply, ControlReqInput
 from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
 
-T = TypeVar("T")
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
 class Calls(WeightCalls):
     """What both clients can do."""
 
-    base_url: str
-    _layout: RouteLayout | None
+    _http_client: type
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:30000",
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        route_layout: RouteLayout | None = None,
+        transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url
+        self._layout = route_layout
+        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
+        self._http: Any = self._http_client(**self._connection.options(), transport=transport)
 
     # --- generation ----------------------------------------------------------------------------------------------
 
@@ -73,7 +90,7 @@ class Calls(WeightCalls):
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        return verb_call(ContinueGenerationReqInput, verb_result, abort_below_weight_version=abort_below_weight_version)
+        return method_call(ContinueGenerationReqInput, locals())
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -83,12 +100,12 @@ class Calls(WeightCalls):
     @method
     def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Make the server give memory back to the system; refused while requests run.  None: all that it can."""
-        return verb_call(ReleaseMemoryOccupationReqInput, verb_result, tags=_list(tags))
+        return method_call(ReleaseMemoryOccupationReqInput, locals())
 
     @method
     def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Let the server take released memory again.  None: all of it."""
-        return verb_call(ResumeMemoryOccupationReqInput, verb_result, tags=_list(tags))
+        return method_call(ResumeMemoryOccupationReqInput, locals())
 
     @method
     def start_profile(
@@ -100,19 +117,12 @@ class Calls(WeightCalls):
         record_shapes: bool = False,
     ) -> Call[JsonObject]:
         """Record every step from now on with torch's profiler; the `files` come at the stop or after `num_steps`."""
-        return verb_call(
-            StartProfileReqInput,
-            verb_result,
-            output_dir=output_dir,
-            num_steps=num_steps,
-            with_stack=with_stack,
-            record_shapes=record_shapes,
-        )
+        return method_call(StartProfileReqInput, locals())
 
     @method
     def stop_profile(self) -> Call[JsonObject]:
         """Write what was recorded; answers when the `files` are there."""
-        return verb_call(StopProfileReqInput, verb_result)
+        return method_call(StopProfileReqInput, locals())
 
     @method
     def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
@@ -171,7 +181,3 @@ class Calls(WeightCalls):
 
 def _health(timeout_s: float) -> Call[bool]:
     return Call("GET", "/health", is_healthy, timeout_s=timeout_s, unanswered=False)
-
-
-def _list(items: Sequence[T] | None) -> list[T] | None:
-    return None if items is None else list(items)

@@ -6,16 +6,15 @@ Sends and waits; what is sent and how answers are read is in `calls`, `wire` and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
 from rollout.client import generation, wire
 from rollout.client.calls import Calls
-from rollout.client.method import Blocking, Work
-from rollout.client.transport import client_options, no_answer, request_arguments
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.method import Blocking, Steps
+from rollout.client.types import GenerateOptions, GenerationOutput
 
 T = TypeVar("T")
 
@@ -28,22 +27,7 @@ class RolloutClient(Calls, Blocking):
     server's answer and are what a `weight_sync` sender asks of its control side.
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:30000",
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        route_layout: RouteLayout | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self.base_url = base_url
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
-        self._timeouts = timeouts or Timeouts()
-        self._layout = route_layout
-        self._http = httpx.Client(**client_options(base_url), transport=transport)
+    _http_client = httpx.Client
 
     def close(self) -> None:
         self._http.close()
@@ -59,16 +43,13 @@ class RolloutClient(Calls, Blocking):
     ) -> Generator[GenerationOutput, None, None]:
         """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        return self._events(call, request_arguments(call, self._timeouts, self._api_key, self._admin_api_key))
+        return self._events(call, self._connection.request(call))
 
-    def _do(self, build: Callable[[], Work[T]]) -> T:
-        work = build()
-        if isinstance(work, wire.Call):
-            return self._exchange(work)
+    def _do(self, steps: Steps[T]) -> T:
         result: Any = None
         while True:
             try:
-                step = work.send(result)
+                step = steps.send(result)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             if isinstance(step, wire.Call):
@@ -77,11 +58,11 @@ class RolloutClient(Calls, Blocking):
                 time.sleep(step)
 
     def _exchange(self, call: wire.Call[T]) -> T:
-        arguments = request_arguments(call, self._timeouts, self._api_key, self._admin_api_key)
+        arguments = self._connection.request(call)
         try:
             response = self._http.request(**arguments)
         except httpx.HTTPError as error:
-            return no_answer(error, call, self._timeouts, self.base_url)
+            return self._connection.no_answer(error, call)
         return call.parse(wire.Reply(response.status_code, response.content))
 
     def _events(self, call: wire.Call[None], arguments: dict[str, Any]) -> Generator[GenerationOutput, None, None]:
@@ -95,5 +76,5 @@ class RolloutClient(Calls, Blocking):
                     if events.done:
                         return
         except httpx.HTTPError as error:
-            no_answer(error, call, self._timeouts, self.base_url)
+            self._connection.no_answer(error, call)
         events.require_done()

@@ -16,7 +16,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Steps = Generator[Call[Any] | float, Any, T]
 """Calls to make, whose results come back, and seconds to wait; it returns the method's result."""
-Work = Call[T] | Steps[T]
 
 
 class Blocking:
@@ -40,11 +39,15 @@ class Method(Generic[P, T]):
         raise NotImplementedError
 
 
-def method(build: Callable[Concatenate[Any, P], Work[T]]) -> Method[P, T]:
-    """A method whose work is described by `build`, and done by its client's `_do`."""
+def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P, T]:
+    """A method whose steps are described by `build`, and done by its client's `_do`."""
+
+    def steps(self: Any, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
+        work = build(self, *args, **kwargs)
+        return (yield work) if isinstance(work, Call) else (yield from work)
 
     @functools.wraps(build)
     def do(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return self._do(functools.partial(build, self, *args, **kwargs))
+        return self._do(steps(self, *args, **kwargs))
 
     return cast(Method[P, T], do)

@@ -1,6 +1,6 @@
 """Server-sent events out of a byte stream.
 
-Knows the framing only.  Works on bytes because text that a model produced may contain characters which line
+Works on bytes because text that a model produced may contain characters which line
 iterators over `str` take for ends of lines.
 """
 

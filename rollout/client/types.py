@@ -1,6 +1,6 @@
 """What callers of the client see: options of a generation, its typed result, deadlines.
 
-Knows no wire format.  Shapes: see `capture.routed_experts`.
+Shapes: see `capture.routed_experts`.
 """
 
 from __future__ import annotations

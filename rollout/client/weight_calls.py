@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.client.method import method
-from rollout.client.wire import Call, JsonObject, field_of, json_of, object_of, verb_call, verb_result
+from rollout.client.wire import Call, JsonObject, field_of, json_of, method_call, object_of, verb_call
 from rollout.core.weight_io_struct import (
     DEFAULT_GROUP,
     AbortWeightUpdateReqInput,
@@ -49,21 +48,12 @@ class WeightCalls:
 
         `backend` None: the one that fits the server's device.
         """
-        return verb_call(
-            InitWeightsUpdateGroupReqInput,
-            verb_result,
-            master_address=master_address,
-            master_port=master_port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-        )
+        return method_call(InitWeightsUpdateGroupReqInput, locals())
 
     @method
     def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> Call[JsonObject]:
         """Make the server leave a process group."""
-        return verb_call(DestroyWeightsUpdateGroupReqInput, verb_result, group_name=group_name)
+        return method_call(DestroyWeightsUpdateGroupReqInput, locals())
 
     @method
     def begin_weight_update(
@@ -83,17 +73,7 @@ class WeightCalls:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.
         """
-        return verb_call(
-            BeginWeightUpdateReqInput,
-            verb_result,
-            weight_version=weight_version,
-            coverage=coverage,
-            manifest=None if manifest is None else [dict(entry) for entry in manifest],
-            base_version=base_version,
-            base_digest=base_digest,
-            lease_s=lease_s,
-            update_id=update_id,
-        )
+        return method_call(BeginWeightUpdateReqInput, locals())
 
     @method
     def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
@@ -116,18 +96,7 @@ class WeightCalls:
         update_id: str | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
-        return verb_call(
-            UpdateWeightsFromDistributedReqInput,
-            verb_result,
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
-            group_name=group_name,
-            load_format=load_format,
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            update_id=update_id,
-        )
+        return method_call(UpdateWeightsFromDistributedReqInput, locals())
 
     @method
     def update_weights_from_ipc(
@@ -141,14 +110,7 @@ class WeightCalls:
 
         `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
         """
-        return verb_call(
-            UpdateWeightsFromIPCReqInput,
-            verb_result,
-            zmq_handles=dict(zmq_handles),
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            update_id=update_id,
-        )
+        return method_call(UpdateWeightsFromIPCReqInput, locals())
 
     @method
     def update_weights_from_disk(
@@ -159,14 +121,7 @@ class WeightCalls:
         update_id: str | None = None,
     ) -> Call[JsonObject]:
         """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
-        return verb_call(
-            UpdateWeightsFromDiskReqInput,
-            verb_result,
-            model_path=model_path,
-            weight_version=weight_version,
-            load_format=load_format,
-            update_id=update_id,
-        )
+        return method_call(UpdateWeightsFromDiskReqInput, locals())
 
     @method
     def pull_weights(
@@ -182,16 +137,7 @@ class WeightCalls:
 
         `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
         """
-        return verb_call(
-            PullWeightsReqInput,
-            verb_result,
-            local_checkpoint_dir=local_checkpoint_dir,
-            source_dir=source_dir,
-            target_version=target_version,
-            update_memory=update_memory,
-            weight_version=weight_version,
-            update_id=update_id,
-        )
+        return method_call(PullWeightsReqInput, locals())
 
     @method
     def update_weights_from_tensor(
@@ -211,20 +157,7 @@ class WeightCalls:
 
         `format` "safetensors": a payload, or the shared memory, is a safetensors file; None: SGLang's pickles.
         """
-        payloads = serialized_named_tensors
-        return verb_call(
-            UpdateWeightsFromTensorReqInput,
-            verb_result,
-            serialized_named_tensors=None if payloads is None else [_base64(payload) for payload in payloads],
-            load_format=load_format,
-            format=format,
-            shm_name=shm_name,
-            shm_bytes=shm_bytes,
-            shm_unlink=shm_unlink or None,
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            update_id=update_id,
-        )
+        return method_call(UpdateWeightsFromTensorReqInput, locals() | {"shm_unlink": shm_unlink or None})
 
     @method
     def end_weight_update(
@@ -235,24 +168,19 @@ class WeightCalls:
         `phase` "verify" or "commit": only that half, so that several servers can switch together.  With the
         `update_id` of a refresh that is in force already it answers as before.
         """
-        return verb_call(EndWeightUpdateReqInput, verb_result, phase=phase, update_id=update_id)
+        return method_call(EndWeightUpdateReqInput, locals())
 
     @method
     def abort_weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
         """Drop an open refresh; the old weights serve on."""
-        return verb_call(AbortWeightUpdateReqInput, verb_result, update_id=update_id)
+        return method_call(AbortWeightUpdateReqInput, locals())
 
     @method
     def update_weight_version(
         self, new_version: str, abort_all_requests: bool = False, update_id: str | None = None
     ) -> Call[JsonObject]:
         """Rename the weights that serve now."""
-        fields: JsonObject = {
-            "new_version": new_version,
-            "abort_all_requests": abort_all_requests,
-            "update_id": update_id,
-        }
-        return verb_call(UpdateWeightVersionReqInput, verb_result, **fields)
+        return method_call(UpdateWeightVersionReqInput, locals())
 
     @method
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Call[Any]:
@@ -264,10 +192,4 @@ class WeightCalls:
         self, action: str = "checksum", keep_content: bool = False, skip_tensor_list: Sequence[str] | None = None
     ) -> Call[JsonObject]:
         """Prove what serves: `checksum`, `snapshot`, `compare` (an error where tensors differ), `reset_tensors`."""
-        skipped = None if skip_tensor_list is None else list(skip_tensor_list)
-        fields: JsonObject = {"action": action, "keep_content": keep_content or None, "skip_tensor_list": skipped}
-        return verb_call(WeightsCheckerReqInput, verb_result, **fields)
-
-
-def _base64(payload: bytes | str) -> str:
-    return payload if isinstance(payload, str) else base64.b64encode(payload).decode()
+        return method_call(WeightsCheckerReqInput, locals() | {"keep_content": keep_content or None})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlencode
@@ -12,6 +12,7 @@ import msgspec
 
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.types import Timeouts
+from rollout.core.errors import BadRequest
 from rollout.core.message import AnyReply, ControlReqInput, Method, reply_type
 
 T = TypeVar("T")
@@ -154,6 +155,26 @@ def verb_call(
         timeout=endpoint.client_waits or ("weights" if endpoint.timeout_s is None else "control"),
         timeout_s=timeout_s,
     )
+
+
+def method_call(verb: type[ControlReqInput], arguments: Mapping[str, Any]) -> Call[JsonObject]:
+    """The call of a client's method; `arguments` are its own, `self` included, and have the names of the verb's fields.
+
+    Bytes are sent as base64.  Raises `BadRequest` for what JSON cannot hold.
+    """
+    given = {name: value for name, value in arguments.items() if name != "self"}
+    try:
+        return verb_call(verb, verb_result, **msgspec.to_builtins(given, enc_hook=_plain))
+    except TypeError as error:
+        raise BadRequest(f"{verb.endpoint.path}: the arguments cannot be sent as JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def reply_of(verb: type[ControlReqInput[AnyReply]]) -> Callable[[Reply], AnyReply]:

@@ -1,8 +1,4 @@
-"""Control verbs that need no weights: pause, flush, state, shutdown.
-
-Knows the scheduler's public face, and whom to ask for the rest of the state.  Does not know sockets or weight
-transactions.
-"""
+"""Control verbs that need no weights: pause, flush, state, shutdown."""
 
 from __future__ import annotations
 
@@ -118,7 +114,7 @@ class Control:
         return verb.answer(GiveUpPauseReply(paused=scheduler.serving.is_paused))
 
     def _end_waiting(self) -> None:
-        """Nobody waits any more for what did not come: as it was before."""
+        """Restore the state before a pause that no caller waits for any more."""
         serving = self._scheduler.serving
         if serving.is_pausing and not self._awaited:
             serving.give_up_pause()

@@ -6,13 +6,12 @@
     moving                 a chunk of layers between two steps: move, put the map in force, agree that it is one map
 
 All of it in the same turn on all ranks.  A weight update goes first: while one is open nothing is moved, and what was
-not moved yet is dropped.  Knows turns, verbs and votes.  Does not know planners, bytes or how a refresh works.
+not moved yet is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -30,12 +29,14 @@ from eplb.errors import EplbError, EplbRequestError, RebalanceRefused, TornTrans
 from eplb.manager import RebalanceManager, Stage
 from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
+from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
-from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
+from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
 from rollout.core.message import ControlReqOutput
 from rollout.scheduler.scheduler import Scheduler, failure
 
-_OVERDUE = 10  # evaluations that may be missed, as while a weight update is open, before the engine is not well
+_OVERDUE = 10
+"""Evaluations that may be missed, as while a weight update is open, before the balancer is reported as stuck."""
 
 
 class _Planned(msgspec.Struct):
@@ -72,23 +73,24 @@ class EplbControl:
 
     @property
     def verbs(self) -> dict[type, Callable]:
-        return {EplbRebalanceReqInput: self._asked}
+        return {EplbRebalanceReqInput: self._on_verb}
 
-    def status(self) -> dict[str, Any]:
-        """Plain values for metrics and health."""
-        status = self._manager.status()
-        return status | {"counts_loads": self._history.is_counted, "stuck": status["stuck"] or self._overdue()}
+    def status(self) -> EplbState:
+        """For metrics and health."""
+        state = EplbState(**self._manager.status(), counts_loads=self._history.is_counted)
+        state.stuck = state.stuck or self._overdue()
+        return state
 
     def _overdue(self) -> str | None:
         """Steps run, and no evaluation is made."""
         every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
         if unseen <= _OVERDUE * every:
             return None
-        return f"the balance of ranks was not looked at for {unseen} steps, due every {every}"
+        return f"the balance of ranks was not evaluated for {unseen} steps, due every {every}"
 
     # --- an evaluation --------------------------------------------------------------------------------------------
 
-    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+    def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         """Answered when it was decided not to move, or when moving has ended."""
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
@@ -192,7 +194,7 @@ class EplbControl:
             return True
         self._manager.planned(decision, move=verb is None or not verb.dry_run)
         if verb is None and decision.rebalances and self._plans:
-            print(f"lockstep: rebalance: {decision.reason}", file=sys.stderr, flush=True)
+            say(f"rebalance: {decision.reason}")
         return True
 
     def _move(self) -> None:
@@ -208,7 +210,7 @@ class EplbControl:
                 if not manager.num_chunks_done:
                     self._transfer.prepare(decision.migration, placement.epoch)
                 seconds = self._transfer.run(chunk, placement.epoch)
-                self._put_in_force(decision.plan, chunk.layers)
+                self._publish_map(decision.plan, chunk.layers)
         except EplbError as error:
             manager.drop(error)
             if isinstance(error, TornTransferError):
@@ -216,8 +218,8 @@ class EplbControl:
             return
         manager.chunk_done(seconds, placement.epoch)
 
-    def _put_in_force(self, plan: Plan, layers: range) -> None:
-        """The map that says what slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
+    def _publish_map(self, plan: Plan, layers: range) -> None:
+        """Adopt the map of what the slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
         placement = self._state.placement
         try:
             placement.adopt(plan.location(), torch.from_numpy(plan.split_LP), list(layers))
@@ -239,9 +241,9 @@ class EplbControl:
         if verb is not None:
             self._scheduler.reply(self._answer(verb))
         elif self._manager.error is not None and self._plans:
-            print(f"lockstep: no rebalance: {self._manager.error}", file=sys.stderr, flush=True)
+            say(f"no rebalance: {self._manager.error}")
 
-    def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput:
+    def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput[EplbRebalanceReply]:
         decision, outcome, error = self._manager.decision, self._manager.outcome, self._manager.error
         if error is not None:
             return failure(verb.request_id, error)
@@ -250,14 +252,18 @@ class EplbControl:
         if moved and outcome is not None and outcome.dropped is not None:
             done = f"{outcome.chunks_done} of {outcome.num_chunks} chunks were moved"
             return failure(verb.request_id, Conflict(f"{done}; {outcome.dropped}"))
-        data = {"rebalanced": moved, "dry_run": verb.dry_run, "decision": decision.facts()}
-        data["placement_epoch"] = self._state.placement.epoch
+        reply = EplbRebalanceReply(
+            rebalanced=moved,
+            dry_run=verb.dry_run,
+            decision=decision.facts(),
+            placement_epoch=self._state.placement.epoch,
+        )
         if moved and outcome is not None:
-            data["outcome"] = outcome.facts()
+            reply.outcome = outcome.facts()
         if verb.dry_run and decision.plan is not None:
-            data["physical_to_logical_map"] = decision.plan.physical_to_logical_LP.tolist()
-            data["split"] = decision.plan.split_LP.tolist()
-        return verb.answer(msgspec.convert(data, EplbRebalanceReply), decision.reason)
+            reply.physical_to_logical_map = decision.plan.physical_to_logical_LP.tolist()
+            reply.split = decision.plan.split_LP.tolist()
+        return verb.answer(reply, decision.reason)
 
 
 class NoExpertsToMove:
@@ -268,7 +274,7 @@ class NoExpertsToMove:
 
     @property
     def verbs(self) -> dict[type, Callable]:
-        return {EplbRebalanceReqInput: self._asked}
+        return {EplbRebalanceReqInput: self._on_verb}
 
     def advance(self) -> None:
         """Nothing to do."""
@@ -276,12 +282,12 @@ class NoExpertsToMove:
     def status(self) -> None:
         """Nothing to show."""
 
-    def _asked(self, verb: EplbRebalanceReqInput) -> None:
+    def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         raise UnsupportedFeature(self._reason)
 
 
 def _planned(work: Callable[[], Decision]) -> _Planned:
-    """In the planner's thread: whatever goes wrong there is an answer."""
+    """In the planner's thread.  Never raises: errors are returned."""
     try:
         return _Planned(decision=work())
     except Exception as error:

@@ -1,7 +1,4 @@
-"""The balancer's parts from the server's settings: where experts start, what counts, what decides, what moves.
-
-Knows their constructors, as `build` knows those of everything else.
-"""
+"""The balancer's parts from the server's settings: where experts start, what counts, what decides, what moves."""
 
 from __future__ import annotations
 

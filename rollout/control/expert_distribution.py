@@ -1,13 +1,12 @@
 """The verbs of the load recorder and of the expert map: start, stop, dump, and which expert is where.
 
 They are answered between two steps, without a turn in the weight verbs' queue, so that what they say belongs to one
-moment.
+moment.  What is counted is in `eplb.load_recorder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import torch
@@ -16,13 +15,18 @@ from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
 from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
 from rollout.core.expert_io_struct import (
+    DumpExpertDistributionReply,
     DumpExpertDistributionReqInput,
+    ExpertLoadState,
+    ExpertLocationReply,
     GetExpertLocationReqInput,
+    StartExpertDistributionReply,
     StartExpertDistributionReqInput,
+    StopExpertDistributionReply,
     StopExpertDistributionReqInput,
 )
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.message import ControlReqInput, ControlReqOutput, reply_type
+from rollout.core.message import ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.communicator import Communicator
 from rollout.model_executor.model_state import ServingEpoch
@@ -30,7 +34,7 @@ from rollout.scheduler.scheduler import Scheduler
 
 
 def recorded_model(config: ModelConfig) -> RecordedModel:
-    """What a dump says of a model, and compares."""
+    """What a dump records of a model, and what a placement from one is compared with."""
     return RecordedModel(config.architecture, config.moe_layer_ids, config.num_experts, config.num_experts_per_tok)
 
 
@@ -53,12 +57,13 @@ class ExpertDistribution:
             GetExpertLocationReqInput: self._location,
         }
 
-    def status(self) -> dict[str, Any] | None:
-        """What metrics show; None before the first start."""
+    def status(self) -> ExpertLoadState | None:
+        """For metrics; None before the first start."""
         if self._recorder is None:
             return None
         layer_ids = list(self._state.model.config.moe_layer_ids)
-        return self._recorder.status() | {"recording": self._is_recording, "moe_layer_ids": layer_ids}
+        facts = self._recorder.status() | {"recording": self._is_recording, "moe_layer_ids": layer_ids}
+        return msgspec.convert(facts, ExpertLoadState)
 
     @property
     def _is_recording(self) -> bool:
@@ -70,31 +75,34 @@ class ExpertDistribution:
         ids_TLK, input_ids, positions = gather_step(batch, ids_TLK, self._state.model.parallel.attn_dp)
         self._recorder.note(ids_TLK, epoch, input_ids, positions)
 
-    def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput:
+    def _start(self, verb: StartExpertDistributionReqInput) -> ControlReqOutput[StartExpertDistributionReply]:
         config = self._require_moe()
         mode = verb.mode or self._default_mode
         if self._is_recording:
             assert self._recorder is not None
             if self._recorder.mode != mode:
                 raise Conflict(f"already recording in mode {self._recorder.mode}; stop it before mode {mode}")
-            return _done(verb, "Already recording the expert distribution; nothing changed.", {"mode": mode})
+            return verb.answer(
+                StartExpertDistributionReply(mode=mode), "Already recording the expert distribution; nothing changed."
+            )
         dropped = 0 if self._recorder is None else self._recorder.num_passes
         placement = self._state.placement
         layers, experts = len(config.moe_layer_ids), config.num_experts
         self._recorder = LoadRecorder(layers, experts, placement, mode, placement.ep_size)
         self._runner.route_observers.append(self._observe)
-        return _done(verb, "Start recording the expert distribution.", {"mode": mode, "num_passes_dropped": dropped})
+        reply = StartExpertDistributionReply(mode=mode, num_passes_dropped=dropped)
+        return verb.answer(reply, "Start recording the expert distribution.")
 
-    def _stop(self, verb: StopExpertDistributionReqInput) -> ControlReqOutput:
+    def _stop(self, verb: StopExpertDistributionReqInput) -> ControlReqOutput[StopExpertDistributionReply]:
         self._require_moe()
         if not self._is_recording:
             raise Conflict("the expert distribution is not being recorded")
         recorder = self._require_recorder()
         self._runner.route_observers.remove(self._observe)
-        data = {"mode": recorder.mode, "num_passes": recorder.num_passes}
-        return _done(verb, "Stop recording the expert distribution.", data)
+        reply = StopExpertDistributionReply(mode=recorder.mode, num_passes=recorder.num_passes)
+        return verb.answer(reply, "Stop recording the expert distribution.")
 
-    def _dump(self, verb: DumpExpertDistributionReqInput) -> ControlReqOutput:
+    def _dump(self, verb: DumpExpertDistributionReqInput) -> ControlReqOutput[DumpExpertDistributionReply]:
         config = self._require_moe()
         recorder = self._require_recorder()
         dump = recorder.dump(recorded_model(config).to_header())
@@ -102,26 +110,24 @@ class ExpertDistribution:
             raise TooLarge(f"the dump has {dump.num_numbers} numbers, too many for JSON: take format safetensors")
         if verb.reset:
             recorder.reset()
-        return _done(verb, "Dump the expert distribution.", {"dump": dump.to_message()})
+        return verb.answer(DumpExpertDistributionReply(dump=dump.to_message()), "Dump the expert distribution.")
 
-    def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput:
+    def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput[ExpertLocationReply]:
         self._require_moe()
         placement, epoch = self._state.placement, self._state.epoch
         metadata = placement.metadata
-        return _done(
-            verb,
-            "",
-            {
-                "placement_epoch": placement.epoch,
-                "weight_version": epoch.weight_version,
-                "weight_epoch": epoch.weight_epoch,
-                "ep_size": placement.ep_size,
-                "num_logical_experts": metadata.num_logical_experts,
-                "num_physical_experts": metadata.num_physical_experts,
-                "moe_layer_ids": list(self._state.model.config.moe_layer_ids),
-                "physical_to_logical_map": metadata.physical_to_logical_map.tolist(),
-                "logical_to_physical_map": placement.slots_of_experts().tolist(),
-            },
+        return verb.answer(
+            ExpertLocationReply(
+                placement_epoch=placement.epoch,
+                weight_version=epoch.weight_version,
+                weight_epoch=epoch.weight_epoch,
+                ep_size=placement.ep_size,
+                num_logical_experts=metadata.num_logical_experts,
+                num_physical_experts=metadata.num_physical_experts,
+                moe_layer_ids=list(self._state.model.config.moe_layer_ids),
+                physical_to_logical_map=metadata.physical_to_logical_map.tolist(),
+                logical_to_physical_map=placement.slots_of_experts().tolist(),
+            )
         )
 
     def _require_moe(self) -> ModelConfig:
@@ -148,7 +154,3 @@ def gather_step(
     columns = [batch.input_ids.unsqueeze(1), batch.positions.unsqueeze(1), ids_TLK.flatten(1)]
     gathered = ranks.all_gather_rows(torch.cat(columns, dim=1), batch.global_num_tokens)
     return gathered[:, 2:].to(ids_TLK.dtype).unflatten(1, ids_TLK.shape[1:]), gathered[:, 0], gathered[:, 1]
-
-
-def _done(verb: ControlReqInput, message: str, data: dict[str, Any]) -> ControlReqOutput:
-    return verb.answer(msgspec.convert(data, reply_type(type(verb))), message)

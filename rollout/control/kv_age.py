@@ -2,8 +2,6 @@
 
 Age counts commits: KV that was written under weight epoch 3 is 2 behind in epoch 5, whatever the labels say.  KV in the
 prefix cache is never behind: its namespaces end with their epoch.
-
-Knows requests, their KV's epochs and labels.  Does not know why a commit happened.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@
                            |------resume---> awaiting refresh --complete refresh--> in use
                            `-----------------complete refresh--> in use; a resume after it has nothing left to do
 
-A verb says everything that is wrong before it changes anything.  While memory of a tag is released (one that holds none
+A verb checks everything before it changes anything.  While memory of a tag is released (one that holds none
 withholds nothing) or the weights have no content, no step runs and new requests are refused; requests that wait hold no
 KV, and go on afterwards.
-
-Knows tags, the verbs' turn in the weight queue, and how a refresh shows.  Does not know pages: `MemorySaver` does.
 """
 
 from __future__ import annotations
@@ -191,7 +189,7 @@ class MemoryControl:
             self._withhold()
 
     def _withhold(self) -> str | None:
-        """Tell the scheduler whether anything may be served, and why not."""
+        """Withhold service while memory or content is missing; the reason, None if nothing is."""
         reason = None
         without = [tag for tag in TAGS if tag in self._released and self._require_saver().nbytes(tag)]
         if without:

@@ -1,11 +1,10 @@
-"""A full refresh brings every expert's weights anyway: it may as well write them to where they are best held.
+"""A full refresh can adopt a new expert placement for free: it writes every expert's weights anyway.
 
     opened   on the scheduler's thread: the loads so far, where adopting is wanted
     target   on the I/O thread: a fresh placement is planned for them and proposed; staging goes to its slots
     commit   the weights come into force, and with them the placement: no expert is moved
 
 Without loads, for partial updates and where staging writes into the model itself, the placement stays as it is.
-Knows when a placement is proposed and adopted.  Does not know how one is planned.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
 """
@@ -69,7 +68,7 @@ class PlacementAdoption:
         self._outcome = "the placement stays: not asked to adopt one"
 
     def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
-        """An update is about to be opened; on the scheduler's thread.
+        """Called before an update is opened, on the scheduler's thread.
 
         `epoch`: its sender goes by the placement of this epoch.  Raises `Conflict` if another one is in force,
         `BadRequest` where nothing can be adopted.
@@ -104,7 +103,7 @@ class PlacementAdoption:
         return self._weights.under_proposed_placement()
 
     def adopt(self) -> dict[str, object]:
-        """The update is in force: so is what was proposed for it.  Facts for the reply."""
+        """Adopt what was proposed for the update that was committed; facts for the reply."""
         adopted = self._placement.has_proposal
         if adopted:
             self._placement.adopt_proposed()

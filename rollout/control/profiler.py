@@ -6,8 +6,6 @@ A trace is held in memory until it is written, so it ends by itself after `MAX_P
 the steps; a second one is refused until then.
 
 The ranks of an engine begin, end and have written in the same turns: what one of them cannot do has failed on all.
-
-Knows the profiler's verbs and files.  Does not know what a step does.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class StepProfiler:
         self._scheduler = scheduler
         self._trace: _Trace | None = None
         self._steps_left = 0
-        self._num_steps = 0  # of this rank, when last looked at
+        self._num_steps = 0  # of this rank, at the last check
         self._writing: _Trace | None = None
         self._asked: StopProfileReqInput | None = None  # who waits for what is being written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="profiler")
@@ -129,8 +127,7 @@ class StepProfiler:
         self._writing = self._asked = None
         error = self._anywhere(mine)
         if verb is None:
-            said = f"wrote a profile to {trace.own_file}" if error is None else f"no profile was written: {error}"
-            say(said)
+            say(f"wrote a profile to {trace.own_file}" if error is None else f"no profile was written: {error}")
         elif error is not None:
             self._scheduler.reply(failure(verb.request_id, error))
         else:
@@ -156,10 +153,10 @@ class StepProfiler:
         tp, position = self._scheduler.parallel.tp, self._scheduler.parallel.position
         if tp.size == 1 and (mine is None or isinstance(mine, Exception)):
             return mine
-        word = "" if mine is None else f"rank {position.world_rank}: {mine or type(mine).__name__}"
+        reason = "" if mine is None else f"rank {position.world_rank}: {mine or type(mine).__name__}"
         status = 200 if mine is None else status_of(mine)
-        told = [msgspec.msgpack.decode(data) for data in tp.gather_bytes(msgspec.msgpack.encode([word, status]))]
-        return next((PeerRankError(word, status) for word, status in told if word), None)
+        found = [msgspec.msgpack.decode(data) for data in tp.gather_bytes(msgspec.msgpack.encode([reason, status]))]
+        return next((PeerRankError(reason, status) for reason, status in found if reason), None)
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,16 +1,14 @@
-"""What the ranks of all engines of the server tell each other about a weight verb: it goes well everywhere or nowhere.
+"""Agreement of the ranks of all engines of the server on a weight verb: it succeeds everywhere or nowhere.
 
     I/O thread of every rank     planned, io ... exchange* (a plan to share, the vote on a whole update) ... over
     scheduler's thread           step part: one vote on what was written
 
 Every exchange names the verb that it belongs to and what the rank serves.  A rank whose part is over, because it
-failed or because nothing is left to do, says so in place of the exchange that the others are at, and then it is over
-for all of them: whatever happens on one rank, the calls of all match.  Between two exchanges nobody communicates.
+failed or because nothing is left to do, sends that in place of the exchange that the others are at, and then it is
+over for all of them: the calls of all ranks match in every case.  Between two exchanges there is no communication.
 
 An exchange that raises is in doubt: some ranks may have what others lack.  That ends the engine, as do ranks that are
 at different verbs or serve different versions.
-
-Knows how verbs end.  Does not know what a verb does.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class VerbMark(msgspec.Struct, frozen=True):
     weight_epoch: int
 
 
-class _Word(msgspec.Struct):
+class _Report(msgspec.Struct):
     """`payload` None: this rank's part is over, with `error` (empty: well) and its status."""
 
     mark: VerbMark
@@ -69,16 +67,16 @@ class RankConsensus:
         """What every rank brings, by rank; within `run`.  Raises `PeerRankError` where another one's part is over."""
         if self.is_alone:
             return [mine]
-        words = self._share(_Word(self._current, mine))
-        self._failure = _failure_of(words)
+        reports = self._share(_Report(self._current, mine))
+        self._failure = _failure_of(reports)
         if self._failure is not None:
             raise self._failure
-        return [word.payload or b"" for word in words]
+        return [report.payload or b"" for report in reports]
 
     def vote(self, mine: bool) -> bool:
         """Whether all ranks say yes, and none is over; within `run`."""
         try:
-            return all(said == b"yes" for said in self.exchange(b"yes" if mine else b"no"))
+            return all(vote == b"yes" for vote in self.exchange(b"yes" if mine else b"no"))
         except PeerRankError:
             return False
 
@@ -92,8 +90,8 @@ class RankConsensus:
         except RankLostError as error:
             raise RankLostError(f"the commit of a weight update is in doubt: {error}") from error
 
-    def run(self, mark: VerbMark, work: Callable[[], T], take_back: Callable[[str], None] | None) -> T:
-        """`work()` on every rank.  `take_back(reason)`: it went well only here.
+    def run(self, mark: VerbMark, work: Callable[[], T], roll_back: Callable[[str], None] | None) -> T:
+        """`work()` on every rank.  `roll_back(reason)` undoes it if another rank failed.
 
         Raises this rank's error, else `PeerRankError` with that of the first rank that failed; `FatalError`.
         """
@@ -113,8 +111,8 @@ class RankConsensus:
         if error is not None:
             raise error
         if failure is not None:
-            if take_back is not None:
-                take_back(str(failure))
+            if roll_back is not None:
+                roll_back(str(failure))
             raise failure
         return result
 
@@ -123,28 +121,28 @@ class RankConsensus:
         assert self._mark is not None, "ranks exchange something within a verb only"
         return self._mark
 
-    def _share(self, mine: _Word) -> list[_Word]:
-        """The words of all ranks.  Raises `RankLostError`, `FatalError`."""
+    def _share(self, mine: _Report) -> list[_Report]:
+        """The reports of all ranks.  Raises `RankLostError`, `FatalError`."""
         shared = self._weight_io.gather_bytes(msgspec.msgpack.encode(mine))
-        words = [msgspec.msgpack.decode(data, type=_Word) for data in shared]
-        marks = {word.mark for word in words}
+        reports = [msgspec.msgpack.decode(data, type=_Report) for data in shared]
+        marks = {report.mark for report in reports}
         if len(marks) > 1:
             raise FatalError(f"the ranks are not at the same weight verb: {sorted(map(str, marks))}")
-        return words
+        return reports
 
 
-def _over(mark: VerbMark, error: Exception | None) -> _Word:
+def _over(mark: VerbMark, error: Exception | None) -> _Report:
     if error is None:
-        return _Word(mark)
-    return _Word(mark, error=str(error) or type(error).__name__, status_code=status_of(error))
+        return _Report(mark)
+    return _Report(mark, error=str(error) or type(error).__name__, status_code=status_of(error))
 
 
-def _failure_of(words: list[_Word]) -> PeerRankError | None:
+def _failure_of(reports: list[_Report]) -> PeerRankError | None:
     """Why the verb has failed, the same for all ranks; None where all go on, or all are over and well."""
-    for rank, word in enumerate(words):
-        if word.error:
-            return PeerRankError(f"rank {rank}: {word.error}", word.status_code)
-    over = [word.payload is None for word in words]
+    for rank, report in enumerate(reports):
+        if report.error:
+            return PeerRankError(f"rank {rank}: {report.error}", report.status_code)
+    over = [report.payload is None for report in reports]
     if any(over) and not all(over):
         states = f"rank {over.index(True)} had nothing left to agree on, rank {over.index(False)} had"
         return PeerRankError(f"the ranks are in different states: {states}", 409)

@@ -1,7 +1,6 @@
 """Sessions as the scheduler sees them: what KV each keeps, and the end of its pin.
 
-Knows requests, pins and nodes of the prefix cache.  Does not schedule: which engine a session goes to, and when, is
-decided elsewhere.
+Which engine a session goes to, and when, is the router's decision.
 """
 
 from __future__ import annotations

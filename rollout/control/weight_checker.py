@@ -2,7 +2,6 @@
 
 Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile; filling
 with NaN happens between two steps and leaves the engine poisoned until a complete refresh.
-Knows when the weights may be read or filled.  How is `weight_sync.checker`'s business.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""`WeightCommit`: puts a verified transaction in force between two steps, and says what serves from then on.
-
-Knows the order of a commit.  Does not know verbs, or who opened the transaction.
-"""
+"""`WeightCommit`: writes and publishes a verified transaction between two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from rollout.control.placement_adoption import PlacementAdoption
-from rollout.control.weight_labels import PartialLabel, successor
 from rollout.core.errors import FatalError
 from rollout.core.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
@@ -70,7 +67,7 @@ class WeightCommit:
         return committed(reply), reply
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
-        """What is in force from now on is called."""
+        """The label of what is in force from now on."""
         epoch, label = self._scheduler.runner.state.epoch, result.weight_version
         if not result.names:
             return epoch.weight_version if alone or label is None else label
@@ -80,5 +77,36 @@ class WeightCommit:
 
 
 def committed(reply: CommitReply) -> str:
-    """What its sender is told."""
+    """The message to its sender."""
     return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."
+
+
+# --- labels ------------------------------------------------------------------------------------------------------
+
+
+class PartialLabel:
+    """The label of content that comes by calls of their own, while some tensors are still of an older version.
+
+    Remembers the names that came under one label, by calls right after each other.
+    """
+
+    def __init__(self) -> None:
+        self._label = ""
+        self._weight_epoch = -1  # of the last of them
+        self._names: set[str] = set()
+
+    def after(self, label: str, names: Collection[str], total: int, weight_epoch: int) -> str:
+        """`label` where all `total` tensors came under it, else how many did.  `weight_epoch`: the one in force."""
+        goes_on = self._label == label and self._weight_epoch == weight_epoch and self._names.isdisjoint(names)
+        self._names = self._names.union(names) if goes_on else set(names)
+        self._label, self._weight_epoch = label, weight_epoch + 1
+        count = len(self._names)
+        return label if count == total else f"{label}~{count}of{total}"
+
+
+def successor(version: str) -> str:
+    """A label for new content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content."""
+    stem, plus, count = version.rpartition("+")
+    if plus and count.isdigit():
+        return f"{stem}+{int(count) + 1}"
+    return f"{version}+1"

@@ -2,8 +2,8 @@
 
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
-Knows verbs and the order of a refresh.  What a transaction is belongs to `weight_sync`, whose turn it is to
-`weight_queue`, the commit to `weight_commit`, and what happens without a verb (leases, pauses) to `weight_watch`.
+Transactions are `weight_sync`'s, whose turn it is `weight_queue`'s; `weight_commit` commits, and `lease_monitor` does
+what happens without a verb (leases, pauses).
 
 Clients without begin/end: paused, their first bucket opens a transaction and `continue_generation` settles it, with
 full coverage; running, each call is a transaction of its own on the tensors that it names, and its label says so until
@@ -23,15 +23,14 @@ from typing import Any
 import msgspec
 
 from rollout.control.kv_age import abort_below, require_known_version
+from rollout.control.lease_monitor import LeaseMonitor
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
-from rollout.control.weight_commit import WeightCommit, committed
+from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
-from rollout.control.weight_labels import successor
 from rollout.control.weight_queue import Job, WeightQueue
 from rollout.control.weight_reading import shown_weights
 from rollout.control.weight_sources import SOURCES
-from rollout.control.weight_watch import WeightWatch
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.message import ControlReqInput, ControlReqOutput, NoReply, Reply
@@ -56,7 +55,7 @@ from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
 CONTINUE_WAITS_S = 10.0
-"""A continue waits so long for a bucket on its way: of a trainer that is there, it is short of that by far."""
+"""A continue waits so long for a bucket that is being sent; one of a live trainer needs far less."""
 
 
 class _Continue(ContinueGenerationReqInput, kw_only=True):
@@ -66,7 +65,7 @@ class _Continue(ContinueGenerationReqInput, kw_only=True):
 
 
 class WeightControl:
-    """`pause_timeout_s`: see `WeightWatch`."""
+    """`pause_timeout_s`: see `LeaseMonitor`."""
 
     def __init__(
         self,
@@ -75,18 +74,24 @@ class WeightControl:
         wake: Callable[[], None],
         consensus: RankConsensus,
         adoption: PlacementAdoption,
+        commit: WeightCommit,
         pause_timeout_s: float | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
-        self._commit = WeightCommit(scheduler, updater, adoption)
-        self._watch = WeightWatch(scheduler, updater, pause_timeout_s)
+        self._commit = commit
+        self._leases = LeaseMonitor(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(
-            scheduler, wake, consensus, finished=self._after_verb, settle=self._watch.settle, hurry=self._hurry
+            scheduler,
+            wake,
+            consensus,
+            finished=self._after_verb,
+            settle=self._leases.check,
+            wait_limit=self._wait_limit,
         )
         self._num_pauses = 0
-        self._starts_anew = False  # by a pause that came amid a verb
+        self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
         self._found_digest: str | None = None
         self._last_status = updater.status()
@@ -121,14 +126,6 @@ class WeightControl:
         """Further verbs that take their turn in the queue, by message type."""
         self._queue.add(planners)
 
-    def opening(self) -> None:
-        """A refresh of another file's is about to be opened; on the scheduler's thread."""
-        self._adoption.opening()
-
-    def commit(self) -> tuple[str, CommitReply]:
-        """Put the verified transaction in force, at a step boundary; message and reply."""
-        return self._commit.run()
-
     @property
     def under_way(self) -> str | None:
         """Why weights and the places of experts must stay as they are for now, as far as this rank knows."""
@@ -138,7 +135,7 @@ class WeightControl:
 
     @property
     def has_verbs(self) -> bool:
-        """Whether somebody waits for the answer of a weight verb; the same on all ranks of the engine."""
+        """Whether a weight verb has yet to be answered; the same on all ranks of the engine."""
         return not self._queue.is_empty
 
     def on_pause(self) -> None:
@@ -150,12 +147,12 @@ class WeightControl:
 
     def on_paused(self) -> None:
         """Generation is paused."""
-        self._watch.on_pause()
+        self._leases.on_pause()
 
     def require_no_update_in_pause(self) -> None:
         """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
-        amid = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
-        if amid and self._scheduler.serving.is_paused:
+        is_receiving = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
+        if is_receiving and self._scheduler.serving.is_paused:
             raise Conflict("a weight update is being received in this pause; continue_generation settles it")
 
     def on_pause_given_up(self) -> None:
@@ -164,8 +161,7 @@ class WeightControl:
             self._updater.drop("the pause in which it was sent was given up")
 
     def _forget_loss(self) -> None:
-        """Of a loss before the last pause: not amid a verb, which may lose an update on one rank sooner than on
-        another."""
+        """Forget a loss before the last pause, but not during a verb: ranks may lose an update at different times."""
         if self._starts_anew:
             self._updater.book.forget_loss()
         self._starts_anew = False
@@ -176,32 +172,33 @@ class WeightControl:
 
     def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput[UpdateStateReply]:
         if verb.update_id is None:
-            return verb.answer(UpdateStateReply(**self.status()))
+            return verb.answer(self.status())
         found = self._updater.outcome(verb.update_id)
         return verb.answer(
             UpdateStateReply(update_id=verb.update_id, outcome=found.kind, reason=found.reason, **found.answer)
         )
 
-    def _hurry(self, verb: ControlReqInput) -> float | None:
+    def _wait_limit(self, verb: ControlReqInput) -> float | None:
         """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> UpdateStateReply:
         """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
         if not self._queue.busy:
             self._last_status = self._updater.status()
-        return self._last_status | {
-            "busy": self._queue.busy,
-            "steps_held": self._scheduler.serving.is_writing,
-            "pause_left_s": self._watch.pause_left_s,
-            "poisoned": self._scheduler.serving.poisoned,
-        }
+        return UpdateStateReply(
+            **self._last_status,
+            busy=self._queue.busy,
+            steps_held=self._scheduler.serving.is_writing,
+            pause_left_s=self._leases.pause_left_s,
+            poisoned=self._scheduler.serving.poisoned,
+        )
 
     def _after_verb(self, job: Job) -> None:
         self._forget_loss()
-        self._watch.on_verb()
+        self._leases.on_verb()
         if job.renews_lease:
             self._updater.renew_lease()
         if self._found_digest is not None:
@@ -212,7 +209,7 @@ class WeightControl:
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
-        begun = _says("Weight update begun.", BeginReply(update_id=update_id))
+        begun = _replies("Weight update begun.", BeginReply(update_id=update_id))
         if update_id == self._updater.book.open_id:  # sent again, as its answer did not arrive
             return Job(verb, _nothing, begun)
         if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
@@ -231,8 +228,8 @@ class WeightControl:
             bound = verb.update_id is not None
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
 
-        take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
-        return Job(verb, io, begun, take_back=take_back, renews_lease=True)
+        roll_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+        return Job(verb, io, begun, roll_back=roll_back, renews_lease=True)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
@@ -272,7 +269,7 @@ class WeightControl:
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
             return Job(
-                verb, lambda: updater.turn_away(source(), refusal), _says("", BucketReply()), waits=updater.patience
+                verb, lambda: updater.turn_away(source(), refusal), _replies("", BucketReply()), waits=updater.patience
             )
         if verb.abort_all_requests:
             self._scheduler.abort(None)
@@ -305,18 +302,18 @@ class WeightControl:
             if is_whole:
                 message, commit = self._commit.run(alone=settles)
                 return message, BucketReply(**msgspec.structs.asdict(commit))
-            return "Succeeded to receive weights.", BucketReply(weight_update=updater.status())  # I/O thread is idle
+            return "Succeeded to receive weights.", BucketReply(weight_update=UpdateStateReply(**updater.status()))
 
         drop = functools.partial(updater.drop, told=True)
-        take_back = drop if adds_up else updater.fail
+        roll_back = drop if adds_up else updater.fail
         holds, waits = updater.holds_steps, updater.patience
-        return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=True, waits=waits)
+        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=True, waits=waits)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             reply = CommitReply(**ended.answer)
-            return Job(verb, _nothing, _says(committed(reply), reply))
+            return Job(verb, _nothing, _replies(committed(reply), reply))
 
         def verify() -> None:
             if verb.weight_version is not None:
@@ -324,16 +321,16 @@ class WeightControl:
             self._updater.verify(update_id)
 
         if verb.phase == "verify":
-            return Job(verb, verify, _says("Weight update verified; commit or abort it.", CommitReply()))
+            return Job(verb, verify, _replies("Weight update verified; commit or abort it.", CommitReply()))
         if verb.phase == "commit":
-            take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+            roll_back = functools.partial(self._updater.drop, told=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
-            return Job(verb, admit, lambda _: self._commit.run(), take_back=take_back)
+            return Job(verb, admit, lambda _: self._commit.run(), roll_back=roll_back)
         return Job(verb, verify, lambda _: self._commit.run())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
-        says = _says("Weight update aborted; the previous weights serve.", NoReply())
-        return Job(verb, lambda: self._updater.abort(verb.update_id), says)
+        step = _replies("Weight update aborted; the previous weights serve.", NoReply())
+        return Job(verb, lambda: self._updater.abort(verb.update_id), step)
 
     def _continue(self, verb: _Continue) -> Job:
         settles = self._updater.is_open and self._updater.is_implicit
@@ -380,5 +377,5 @@ def _nothing() -> None:
     """The I/O part of a verb that has none; it still takes its turn in the queue."""
 
 
-def _says(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
+def _replies(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
     return lambda _: (message, reply)

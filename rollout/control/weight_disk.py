@@ -1,10 +1,8 @@
 """Weights from disk: `update_weights_from_disk`, and `pull_weights` into a local checkpoint and, if asked, memory.
 
-    update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
-    pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
-                               from there, of what changed where memory is at a version of this source, else of all
-
-Knows verbs, folders and the order of things.  What a transaction is belongs to `weight_sync`.
+update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
+pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
+                           from there, of what changed where memory is at a version of this source, else of all
 """
 
 from __future__ import annotations
@@ -17,11 +15,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollout.control.weight_control import WeightControl
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import Job
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
+from rollout.core.update_state import UpdateStateReply
 from rollout.core.weight_io_struct import (
     DiskReply,
     PullReply,
@@ -65,16 +65,18 @@ class DiskRefresh:
     def __init__(
         self,
         scheduler: Scheduler,
-        weights: WeightControl,
         updater: WeightUpdater,
+        adoption: PlacementAdoption,
+        commit: WeightCommit,
         *,
         base_path: str,
         folders: WeightFolders,
         timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
-        self._weights = weights
         self._updater = updater
+        self._adoption = adoption
+        self._commit = commit
         self._base = Path(base_path)
         self._folders = folders
         self._timeout_s = timeout_s
@@ -92,7 +94,7 @@ class DiskRefresh:
             self._scheduler.abort(None)
         opens = not self._updater.is_open
         if opens and foreign is None:
-            self._weights.opening()
+            self._adoption.opening()
         is_implicit = self._updater.is_implicit
         model = self._scheduler.runner.state.model
 
@@ -118,8 +120,9 @@ class DiskRefresh:
 
         def step(local_version: LocalVersion | None) -> tuple[str, DiskReply]:
             if not opens:
-                return "Succeeded to receive weights.", DiskReply(weight_update=self._updater.status())
-            message, commit = self._weights.commit()
+                state = UpdateStateReply(**self._updater.status())
+                return "Succeeded to receive weights.", DiskReply(weight_update=state)
+            message, commit = self._commit.run()
             self._scheduler.runner.state.model_path = verb.model_path
             if local_version is not None:
                 self._note_origin(local_version.version, local_version.source)
@@ -128,9 +131,9 @@ class DiskRefresh:
             facts = msgspec.structs.asdict(commit)
             return message, DiskReply(**facts, num_paused_requests=num_paused, model_path=verb.model_path)
 
-        take_back = None if opens else self._updater.fail
+        roll_back = None if opens else self._updater.fail
         holds = self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=not opens)
+        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=not opens)
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class DiskRefresh:
         is_open = self._updater.is_open
         foreign = None if verb.update_id is None else self._updater.foreign(verb.update_id)
         if not is_open and foreign is None:
-            self._weights.opening()
+            self._adoption.opening()
         weights = self._scheduler.runner.state.model.weights
 
         def io() -> tuple[PullResult, HowPulled | None]:
@@ -162,7 +165,7 @@ class DiskRefresh:
             result, memory = done
             facts: dict[str, Any] = {}
             if memory in ("delta", "full"):
-                facts = msgspec.structs.asdict(self._weights.commit()[1])
+                facts = msgspec.structs.asdict(self._commit.run()[1])
                 self._note_origin(verb.target_version, str(Path(verb.source_dir).resolve()))
             return "Success.", PullReply(**dataclasses.asdict(result), memory=memory, **facts)
 
@@ -203,7 +206,7 @@ class DiskRefresh:
     # --- both -----------------------------------------------------------------------------------------------------
 
     def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
-        """Receive and verify in a transaction of its own, which is gone if anything fails."""
+        """Receive and verify in a transaction of its own, which is aborted if anything fails."""
         self._updater.open_implicit(coverage, update_id)
         try:
             self._updater.receive(source, weight_version)

@@ -7,8 +7,6 @@
 What is read must be tensors of the model's names and shapes, or it is refused: reading gives nothing away but that a
 path exists.  Without a key any user of the machine can call: writing is then left to places where all of them may write
 anyway, and to where the checkpoints are.
-
-Knows paths and settings.  Does not know what is in a folder.
 """
 
 from __future__ import annotations

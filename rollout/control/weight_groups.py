@@ -43,7 +43,7 @@ class WeightGroups:
         def step(_: None) -> tuple[str, NoReply]:
             return "Succeeded to initialize custom process group.", NoReply()
 
-        return Job(verb, io, step, take_back=leave, waits=self._updater.patience)
+        return Job(verb, io, step, roll_back=leave, waits=self._updater.patience)
 
     def _leave(self, verb: DestroyWeightsUpdateGroupReqInput) -> Job:
         def step(_: None) -> tuple[str, NoReply]:

@@ -8,8 +8,6 @@ engine generates; the step part (commit, publish) runs between two steps on the 
 On several ranks every rank has one.  A verb that one rank cannot plan, or whose I/O fails there, has failed on all; the
 step parts run on all ranks of an engine in the same turn.  A verb whose deadline has passed when its turn comes is not
 planned.
-
-Knows the order of things and whose turn it is.  Does not know what a verb does.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ _PAUSE = 2.5
 _MOST_PAUSE_S = 0.1
 
 
-def _stand_back() -> None:
-    """Steps go before what the I/O thread does.
+def _lower_priority() -> None:
+    """Give this thread, the I/O thread, less of the processor than steps get.
 
-    On Linux niceness is a thread's own, and of the threads that it starts, among them those that receive.
+    On Linux niceness belongs to a thread, and to those that it starts, among them the receiving ones.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -55,7 +53,7 @@ def _on_threads(count: int, call: Callable[[], Any]) -> Any:
 def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
     """What the I/O thread calls after each part of a bucket, with the seconds that it took: steps get their turn.
 
-    Niceness alone does not leave them enough: a step waits for the one of its threads that was put aside.
+    Niceness alone does not leave them enough: a step waits for the one of its threads that was preempted.
     """
 
     def pause(seconds: float) -> None:
@@ -69,24 +67,24 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
-    `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `take_back(reason)`, on the
-    I/O thread: `io` went well here and failed on another rank.  `renews_lease`: it is a sign of life of an update's
-    sender.  `waits`: for a sender, with this patience, which ends when a verb behind it must not wait for that.
+    `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `roll_back(reason)`, on the
+    I/O thread: undo `io`, which failed on another rank.  `renews_lease`: it shows that an update's sender is alive.
+    `waits`: its wait for a sender, which is cut short for a verb behind it that must not wait so long.
     """
 
     verb: ControlReqInput
     io: Callable[[], Any]
     step: Callable[[Any], tuple[str, Reply]]
     holds_steps: bool = False
-    take_back: Callable[[str], None] | None = None
+    roll_back: Callable[[str], None] | None = None
     renews_lease: bool = False
     waits: Patience | None = None
 
 
 class WeightQueue:
-    """`finished(job)` follows every job, well or not, `settle()` is called while none is under way and before each:
-    both on the scheduler's thread.  `hurry(verb)`: for how many seconds a verb lets a job wait for its sender; None: as
-    long as that may take.
+    """`finished(job)` follows every job, failed or not; `settle()` is called while none is under way and before each:
+    both on the scheduler's thread.  `wait_limit(verb)`: for how many seconds a verb lets the job before it wait for its
+    sender; None: no limit.
     """
 
     def __init__(
@@ -97,16 +95,16 @@ class WeightQueue:
         *,
         finished: Callable[[Job], None],
         settle: Callable[[], None],
-        hurry: Callable[[ControlReqInput], float | None],
+        wait_limit: Callable[[ControlReqInput], float | None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
         self._consensus = consensus
         self._finished = finished
         self._settle = settle
-        self._hurry = hurry
+        self._wait_limit = wait_limit
         self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_stand_back)
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_lower_priority)
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[tuple[float, ControlReqInput]] = deque()  # with the times at which they came
         self._num_started = 0
@@ -115,7 +113,7 @@ class WeightQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way: what it works on is not to be looked at."""
+        """Whether a job is under way: its I/O thread owns what it works on."""
         return self._job is not None
 
     @property
@@ -132,7 +130,7 @@ class WeightQueue:
         return dict.fromkeys(self._planners, self.put)
 
     def put(self, verb: ControlReqInput) -> None:
-        """The verb takes its turn."""
+        """Queue the verb."""
         self._waiting.append((self._scheduler.now, verb))
 
     def advance(self) -> None:
@@ -153,7 +151,7 @@ class WeightQueue:
         if job.waits is None:
             return
         for came, verb in self._waiting:
-            seconds = self._hurry(verb)
+            seconds = self._wait_limit(verb)
             if seconds is not None and self._scheduler.now >= came + seconds:
                 job.waits.give_up(f"{type(verb).__name__.removesuffix('ReqInput')} came {seconds:g} s ago or earlier")
 
@@ -186,7 +184,7 @@ class WeightQueue:
         # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
-        self._future = self._io.submit(self._consensus.run, mark, io, job.take_back)
+        self._future = self._io.submit(self._consensus.run, mark, io, job.roll_back)
         self._future.add_done_callback(lambda _: self._wake())
 
     def _plan(self, verb: ControlReqInput) -> Job:

@@ -1,7 +1,4 @@
-"""`get_weights_by_name`: a tensor's first rows, as they serve, or, while no step may run, as they were sent.
-
-Knows one verb.  Does not know what opens or settles an update.
-"""
+"""`get_weights_by_name`: a tensor's first rows, as they serve, or, while no step may run, as they were sent."""
 
 from __future__ import annotations
 

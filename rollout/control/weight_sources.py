@@ -1,7 +1,4 @@
-"""Which verb brings tensors by which transport: one line each.
-
-Knows verbs and transports.  Does not know transactions: `weight_control` decides what a call opens and settles.
-"""
+"""Which verb brings tensors by which transport: one line each."""
 
 from __future__ import annotations
 

@@ -4,12 +4,54 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.message import GET_AND_POST, ControlReqInput, Endpoint, Int64, Limits, Name, Reply
 
 RecorderModeName = Literal["stat", "per_pass", "per_token"]
 _TIMEOUT_S = 60.0
+
+
+class ExpertLoadWindow(msgspec.Struct, kw_only=True):
+    """Of the last `window` passes; balancedness by MoE layer."""
+
+    window: int
+    num_passes: int
+    rank_balancedness: list[float | None]
+    slot_balancedness: list[float | None]
+    rank_loads: list[Any]
+
+
+class ExpertLoadState(msgspec.Struct, kw_only=True):
+    """State of the load recorder.  `drift`: of the last refresh, with numbers by MoE layer."""
+
+    mode: RecorderModeName
+    recording: bool
+    num_passes: int
+    num_tokens: int
+    moe_layer_ids: list[int]
+    windows: list[ExpertLoadWindow]
+    drift: dict[str, Any] | None
+
+
+class EplbState(msgspec.Struct, kw_only=True):
+    """State of the balancer.  `stuck`: why it makes no progress; null if it does.
+
+    `decision`, `outcome`: facts of the last plan and of its moves.  `drift`: of the counted loads over a refresh.
+    """
+
+    stage: str
+    stuck: str | None
+    num_evaluations: int
+    last_evaluation_age_s: float
+    stage_age_s: float
+    chunks_left: int
+    decision: dict[str, Any] | None
+    outcome: dict[str, Any] | None
+    choices_per_expert: float
+    drift: dict[str, Any] | None
+    counts_loads: bool
 
 
 class StartExpertDistributionReply(Reply, kw_only=True):

@@ -113,7 +113,7 @@ class PauseGenerationReqInput(ControlReqInput[PauseReply]):
     """Stop stepping; the answer comes once that has happened.  What becomes of the requests that run is `mode`'s.
 
     `wait`: requests that have begun run to their end first, for at most `wait_s` seconds; no other begins.
-    `wait_id` names such a pause for whoever gives it up.
+    `wait_id` names such a pause, for `GiveUpPauseReqInput`.
     """
 
     endpoint = Endpoint(
@@ -134,7 +134,7 @@ class GiveUpPauseReply(Reply, kw_only=True):
 
 
 class GiveUpPauseReqInput(ControlReqInput[GiveUpPauseReply]):
-    """Take back a pause of mode `wait` whose caller is gone, or which failed on another replica."""
+    """Cancel a pause of mode `wait` whose caller disconnected, or which failed on another replica."""
 
     endpoint = Endpoint(timeout_s=60.0)
 
@@ -142,7 +142,7 @@ class GiveUpPauseReqInput(ControlReqInput[GiveUpPauseReply]):
 
 
 class ContinueReply(CommitReply, kw_only=True):
-    """With what a commit says, where a weight update that was sent without begin and end was settled."""
+    """With the reply of a commit, where a weight update that was sent without begin and end was settled."""
 
     paused: AnyRank
     num_aborted: Total

@@ -119,8 +119,8 @@ class Endpoint:
     the client's deadlines its own wait takes, None: the one that fits `timeout_s`.
     `shape` of the HTTP reply: "common" adds `success` and `message`, "status" also `status`, "bare" nothing.
     `hidden`: fields that no body may set.  `accepts`: type and default of what a body may have beside them, for the
-    route itself or without effect.  `other_names`: of other dialects, for fields.  `refuses`: fields that ask for what
-    there is not.  `timed_as`: name of its duration in the metrics.
+    route itself or without effect.  `other_names`: of other dialects, for fields.  `refuses`: fields of features
+    that this server lacks.  `timed_as`: name of its duration in the metrics.
     """
 
     path: str | None = None
@@ -189,7 +189,10 @@ class Limits:
     """
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = limits
+        self._limits = limits
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return handler(source) | self._limits
 
 
 Name = Annotated[str, Limits(min_length=1)]

@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
+from rollout.core.expert_io_struct import EplbState, ExpertLoadState
 from rollout.core.message import AnyRank, Reply, Total, TotalFloat
+from rollout.core.update_state import UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
@@ -52,9 +54,9 @@ class SchedulerState(Reply, kw_only=True):
     placement_epoch: int
     content_digest: str | None
     weight_versions: list[PublishedWeights]
-    weight_update: dict[str, Any]
-    expert_distribution: dict[str, Any] | None
-    eplb: dict[str, Any] | None
+    weight_update: UpdateStateReply
+    expert_distribution: ExpertLoadState | None
+    eplb: EplbState | None
     # what does not change
     max_running_requests: int
     context_length: int

@@ -281,10 +281,10 @@ class ServerArgs:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("secret")}
 
 
-def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """One flag per field: `--field-name`, typed, with the field's help and default."""
-    hints = typing.get_type_hints(ServerArgs)
-    for item in dataclasses.fields(ServerArgs):
+def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -> None:
+    """One flag per field of a dataclass: `--field-name`, typed, with the field's help and default."""
+    hints = typing.get_type_hints(settings)
+    for item in dataclasses.fields(settings):
         flag = "--" + item.name.replace("_", "-")
         kind, choices = _cli_type(hints[item.name])
         help_text = item.metadata["help"]

@@ -35,7 +35,7 @@ DEFAULT_GROUP = "weight_update_group"
 class BucketReply(CommitReply, kw_only=True):
     """`weight_update`: the state of the open update, unless this call was one of its own."""
 
-    weight_update: dict[str, Any] | UnsetType = UNSET
+    weight_update: UpdateStateReply | UnsetType = UNSET
 
 
 class DiskReply(BucketReply, kw_only=True):
@@ -117,7 +117,7 @@ class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
 
 
 class ManifestEntry(msgspec.Struct, kw_only=True):
-    """What the trainer says of one logical tensor before sending it."""
+    """A logical tensor as the trainer announces it."""
 
     name: str
     dtype: str
@@ -126,7 +126,7 @@ class ManifestEntry(msgspec.Struct, kw_only=True):
 
 
 class OfUpdateReqInput(ControlReqInput[AnyReply], kw_only=True):
-    """Base of the verbs that may say to which weight update they belong: one that is not open refuses them."""
+    """Base of the verbs that may name their weight update: they are refused unless it is open."""
 
     update_id: UpdateId | None = None
 

@@ -6,7 +6,7 @@ The one place that knows all the parts; they do not know each other's constructo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,27 +16,7 @@ import torch
 
 from capture.slot_store import RouteSlotStore
 from rollout.attention.registry import create_attention_backend
-from rollout.control.control import Control
-from rollout.control.eplb_parts import (
-    build_eplb,
-    expert_layout,
-    fresh_plan,
-    initial_placement,
-    rebalance_policy,
-    start_counting,
-)
-from rollout.control.expert_distribution import ExpertDistribution
-from rollout.control.kv_age import KVAgeLimit
-from rollout.control.memory_control import MemoryControl
-from rollout.control.placement_adoption import PlacementAdoption
-from rollout.control.profiler import StepProfiler
-from rollout.control.rank_consensus import RankConsensus
-from rollout.control.session_control import SessionControl
-from rollout.control.weight_checker import WeightChecker
-from rollout.control.weight_control import WeightControl
-from rollout.control.weight_disk import DiskRefresh
-from rollout.control.weight_folders import WeightFolders
-from rollout.control.weight_queue import pause_between_parts
+from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
@@ -44,7 +24,7 @@ from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
-from rollout.engine.batch_invariance import batch_invariance
+from rollout.engine.build_control import build_control
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
@@ -52,7 +32,6 @@ from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
-from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.recorded_forward import RecordedForward
@@ -68,8 +47,6 @@ from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
-from weight_sync.held_memory import HeldMemory
-from weight_sync.updater import WeightUpdater
 
 
 @dataclass(frozen=True)
@@ -119,49 +96,7 @@ def build_scheduler(
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     )
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
-    consensus = RankConsensus(parallel.weight_io, parallel.world)
     layout = expert_layout(config, placement, args.nnodes)
-    loads = start_counting(args, runner, parallel)
-    adoption = PlacementAdoption(
-        model.weights,
-        placement,
-        parallel.layout,
-        parallel.position,
-        consensus.exchange,
-        loads=lambda: loads.current(rebalance_policy(args).choices_per_expert),
-        fresh_plan=partial(fresh_plan, layout, placement),
-        is_possible=layout is not None and args.weight_staging in ("host", "device"),
-        by_default=args.enable_eplb,
-    )
-    held = HeldMemory(keep=args.keep_staging_memory)
-    updater = WeightUpdater(
-        model.weights,
-        device=device,
-        timeout_s=args.weight_update_timeout,
-        vote=consensus.vote,
-        commit_vote=consensus.commit_vote,
-        exchange=consensus.exchange,
-        target=adoption.target,
-        staging=args.weight_staging,
-        journal_dir=args.weight_journal_dir,
-        memory=held,
-        rank=parallel.position.tp_rank,
-        ranks=parallel.layout.tp_size,
-        pace=pause_between_parts(scheduler),
-        clock=lambda: inbox.now,
-        max_call_bytes=args.max_weight_call_bytes,
-    )
-    weights = WeightControl(scheduler, updater, channel.wake, consensus, adoption, args.pause_timeout)
-    eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, channel.wake)
-    checker = WeightChecker(scheduler, updater)
-    disk = DiskRefresh(
-        scheduler,
-        weights,
-        updater,
-        base_path=args.model_path,
-        folders=WeightFolders.of(args),
-        timeout_s=args.weight_update_timeout,
-    )
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
     static_state |= batch_invariance(
         {
@@ -172,28 +107,7 @@ def build_scheduler(
         kernels.reason or f"no compiled operator for {dtype} with heads of {model.kv_layers[0].head_dim}",
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
-    saver = _memory_saver(model, kv_pool, scheduler.cache) if args.enable_memory_saver else None
-    memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
-    kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
-    experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
-    control = Control(scheduler, weights, memory, experts, eplb, static_state)
-    profiler = StepProfiler(scheduler)
-    sessions = SessionControl(scheduler)
-    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
-    scheduler.connect(
-        weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,
-        weights.queued_verbs,
-        between_steps=[
-            weights.advance,
-            eplb.advance,
-            memory.notice_refresh,
-            kv_age.advance,
-            control.settle_waits,
-            control.drain,
-            profiler.advance,
-            sessions.advance,
-        ],
-    )
+    build_control(args, scheduler, model, layout, channel.wake, static_state)
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,
@@ -233,7 +147,7 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is said aloud."""
+    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type != "cpu":
@@ -324,10 +238,6 @@ def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
     return RouteSlotStore(num_slots, len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts)
 
 
-def _memory_saver(model: DecoderForCausalLM, kv_pool: KVPool, cache: CacheManager) -> MemorySaver:
-    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.k, *kv_pool.v, cache.pool.table]})
-
-
 def _tokenizer_file(args: ServerArgs) -> Path | None:
     if args.skip_tokenizer_init:
         return None
@@ -347,3 +257,15 @@ def _static_state(
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),
     }
+
+
+def batch_invariance(parts: Mapping[str, bool], reason: str, order_of_sums: str | None = None) -> dict[str, Any]:
+    """The fields `batch_invariant` and `batch_invariance_note` of /server_info.
+
+    `parts`: whether each part that computes numbers gives a token the same bits in every batch, chunking and number of
+    threads; `reason`: why one does not.  `order_of_sums`: why sums over ranks depend on the batch.
+    """
+    failing = [name for name, holds in parts.items() if not holds]
+    notes = [f"{' and '.join(failing)} on plain torch: {reason}"] if failing else []
+    notes += [order_of_sums] if order_of_sums is not None else []
+    return {"batch_invariant": not notes, "batch_invariance_note": "; ".join(notes)}

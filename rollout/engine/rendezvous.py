@@ -1,9 +1,7 @@
 """Where the ranks of an engine meet, and whether they were started alike.
 
-    one machine        a file in the server's private folder
-    several machines   a listener of rank 0; every machine says with which settings it was started
-
-Knows addresses and settings.  Does not know groups.
+one machine        a file in the server's private folder
+several machines   a listener of rank 0; every machine states the settings that it was started with
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 
 JOIN_TIMEOUT_S = 300.0
-# What may differ from machine to machine: where things are, who is told, and what only rank 0 goes by.
+# What may differ from machine to machine: paths, addresses, logs, and what only rank 0 uses.
 _OWN_SETTINGS = frozenset(
     {
         "model_path",

@@ -1,7 +1,7 @@
 """Entry of the process of one rank: `python -m rollout.engine.worker --config JSON`.
 
-Reads its settings from the command line, meets the other ranks, says when it is ready or why it cannot be, and ends
-when it is told to, when its parent or another rank is gone, or with an error that the parent gets to see.
+Reads its settings from the command line, joins the other ranks, and reports that it is ready or why it cannot be.  Ends
+at a shutdown, when its parent or another rank has ended, or with an error that it reports to the parent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rollout.core.console import say
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import SchedulerFailed
 from rollout.core.message import CHANNEL_SECRET
@@ -31,7 +32,7 @@ from rollout.engine.rendezvous import check_in, open_store
 from rollout.scheduler.channel import ZmqChannel
 
 PROGRESS_EVERY_S = 2.0
-CONSEQUENCE_WAIT_S = 2.0  # before a rank speaks of another's end: whoever knows the reason speaks first
+CONSEQUENCE_WAIT_S = 2.0  # before a rank reports that another ended: the root cause is reported first
 _OUTPUT_KEY = "output_addr"
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +49,7 @@ def main() -> int:
     try:
         parallel, output_addr, secret = _join(args, config)
     except LockstepError as error:
-        _say_why(config, error)
+        _report(config, error)
         return 1
     channel = ZmqChannel(config["input_addr"], output_addr, secret)
     try:
@@ -69,10 +70,10 @@ def main() -> int:
     return status
 
 
-def _say_why(config: dict[str, Any], error: LockstepError) -> None:
-    """To the main process, if it is on this machine, else to whoever looks."""
+def _report(config: dict[str, Any], error: LockstepError) -> None:
+    """To the main process if it is on this machine, else to stderr."""
     if config["output_addr"] is None:
-        print(f"lockstep: rank {config['rank']}: {error}", file=sys.stderr, flush=True)
+        say(f"rank {config['rank']}: {error}")
         return
     channel = ZmqChannel(None, config["output_addr"], os.environ.get(CHANNEL_SECRET))
     channel.send(SchedulerFailed(message=str(error)))
@@ -90,7 +91,7 @@ def _die_with_parent(parent_pid: int) -> bool:
 
 
 class _LoadProgress:
-    """A line every few seconds while weights are read; a load that is done before says nothing."""
+    """A line every few seconds while weights are read; none for a load that is done before."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_EVERY_S
@@ -98,7 +99,7 @@ class _LoadProgress:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() >= self._next:
             self._next += PROGRESS_EVERY_S
-            print(f"lockstep: read {done / 1e9:.1f} of {total / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
+            say(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB of weights")
 
 
 def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str | None]:
@@ -126,7 +127,7 @@ def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Par
     scheduler, ready = build_scheduler(args, channel, progress, parallel)
     if parallel.position.is_dp_leader:
         channel.send(ready)
-    # Modules and the model stay to the end: no collection between two steps need look at them.
+    # Modules and the model stay to the end: no collection between two steps need visit them.
     gc.collect()
     gc.freeze()
     with torch.inference_mode():

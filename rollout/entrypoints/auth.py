@@ -1,8 +1,8 @@
 """Who may call what: the keys of `--api-key` and `--admin-api-key`, and, where no key is asked for, not every web page.
 
-Knows paths and headers.  An ASGI middleware, so that it also stands before streams and unknown paths.
+An ASGI middleware, so that it also stands before streams and unknown paths.
 
-A browser on this machine takes a request of any page to a server without a key.  What tells it from a trainer's:
+A browser on this machine takes a request of any page to a server without a key.  What such a request has:
 
     Sec-Fetch-Site: cross-site     another site's link, image, form or script
     Origin: http://other           the same, of a form or script
@@ -77,7 +77,7 @@ class KeyMiddleware:
 class SiteCheck:
     """Whether a request may come from a page of another site.
 
-    Names by which this server is known: addresses, names without a dot (nobody's but the local network's), `--host`,
+    Names by which this server is known: addresses, names without a dot (of the local network only), `--host`,
     `--allowed-hosts`.  One that listens beyond this machine may have others; there, without `--allowed-hosts`, only
     requests with an `Origin` are held to them.
     """

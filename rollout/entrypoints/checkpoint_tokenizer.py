@@ -1,7 +1,6 @@
 """The byte-level BPE tokenizer of the checkpoints that `lockstep make-checkpoint` writes.
 
 Trained on the text that ships with the package; every string round-trips, because every byte is a token.
-Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Child processes: started, watched, and ended whatever happens.
-
-Knows processes and log files.  Does not know what they run.
-"""
+"""Child processes: started, watched, and always ended."""
 
 from __future__ import annotations
 

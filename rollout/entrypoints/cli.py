@@ -1,5 +1,6 @@
-"""The command `lockstep`.  Knows the names of its subcommands; each lives in a module that is imported when it is run,
-so that help and typing errors do not wait for torch."""
+"""The command `lockstep`.  A subcommand's module is imported when it is run: help and typing errors do not wait for
+torch.
+"""
 
 from __future__ import annotations
 

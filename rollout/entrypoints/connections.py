@@ -1,10 +1,8 @@
 """How many connections there may be, and how long a client may take to send a request.
 
-    up to most                 whatever they ask for
-    the next few               health and control; anything else is 503 (`is_over_limit` in the request's state)
-    beyond                     503 at once, so that the process never runs out of file descriptors
-
-Knows uvicorn's protocol and file descriptors.  Does not know endpoints.
+up to most                 all requests
+the next few               health and control; anything else is 503 (`is_over_limit` in the request's state)
+beyond                     503 at once, so that the process never runs out of file descriptors
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ MOST_CONNECTIONS = 16384
 LISTEN_BACKLOG = 2048
 """Connections that wait in the kernel."""
 ACCEPTED_AT_ONCE = 64
-"""Connections taken from there before any is looked at: asyncio takes as many as uvicorn names its backlog."""
+"""Connections accepted in a row before any is served: asyncio accepts as many as uvicorn's backlog."""
 SPARE_CONNECTIONS = 64
 """For health and control, when all others are in use."""
 OTHER_FILES = 128
@@ -66,7 +64,7 @@ def connections_within(file_limit: int) -> int:
 class BoundedServer(uvicorn.Server):
     """uvicorn with at most `most` connections, whose clients have `receive_timeout_s` to send a request.
 
-    Without its signal handlers: whoever runs it decides when to stop.
+    Without its signal handlers: its caller decides when to stop.
     """
 
     def __init__(self, app: Any, *, most: int, receive_timeout_s: float, **settings: Any) -> None:
@@ -128,7 +126,7 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """What is at work for this connection has nobody to answer any more."""
+        """Also cancels the request at work on this connection: its client cannot be answered any more."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -139,7 +137,7 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def seconds_sending(self, now: float) -> float:
         """How long the client has been sending a request that is not whole, less what its bytes have earned it.
 
-        0 while the server is at work, or nothing is sent.  To be asked now and then.
+        0 while the server is at work, or nothing is sent.  To be called periodically.
         """
         cycle = self.cycle
         is_idle = cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is not None
@@ -155,16 +153,16 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def quiet_about_files(loop: asyncio.AbstractEventLoop) -> None:
-    """Say once a minute that no connection can be taken for want of files, not thousands of times a second."""
-    said_at = float("-inf")
+    """Log once a minute that no connection can be accepted for want of files, not thousands of times a second."""
+    logged_at = float("-inf")
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said_at
+        nonlocal logged_at
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
             loop.default_exception_handler(context)
-        elif time.monotonic() - said_at > 60.0:
-            said_at = time.monotonic()
+        elif time.monotonic() - logged_at > 60.0:
+            logged_at = time.monotonic()
             logger.error("no connection can be taken: %s", error)
 
     loop.set_exception_handler(handle)

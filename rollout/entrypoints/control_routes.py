@@ -60,7 +60,7 @@ class ControlRoutes:
         self._manager = manager
 
     def router(self) -> APIRouter:
-        """An abort is no verb: nobody answers it."""
+        """An abort is no verb: it has no answer."""
         router = APIRouter(route_class=ControlRoute, tags=["control"])
         add_route(router, "/abort_request", self.abort_request, protocol.AbortRequest)
         return router

@@ -1,7 +1,7 @@
 """`Engine`: the whole engine in one process and one thread, without sockets or HTTP.
 
 The same tokenizer manager and the same scheduler as a server's; calling it turns the scheduler's loop.  For
-benchmarks, notebooks and trainers that share a process.  Knows no transports.
+benchmarks, notebooks and trainers that share a process.
 """
 
 from __future__ import annotations

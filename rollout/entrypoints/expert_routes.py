@@ -69,7 +69,7 @@ def _in_reply(dump: LoadDump, form: str) -> Response:
 
 
 class _NewFile:
-    """A file that did not exist, opened before the record is taken; gone again unless it was written whole."""
+    """A file that did not exist, opened before the record is taken; deleted again unless it was written whole."""
 
     def __init__(self, path: Path) -> None:
         """Raises `Conflict` for a path that exists, `BadRequest` for one that cannot be made."""

@@ -1,7 +1,4 @@
-"""How bodies are read, errors written and disconnects noticed: what every route file shares.
-
-Knows ASGI and the one error shape.  Does not know any endpoint.
-"""
+"""How bodies are read, errors written and disconnects noticed: what every route file shares."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
@@ -45,7 +42,7 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def error_content(error: BaseException) -> dict[str, str]:
-    """`{"type", "message"}`; what went wrong inside is logged, not told."""
+    """`{"type", "message"}`; details of internal errors are logged, not returned."""
     if isinstance(error, HTTPException):
         return {"type": "HTTPError", "message": str(error.detail)}
     if isinstance(error, LockstepError) or hasattr(error, "status_code"):
@@ -99,11 +96,16 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def parse_body(model: type[Model], data: bytes) -> Model:
-    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field, or `TooLarge`."""
+    """As `validated`; raises `BadRequest` for what is no JSON, and `TooLarge`."""
     try:
         raw = _decode(data) if data.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
+    return validated(model, raw)
+
+
+def validated(model: type[Model], raw: Any) -> Model:
+    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object")
     try:
@@ -116,7 +118,7 @@ def _decode(data: bytes) -> Any:
     if len(data) <= HEAVY_BODY_BYTES:
         return msgspec.json.decode(data)
     _check_objects(data)
-    gc.disable()  # it would look at a million new lists again and again, and everything waits meanwhile
+    gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
     try:
         return msgspec.json.decode(data)
     finally:
@@ -168,7 +170,7 @@ async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 
 
 class ClientGone(LockstepError):
-    """The client closed the connection before its answer was ready; nobody reads what is answered."""
+    """The client closed the connection before its answer was ready; the answer is discarded."""
 
     status_code = CLIENT_CLOSED_REQUEST
 
@@ -193,7 +195,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class SseResponse(Response):
+class SseResponse(StreamingResponse):
     """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`.
 
     An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
@@ -203,36 +205,29 @@ class SseResponse(Response):
 
     def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
         """`on_close` is called however the stream ends, also when it never began."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+        self._framed = _framed(events)
         self._on_close = on_close
+        super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGone, OSError):
-                await until_disconnect(receive, self._send_all(send))
+                await until_disconnect(receive, self.stream_response(send))
         finally:
+            await self._framed.aclose()
             self._on_close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events):
-            try:
-                async for event in self._events:
-                    await _send_data(send, event)
-            except OSError:
-                raise
-            except Exception as error:
-                if status_of(error) == 500:
-                    logger.exception("a stream failed")
-                await _send_data(send, encode_json({"error": _stream_error(error)}))
-        await _send_data(send, b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _send_data(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+async def _framed(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        try:
+            async for event in events:
+                yield b"data: " + event + b"\n\n"
+        except Exception as error:
+            if status_of(error) == 500:
+                logger.exception("a stream failed")
+            yield b"data: " + encode_json({"error": _stream_error(error)}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def _stream_error(error: Exception) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The FastAPI application over a `TokenizerManager`.
-
-Knows which routes there are and how errors look.  Holds no state of its own.
-"""
+"""The FastAPI application over a `TokenizerManager`."""
 
 from __future__ import annotations
 
@@ -94,10 +91,10 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
 
 
 class _UnknownErrors:
-    """Answers what nobody foresaw with a 500, inside the application, so that the client's connection lives on.
+    """Answers unexpected errors with a 500 inside the application, so that the client's connection stays open.
 
-    Starlette's own handler raises the error again once it is answered; the server then closes the connection without a
-    word, and the next request of a pooled client fails.
+    Starlette's own handler raises the error again once it is answered; the server then closes the connection, and the
+    next request of a pooled client fails.
     """
 
     def __init__(self, app: ASGIApp) -> None:

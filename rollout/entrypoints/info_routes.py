@@ -1,7 +1,6 @@
 """Health, readiness, model and server facts, loads and metrics: endpoints that change nothing.
 
-Knows which names RL frameworks and routers look for.  Every number comes from the scheduler's own answer, which has
-a deadline.
+Every number comes from the scheduler's own answer, which has a deadline.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 
 HEALTH_STATE_S = 4.0
-"""A rank that is stopped stops all of them; whoever asks for health gives up after a few seconds."""
+"""A rank that is stopped stops all of them; health checks give up after a few seconds."""
 HEALTH_TIMEOUT_S = 20.0
 LIVENESS_TIMEOUT_S = 30.0
-"""Longer than any step: whoever asks ends the server."""
+"""Longer than any step: a failed liveness check ends the server."""
 
 
 async def state_of(manager: TokenizerManager, timeout_s: float | None = None) -> SchedulerState:
-    """What the scheduler says of itself.  Raises `SchedulerTimeout`."""
+    """The scheduler's state.  Raises `SchedulerTimeout`."""
     answer = await manager.control(GetStateReqInput, timeout_s=timeout_s)
     if not answer.success:
         raise LockstepError(answer.message)
@@ -99,15 +98,14 @@ class InfoRoutes:
     async def health_generate(self) -> Response:
         """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
         state = await self._healthy_state()
-        stuck = (state.eplb or {}).get("stuck")
-        if stuck:
-            raise Unavailable(stuck)
+        if state.eplb is not None and state.eplb.stuck:
+            raise Unavailable(state.eplb.stuck)
         if not state.paused:
             await self._generate_one()
         return Response(status_code=200)
 
     async def _generate_one(self) -> None:
-        """Any message from the scheduler counts, a refusal too: a full queue is not an illness."""
+        """Any message from the scheduler counts, a refusal too: a full queue is not a failure."""
         before = self._manager.num_messages
         handle = await self._manager.submit(
             GenerateReqInput(
@@ -134,7 +132,7 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def liveness(self, timeout: Annotated[float, Query(gt=0, le=600)] = LIVENESS_TIMEOUT_S) -> Response:
-        """503 when only a restart helps: the scheduler is gone, or does not answer within `timeout` seconds.
+        """503 when only a restart helps: the scheduler has ended, or does not answer within `timeout` seconds.
 
         200 while starting, paused, draining and poisoned.
         """

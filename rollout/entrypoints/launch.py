@@ -1,10 +1,8 @@
 """`lockstep serve`: from the command line to a server, and from a signal to its orderly end.
 
-Knows the order in which things start and stop.  Does not know any endpoint.
-
-    check settings -> bind the port -> start the scheduler, load the tokenizer -> serve
-    SIGTERM, SIGINT -> refuse new requests -> the scheduler drains -> answers are written -> exit 0
-    the scheduler dies -> what is in flight gets 503 -> exit 1 with the reason
+check settings -> bind the port -> start the scheduler, load the tokenizer -> serve
+SIGTERM, SIGINT -> refuse new requests -> the scheduler drains -> answers are written -> exit 0
+the scheduler dies -> what is in flight gets 503 -> exit 1 with the reason
 """
 
 from __future__ import annotations
@@ -37,11 +35,10 @@ from rollout.entrypoints.connections import (
     quiet_about_files,
     raise_file_limit,
 )
-from rollout.entrypoints.follower import run_follower
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
-from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses
+from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
 from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
@@ -50,14 +47,14 @@ from rollout.tokenizer_manager.tokenizer import Tokenizer
 PROGRESS_EVERY_S = 5.0
 DRAIN_MARGIN_S = 5.0
 RESPONSES_S = 5
-"""Seconds that answers get to be written once the scheduler has stopped."""
+"""Seconds for writing answers once the scheduler has stopped."""
 LAST_WORDS_S = 1.0
-"""Seconds that a message of a scheduler process which has ended may be under way."""
+"""Seconds that the last message of a scheduler process may take to arrive after its end."""
 KEEP_ALIVE_S = 75
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a server until it is told to stop; the exit status.  A startup error is one line on stderr and status 1."""
+    """Run a server until a signal stops it; the exit status.  A startup error is one line on stderr and status 1."""
     parser = argparse.ArgumentParser(prog="lockstep serve", description="Serve a checkpoint over HTTP.")
     add_cli_args(parser)
     namespace = parser.parse_args(argv)
@@ -77,7 +74,7 @@ def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND)
     if args.return_routed_experts_by_default and not config.is_moe:
         raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
     layout = layout_of(args)
-    _remote_host(args)  # a name that nobody knows is refused before anything starts
+    _remote_host(args)  # a name that does not resolve is refused before anything starts
     if args.node_rank > 0:
         with _private_folder() as folder:
             return asyncio.run(run_follower(args, layout, folder, worker_command))
@@ -152,7 +149,7 @@ class _Server:
             if not start.done():
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
-            gc.freeze()  # what is there now stays: no collection between two requests need look at it
+            gc.freeze()  # what exists now stays: no collection between two requests need visit it
             say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
@@ -169,7 +166,7 @@ class _Server:
             await asyncio.gather(death, stop, start, return_exceptions=True)
 
     async def _start(self, manager: TokenizerManager) -> None:
-        """Bring tokenizer and scheduler up side by side, with a word now and then."""
+        """Start tokenizer and scheduler side by side, with progress lines."""
         path = self._args.tokenizer_path or self._args.model_path
         loading = (
             None if self._args.skip_tokenizer_init else asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
@@ -195,7 +192,7 @@ class _Server:
             manager.communicator.call(ShutdownReqInput, drain_s + DRAIN_MARGIN_S, drain_s=drain_s)
         )
         await _first_of(drained, death)
-        # The answer may be in the socket still when the process is gone already.
+        # The answer may still be in the socket when the process has ended.
         await asyncio.wait({drained}, timeout=LAST_WORDS_S)
         if not drained.done():
             reason = death.result().format(when=" while stopping")
@@ -229,8 +226,8 @@ class _Server:
 def _share_time(loop: asyncio.AbstractEventLoop) -> None:
     """Keep the event loop quick beside threads that parse and write JSON.
 
-    At each system call it lets go of the interpreter, and waits for it as often as there are busy threads, each time as
-    long as the switch interval.
+    At each system call it releases the GIL, and waits for it as often as there are busy threads, each time as long as
+    the switch interval.
     """
     sys.setswitchinterval(0.001)
     loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="off-loop"))
@@ -290,11 +287,10 @@ async def _reason(manager: TokenizerManager, death: asyncio.Task[str], reader: a
         return f"a message of the scheduler process cannot be read: {reader.exception()}"
     if not death.done():
         return "the HTTP server ended by itself"
-    # Its last words may still be on their way.
+    # Its last message may still be on its way.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(manager.scheduler_failed.wait(), LAST_WORDS_S)
-    said = manager.failure_message
-    return said if said else death.result().format(when=f" {when}")
+    return manager.failure_message or death.result().format(when=f" {when}")
 
 
 async def _report_progress() -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.core.errors import BadRequest, LockstepError, StartupError
+from rollout.core.server_args import add_cli_args
 from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
 from weight_sync.tensor_meta import DTYPES
 
@@ -29,6 +30,10 @@ OUTPUT_LOGIT_STD = 2.0
 NORM_WEIGHT_STD = 0.1
 
 
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
     """Shape and content of a checkpoint.  The default is a Qwen3-MoE of about 15 million parameters.
@@ -37,25 +42,25 @@ class CheckpointSpec:
     dense Qwen3.  Token ids beyond the tokenizer's (at most 1359) are never produced by text.
     """
 
-    seed: int = 0
-    vocab_size: int = 1024
-    hidden_size: int = 256
-    layers: int = 5
-    dense_first: int = 1
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 32
-    intermediate_size: int = 512
-    experts: int = 32
-    top_k: int = 4
-    moe_intermediate_size: int = 128
-    norm_topk_prob: bool = True
-    dense: bool = False
-    tie: bool = False
-    context_length: int = 2048
-    rope_theta: float = 10000.0
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
-    shards: int = 1
+    seed: int = _flag(0, "seed of the weights")
+    vocab_size: int = _flag(1024, "tokens of the model; the tokenizer has as many if its text allows")
+    hidden_size: int = _flag(256, "width of the residual stream")
+    layers: int = _flag(5, "hidden layers")
+    dense_first: int = _flag(1, "leading layers with a dense feed-forward block")
+    heads: int = _flag(8, "query heads")
+    kv_heads: int = _flag(4, "key/value heads")
+    head_dim: int = _flag(32, "size of a head")
+    intermediate_size: int = _flag(512, "inner width of a dense feed-forward block")
+    experts: int = _flag(32, "experts of a MoE layer")
+    top_k: int = _flag(4, "experts that each token uses")
+    moe_intermediate_size: int = _flag(128, "inner width of an expert")
+    norm_topk_prob: bool = _flag(True, "divide the weights of the chosen experts by their sum")
+    dense: bool = _flag(False, "write a dense Qwen3 without experts")
+    tie: bool = _flag(False, "share the embedding with the output head")
+    context_length: int = _flag(2048, "longest sequence")
+    rope_theta: float = _flag(10000.0, "base of the rotary embedding")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = _flag("bfloat16", "dtype of the weights")
+    shards: int = _flag(1, "number of safetensors files; more than one also writes an index")
 
     def validate(self) -> None:
         """Raise `BadRequest` for the first value that makes no model."""
@@ -207,52 +212,22 @@ def _require(holds: bool, message: str) -> None:
 
 # --- command line ------------------------------------------------------------------------------------------------
 
-_HELP = {
-    "seed": "seed of the weights",
-    "vocab_size": "tokens of the model; the tokenizer has as many if its text allows",
-    "hidden_size": "width of the residual stream",
-    "layers": "hidden layers",
-    "dense_first": "leading layers with a dense feed-forward block",
-    "heads": "query heads",
-    "kv_heads": "key/value heads",
-    "head_dim": "size of a head",
-    "intermediate_size": "inner width of a dense feed-forward block",
-    "experts": "experts of a MoE layer",
-    "top_k": "experts that each token uses",
-    "moe_intermediate_size": "inner width of an expert",
-    "norm_topk_prob": "divide the weights of the chosen experts by their sum",
-    "dense": "write a dense Qwen3 without experts",
-    "tie": "share the embedding with the output head",
-    "context_length": "longest sequence",
-    "rope_theta": "base of the rotary embedding",
-    "dtype": "dtype of the weights",
-    "shards": "number of safetensors files; more than one also writes an index",
-}
 
-
-def add_cli_args(parser: argparse.ArgumentParser) -> None:
+def cli_parser() -> argparse.ArgumentParser:
     """`DIR`, one flag per field of `CheckpointSpec`, and `--force`."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep make-checkpoint", description="Write a small random checkpoint in Hugging Face format."
+    )
     parser.add_argument("path", metavar="DIR", help="folder to write, new or empty")
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
-    defaults = CheckpointSpec()
-    for name, text in _HELP.items():
-        flag, default = "--" + name.replace("_", "-"), getattr(defaults, name)
-        if isinstance(default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        else:
-            choices = ("float32", "bfloat16", "float16", "float64") if name == "dtype" else None
-            text = f"{text} (default: {default})"
-            parser.add_argument(flag, type=type(default), choices=choices, default=default, help=text)
+    add_cli_args(parser, CheckpointSpec)
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep make-checkpoint", description="Write a small random checkpoint in Hugging Face format."
-    )
-    add_cli_args(parser)
-    namespace = parser.parse_args(argv)
-    spec = CheckpointSpec(**{name: getattr(namespace, name) for name in _HELP})
+    namespace = cli_parser().parse_args(argv)
+    spec = CheckpointSpec(**{item.name: getattr(namespace, item.name) for item in fields(CheckpointSpec)})
     num_bytes = 0
 
     def progress(done: int, total: int) -> None:

@@ -1,6 +1,6 @@
 """Prometheus metrics: one set of numbers, under the names that SGLang's and vLLM's dashboards and controllers read.
 
-Knows counters and gauges.  Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
+Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
 Each number is kept once, and shown under every one of its names with the labels of both families: `engine` (vLLM's)
 and `dp_rank` (SGLang's) are the same data-parallel rank.
 """
@@ -17,7 +17,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from rollout.core.scheduler_state import SchedulerState
-from rollout.entrypoints.eplb_metrics import EplbMetrics
 from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.entrypoints.session_metrics import SessionMetrics
 from rollout.tokenizer_manager.sample import SampleRecord
@@ -152,8 +151,8 @@ class Metrics:
             buckets=_LATENCY_BUCKETS,
             registry=self._registry,
         )
-        self._experts = ExpertMetrics(model_name, self._registry)
-        self._eplb = EplbMetrics(model_name, self._registry)
+        self._experts = ExpertMetrics(model_name)
+        self._registry.register(self._experts)
         self._sessions = SessionMetrics(model_name, self._registry)
 
     # --- RequestObserver -----------------------------------------------------------------------------------------
@@ -192,8 +191,8 @@ class Metrics:
     def update(self, state: SchedulerState) -> None:
         """Take the gauges from the scheduler's state."""
         self._state.by_rank = state.of_ranks
-        self._experts.update(state.expert_distribution)
-        self._eplb.update(state.eplb)
+        self._experts.recorder = state.expert_distribution
+        self._experts.balancer = state.eplb
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:
@@ -227,7 +226,7 @@ class _Named(Collector):
 
 
 class _SchedulerState(Collector):
-    """What each data-parallel rank last said of itself."""
+    """The last state of each data-parallel rank."""
 
     def __init__(self, labels: Sequence[tuple[str, ...]]) -> None:
         self.by_rank: list[SchedulerState] = []
@@ -255,7 +254,7 @@ class _SchedulerState(Collector):
         return family
 
     def _cache_config(self) -> Iterator[Metric]:
-        """A page, or block, is one token: that is what the prefix cache can tell apart."""
+        """A page, or block, is one token: the granularity of the prefix cache."""
         for name, block_size, num_blocks in (
             ("vllm:cache_config_info", "block_size", ("num_gpu_blocks", "kv_cache_size_tokens")),
             ("sglang:cache_config_info", "page_size", ("num_pages",)),

@@ -1,7 +1,4 @@
-"""/generate, /tokenize and /detokenize.
-
-Knows their bodies and replies.  Does not know how text is made: `TokenizerManager` does.
-"""
+"""/generate, /tokenize and /detokenize."""
 
 from __future__ import annotations
 

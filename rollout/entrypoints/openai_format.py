@@ -1,6 +1,6 @@
 """Native responses as OpenAI's: choices, log-probabilities, usage, and SGLang's additions.
 
-Pure functions over the dicts that `tokenizer_manager.response` builds.  Knows layouts, not HTTP.
+Pure functions over the dicts that `tokenizer_manager.response` builds.
 
 A native log-probability entry is `[log-probability or None, token id, text or None]`.
 """
@@ -59,7 +59,7 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
 
 
 def metadata(native: Native) -> dict[str, Any]:
-    """What weights made the choice, and for whom, as `meta_info` says it."""
+    """The fields of `meta_info` on weight versions and the session."""
     meta = native["meta_info"]
     names = (
         "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
@@ -73,18 +73,6 @@ def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
     if request.return_meta_info:
         return {}
     return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
-
-
-def choice_extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-    """What RL clients ask for on every choice."""
-    extras: dict[str, Any] = {}
-    if request.return_meta_info:
-        extras["meta_info"] = native["meta_info"]
-    if request.wants_prompt_token_ids:
-        extras["prompt_token_ids"] = native["prompt_token_ids"]
-    if request.return_token_ids:
-        extras["token_ids"] = native["output_ids"]
-    return extras
 
 
 def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
@@ -117,15 +105,6 @@ def finish_fields(native: Native) -> dict[str, Any]:
 
 
 # --- completions -------------------------------------------------------------------------------------------------
-
-
-def completion_choice(request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
-    """One choice; `prompt_text` is empty unless echoed."""
-    logprobs = None if request.logprobs is None else completion_logprobs(request, native["meta_info"])
-    choice = {"index": index, "text": prompt_text + native.get("text", ""), "logprobs": logprobs}
-    if request.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(native["meta_info"], request.prompt_logprobs)
-    return choice | finish_fields(native) | choice_extras(request, native)
 
 
 def completion_logprobs(
@@ -168,12 +147,6 @@ def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
 # --- chat --------------------------------------------------------------------------------------------------------
 
 
-def chat_choice(request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
-    logprobs = chat_logprobs(native["meta_info"], 0, request.top_logprobs) if request.logprobs else None
-    choice = {"index": index, "message": message.whole(native.get("text", "")), "logprobs": logprobs}
-    return choice | chat_finish_fields(message, native) | choice_extras(request, native)
-
-
 def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
     """Like `finish_fields`; an answer that ends by itself, and calls tools, ends for their sake."""
     fields = finish_fields(native)
@@ -193,17 +166,20 @@ def chat_logprobs(meta: dict[str, Any], first: int, num_top: int | None) -> dict
 
 
 def _chat_entry(entry: Entry) -> dict[str, Any]:
-    """`bytes` is null for a token whose text does not tell them: part of a character, or its id."""
+    """`bytes` is null for a token whose text does not give them: part of a character, or its id."""
     text = _token_text(entry)
     encoded = None if entry[2] is None or "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": finite(entry[0]), "bytes": encoded}
 
 
-# --- streams -----------------------------------------------------------------------------------------------------
+# --- choices -----------------------------------------------------------------------------------------------------
 
 
-class StreamCursor:
-    """How much of one choice was sent: native responses are cumulative, OpenAI's chunks are not."""
+class ChoiceCursor:
+    """How much of one choice was sent: native responses are cumulative, OpenAI's chunks are not.
+
+    Without a stream the whole choice is its only chunk.
+    """
 
     def __init__(self) -> None:
         self._num_chars = 0
@@ -211,10 +187,8 @@ class StreamCursor:
         self._num_logprobs = 0
         self._position = 0  # in the text of those tokens
 
-    def completion_chunk(
-        self, request: CompletionRequest, index: int, native: Native, prompt_text: str
-    ) -> dict[str, Any]:
-        """What is new as a choice of a completion chunk."""
+    def completion(self, request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
+        """What is new as a choice of a completion; `prompt_text` is empty unless echoed."""
         is_first = self._num_tokens == 0 and self._num_chars == 0
         text = (prompt_text if is_first else "") + self._new_text(native)
         logprobs = None
@@ -224,17 +198,18 @@ class StreamCursor:
             self._num_logprobs += len(logprobs["tokens"])
             self._position += sum(map(len, logprobs["tokens"]))
         choice = {"index": index, "text": text, "logprobs": logprobs}
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(native["meta_info"], request.prompt_logprobs)
         return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
 
-    def chat_chunk(
-        self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native
-    ) -> dict[str, Any]:
-        """What is new as a choice of a chat chunk."""
+    def chat(self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
+        """What is new as a choice of a chat."""
         logprobs = None
         if request.logprobs:
             logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs)
         delta = message.delta(self._new_text(native), is_last=_is_finished(native))
-        choice = {"index": index, "delta": delta, "logprobs": logprobs}
+        spoken = {"delta": delta} if request.stream else {"message": {"role": "assistant"} | delta}
+        choice = {"index": index, **spoken, "logprobs": logprobs}
         finish = chat_finish_fields(message, native)
         return choice | self._ids(request, native) | finish | self._extras(request, native)
 
@@ -251,9 +226,13 @@ class StreamCursor:
 
     @staticmethod
     def _extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-        if not _is_finished(native):
-            return {}
-        return {key: value for key, value in choice_extras(request, native).items() if key != "token_ids"}
+        """What RL clients ask for on every choice that has ended."""
+        extras: dict[str, Any] = {}
+        if request.return_meta_info and _is_finished(native):
+            extras["meta_info"] = native["meta_info"]
+        if request.wants_prompt_token_ids and _is_finished(native):
+            extras["prompt_token_ids"] = native["prompt_token_ids"]
+        return extras
 
 
 def _is_finished(native: Native) -> bool:

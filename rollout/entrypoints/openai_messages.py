@@ -1,6 +1,6 @@
 """Texts of answers as the messages of chats: with reasoning and tool calls apart, where parsers are configured.
 
-Knows OpenAI's and SGLang's fields of a message.  Does not know the formats of models: `parsers` does.
+The formats of models are in `parsers`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ class ChatMessage:
         if calls := [call for piece in pieces for call in piece.calls]:
             delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
-
-    def whole(self, text: str) -> dict[str, Any]:
-        """The message of an answer that is complete."""
-        return {"role": "assistant"} | self.delta(text, is_last=True)
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         index, self.num_calls = self.num_calls, self.num_calls + 1

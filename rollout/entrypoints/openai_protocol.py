@@ -1,6 +1,6 @@
 """Bodies of /v1/completions and /v1/chat/completions, and what they ask of the engine.
 
-Knows OpenAI's and SGLang's names for sampling parameters.  Does not know responses: `openai_format.py` does.
+Responses are in `openai_format`.
 """
 
 from __future__ import annotations
@@ -15,35 +15,15 @@ from rollout.entrypoints.protocol import (
     SGLANG_SAMPLING_FIELDS,
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
+    AnyGeneration,
     Body,
-    ExtraKey,
     TokenIds,
-    combined_extra_key,
     template_variables,
 )
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 
-# Wire name -> sampling parameter; a field left at None is not sent on.
-_SAMPLING_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_tokens": "min_new_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "no_stop_trim": "no_stop_trim",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "seed": "sampling_seed",
-    "n": "n",
-}
-
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -81,9 +61,10 @@ class SamplingFields(Body):
 
     def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
         """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
-        sampling = {name: getattr(self, wire) for wire, name in _SAMPLING_NAMES.items()}
+        names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
+        sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
         sampling["max_new_tokens"] = max_new_tokens
-        if self.seed == -1:  # vLLM's word for none
+        if self.seed == -1:  # vLLM's value for none
             sampling["sampling_seed"] = None
         if self.include_stop_str_in_output:
             sampling["no_stop_trim"] = True
@@ -104,7 +85,7 @@ class SamplingFields(Body):
         }
 
 
-class OpenAIRequest(SamplingFields):
+class OpenAIRequest(SamplingFields, AnyGeneration):
     """What both endpoints share.  `priority` is refused: lower ones go first in vLLM's, and last in SGLang's."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
@@ -115,16 +96,9 @@ class OpenAIRequest(SamplingFields):
     model: str | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
     request_id: str | None = None  # vLLM's name for it
-    session_id: str | None = None
-    extra_key: ExtraKey | None = None
-    cache_salt: ExtraKey | None = None
-    max_kv_version_lag: int | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # its old name
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
@@ -144,21 +118,21 @@ class OpenAIRequest(SamplingFields):
         """
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedFeature("response_format other than text is not supported by this server")
-        return {
-            "sampling_params": self.engine_sampling(max_new_tokens),
-            "rid": self.rid or self.request_id,
-            "session_id": self.session_id,
-            "stream": self.stream,
-            "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
-            "extra_key": combined_extra_key(self.cache_salt, self.extra_key),
-            "max_kv_version_lag": self.max_kv_version_lag,
-            "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
-            "return_routed_experts": self.return_routed_experts,
-            "routed_experts_start_len": self.routed_experts_start_len,
-            "routed_experts_format": self.routed_experts_format,
-            "return_prompt_token_ids": self.wants_prompt_token_ids,
-            "fill_context": max_new_tokens is None,
-        } | self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
+        logprobs = self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
+        return (
+            self.common_fields()
+            | logprobs
+            | {
+                "sampling_params": self.engine_sampling(max_new_tokens),
+                "rid": self.rid or self.request_id,
+                "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
+                "return_routed_experts": self.return_routed_experts,
+                "routed_experts_start_len": self.routed_experts_start_len,
+                "routed_experts_format": self.routed_experts_format,
+                "return_prompt_token_ids": self.wants_prompt_token_ids,
+                "fill_context": max_new_tokens is None,
+            }
+        )
 
 
 class CompletionRequest(OpenAIRequest):

@@ -1,6 +1,6 @@
 """/v1/completions, /v1/chat/completions and /v1/models.
 
-Knows the order of a response's parts.  Their layout is `openai_format`, their request `openai_protocol`.
+The request is `openai_protocol`, the layout of a response's parts `openai_format`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.tokenizer_manager.response import encode_json
 CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 ChatBody = Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))]
 
-ChunkOf = Callable[[fmt.StreamCursor, int, fmt.Native], dict[str, Any]]
+ChoiceOf = Callable[[fmt.ChoiceCursor, int, fmt.Native], dict[str, Any]]
 
 
 class OpenAIRoutes:
@@ -55,19 +55,11 @@ class OpenAIRoutes:
         wanted = addressed(body.to_request(), request.headers)
         handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         prompt_texts = self._prompt_texts(body, handle)
-        if body.stream:
 
-            def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
-                return cursor.completion_chunk(body, index, native, prompt_texts[index])
+        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+            return cursor.completion(body, index, native, prompt_texts[index])
 
-            events = self._events(handle, body, "text_completion", chunk_of)
-            return SseResponse(events, on_close=handle.abort)
-        natives = await until_disconnect(request.receive, handle.results())
-
-        def choice_of(index: int, native: fmt.Native) -> dict[str, Any]:
-            return fmt.completion_choice(body, index, native, prompt_texts[index])
-
-        return await self._response(handle, body, "text_completion", natives, choice_of)
+        return await self._answer(request, handle, body, "text_completion", choice_of)
 
     def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
         """The text to put before each choice."""
@@ -83,19 +75,11 @@ class OpenAIRoutes:
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a chat under the model's template, or continue `input_ids`."""
         handle, messages = await until_disconnect(request.receive, self._submit_chat(body, request.headers))
-        if body.stream:
 
-            def chunk_of(cursor: fmt.StreamCursor, index: int, native: fmt.Native) -> dict[str, Any]:
-                return cursor.chat_chunk(body, messages[index], index, native)
+        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+            return cursor.chat(body, messages[index], index, native)
 
-            events = self._events(handle, body, "chat.completion.chunk", chunk_of, opens_with_role=True)
-            return SseResponse(events, on_close=handle.abort)
-        natives = await until_disconnect(request.receive, handle.results())
-
-        def choice_of(index: int, native: fmt.Native) -> dict[str, Any]:
-            return fmt.chat_choice(body, messages[index], index, native)
-
-        return await self._response(handle, body, "chat.completion", natives, choice_of)
+        return await self._answer(request, handle, body, "chat.completion", choice_of)
 
     async def _submit_chat(
         self, body: ChatCompletionRequest, headers: Headers
@@ -120,49 +104,43 @@ class OpenAIRoutes:
     def _model_name(self, body: OpenAIRequest) -> str:
         return body.model or self._manager.server_args.name
 
-    async def _response(
-        self,
-        handle: GenerateHandle,
-        body: OpenAIRequest,
-        object_name: str,
-        natives: list[fmt.Native],
-        choice_of: Callable[[int, fmt.Native], dict[str, Any]],
+    async def _answer(
+        self, request: Request, handle: GenerateHandle, body: OpenAIRequest, object_name: str, choice_of: ChoiceOf
     ) -> Response:
+        """The whole response, or its stream."""
+        if body.stream:
+            return SseResponse(self._events(handle, body, object_name, choice_of), on_close=handle.abort)
+        natives = await until_disconnect(request.receive, handle.results())
         head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
 
         def content() -> dict[str, Any]:
-            choices = [choice_of(index, native) for index, native in enumerate(natives)]
+            choices = [choice_of(fmt.ChoiceCursor(), index, native) for index, native in enumerate(natives)]
             return head | {"choices": choices} | fmt.response_tail(body, natives)
 
         return Response(await handle.encode(content), media_type="application/json")
 
     async def _events(
-        self,
-        handle: GenerateHandle,
-        body: OpenAIRequest,
-        object_name: str,
-        chunk_of: ChunkOf,
-        *,
-        opens_with_role: bool = False,
+        self, handle: GenerateHandle, body: OpenAIRequest, object_name: str, choice_of: ChoiceOf
     ) -> AsyncGenerator[bytes, None]:
         """Chunks of every choice as they come, then the routes of the first choice, then the usage."""
-        created = int(time.time())
-        cursors: defaultdict[int, fmt.StreamCursor] = defaultdict(fmt.StreamCursor)
+        created, is_chat = int(time.time()), isinstance(body, ChatCompletionRequest)
+        object_name += ".chunk" if is_chat else ""
+        cursors: defaultdict[int, fmt.ChoiceCursor] = defaultdict(fmt.ChoiceCursor)
         finals: dict[int, fmt.Native] = {}
         head = fmt.response_head(object_name, self._model_name(body), created, _first_native(handle))
         async with contextlib.aclosing(handle.stream()) as stream:
             async for index, native in stream:
-                if opens_with_role and index not in cursors:
+                if is_chat and index not in cursors:
                     has_ids = body.return_token_ids and not cursors
                     opening = {"prompt_token_ids": native["prompt_token_ids"]} if has_ids else {}
                     yield encode_json(head | {"choices": [_role_choice(index)]} | opening)
-                choice_of = functools.partial(chunk_of, cursors[index], index, native)
+                make_choice = functools.partial(choice_of, cursors[index], index, native)
                 if native["meta_info"]["finish_reason"] is None:
-                    yield encode_json(_chunk(head, choice_of))
+                    yield encode_json(_chunk(head, make_choice))
                 else:
                     finals[index] = native
                     last = head | {"metadata": fmt.metadata(native)}
-                    yield await handle.encode(functools.partial(_chunk, last, choice_of), index)
+                    yield await handle.encode(functools.partial(_chunk, last, make_choice), index)
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)
         closing = head | {"choices": [], "metadata": tail["metadata"]}
@@ -194,8 +172,8 @@ class OpenAIRoutes:
         }
 
 
-def _chunk(head: dict[str, Any], choice_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return head | {"choices": [choice_of()]}
+def _chunk(head: dict[str, Any], make_choice: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return head | {"choices": [make_choice()]}
 
 
 def _first_native(handle: GenerateHandle) -> fmt.Native:

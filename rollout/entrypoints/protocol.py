@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_v
 from pydantic_core import CoreSchema
 
 from rollout.core.errors import UnsupportedFeature
+from rollout.core.message import Int64, UpdateId
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what messages and tensors hold
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
@@ -70,7 +70,7 @@ class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
     `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.
-    Null means the default.  A list is looked at up to its first bad element: pydantic would keep an error, hundreds of
+    Null means the default.  A list is checked up to its first bad element: pydantic would keep an error, hundreds of
     bytes, for each.
     """
 
@@ -106,7 +106,30 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
             raise UnsupportedFeature(f"{place}{name} is not supported by this server")
 
 
-class GenerateRequest(Body):
+class AnyGeneration(Body):
+    """The fields that requests of every dialect have."""
+
+    stream: bool = False
+    session_id: str | None = None
+    extra_key: ExtraKey | None = None
+    cache_salt: ExtraKey | None = None
+    max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
+
+    def common_fields(self) -> dict[str, Any]:
+        """Of a `GenerateReqInput`.  Two requests share a prefix only if both `cache_salt` and `extra_key` agree."""
+        salt, key = self.cache_salt, self.extra_key
+        return {
+            "stream": self.stream,
+            "session_id": self.session_id,
+            "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
+            "max_kv_version_lag": self.max_kv_version_lag,
+            "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
+        }
+
+
+class GenerateRequest(AnyGeneration):
     """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS
@@ -120,31 +143,21 @@ class GenerateRequest(Body):
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: Annotated[TokenIds | list[TokenIds | None] | None, Field(union_mode="left_to_right")] = None
     return_text_in_logprobs: bool = False
-    stream: bool = False
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
     replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
     replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
-    extra_key: ExtraKey | None = None
-    cache_salt: ExtraKey | None = None
-    max_kv_version_lag: int | None = None
     priority: Int64 = 0
-    session_id: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # its old name
 
     def to_request(self) -> GenerateReqInput:
         """Raises `UnsupportedFeature`."""
         for params in self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]:
             _check_sampling_names(params)
-        others = ("cache_salt", "data_parallel_rank")
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in others}
-        fields["priority"] = -self.priority  # SGLang's higher ones come first
-        if self.routed_dp_rank is None:
-            fields["routed_dp_rank"] = self.data_parallel_rank
-        return GenerateReqInput(**fields | {"extra_key": combined_extra_key(self.cache_salt, self.extra_key)})
+        own = type(self).model_fields.keys() - AnyGeneration.model_fields.keys()
+        fields = {name: getattr(self, name) for name in own} | self.common_fields()
+        return GenerateReqInput(**fields | {"priority": -self.priority})  # SGLang's higher ones come first
 
 
 def _check_sampling_names(params: dict[str, Any]) -> None:
@@ -152,13 +165,6 @@ def _check_sampling_names(params: dict[str, Any]) -> None:
     for name, ours in VLLM_SAMPLING_FIELDS.items():
         if params.get(name) is not None and params[name] is not False:
             raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
-
-
-def combined_extra_key(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Both partition the prefix cache; two requests share a prefix only if both agree."""
-    if cache_salt is None:
-        return extra_key
-    return f"{cache_salt}\x1f{extra_key or ''}"
 
 
 def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +201,7 @@ class DetokenizeRequest(Body):
 
 
 class EmptyRequest(Body):
-    """An endpoint whose body says nothing."""
+    """For an endpoint that takes nothing from its body."""
 
 
 class AbortRequest(Body):
@@ -206,6 +212,6 @@ class AbortRequest(Body):
 class BucketAddress(Body):
     """Where a broadcast bucket belongs: what is read first of a body that is wrong elsewhere."""
 
-    update_id: str | None = Field(default=None, min_length=1, max_length=64)
+    update_id: UpdateId | None = None
     group_name: str = "weight_update_group"
     weight_version: str | None = None

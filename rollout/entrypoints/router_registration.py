@@ -1,6 +1,6 @@
 """Makes this server known to a router, keeps it known, and takes it off the router's list before the server drains.
 
-Knows `/workers` as sglang-router, smg and vllm-router serve it.  Does not know what the router does with its workers.
+`/workers` as sglang-router, smg and vllm-router serve it:
 
     GET /workers -> {"workers": [{"url", "id"?}]}    POST /workers {"url", "api_key"?}    DELETE /workers/{id or url}
 
@@ -58,7 +58,7 @@ class RouterRegistration:
         self._body = {"url": own_url} | ({} if api_key is None else {"api_key": api_key})
         self._check_every_s = check_every_s
         self._http = httpx.AsyncClient(timeout=CALL_TIMEOUT_S, trust_env=False, transport=transport)
-        self._is_coming = False  # the router was told of this server, and has not listed it since
+        self._is_coming = False  # the router was notified, and has not listed this server since
         self._last_objection: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -93,7 +93,7 @@ class RouterRegistration:
             wait_s = self._check_every_s
             try:
                 if await self._listed() is None:
-                    self._is_coming = True  # whatever comes of the call
+                    self._is_coming = True  # even if the call fails
                     await self._call("POST", "/workers", json=self._body)
                     logger.info("registered at %s as %s", self._router_url, self._own_url)
                 self._last_objection = None

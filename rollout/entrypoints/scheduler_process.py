@@ -1,7 +1,4 @@
-"""The schedulers' processes, one for each rank on this machine, as their parent sees them.
-
-Knows how to start, watch and end them.  Does not know what they do.
-"""
+"""The schedulers' processes, one for each rank on this machine, as their parent sees them."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.core.console import say
 from rollout.core.message import CHANNEL_SECRET
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import ParallelLayout
@@ -22,6 +20,7 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 
 WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
+_OTHERS_END_S = 5.0
 # How long an idle compute thread spins before it sleeps, about 0.4 ms: enough to bridge the gap between two steps, for
 # waking a thread of a virtual machine costs more than a small operator, and little enough that a trainer on the same
 # cores is not held up.  OpenMP's own default is milliseconds.
@@ -100,10 +99,37 @@ class SchedulerProcesses:
         return "scheduler process" if len(self._processes) == 1 else f"scheduler process of rank {rank}"
 
 
+async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, worker_command: Sequence[str]) -> int:
+    """Run the ranks of a machine with `--node-rank` above 0: its engine's HTTP server is on machine 0.
+
+    The exit status, 0 after an orderly shutdown.  The ranks end with the engine; a signal here ends the engine.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ranks = await SchedulerProcesses.start(args, layout, None, folder, worker_command)
+    say(f"running ranks of the engine at {args.dist_init_addr} (machine {args.node_rank} of {args.nnodes})")
+    ended, stopped = asyncio.create_task(ranks.first_end()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not ended.done():
+            ended.cancel()
+        statuses = await ranks.end(0.0 if stop.is_set() else _OTHERS_END_S)
+    if stop.is_set():
+        say("stopped by a signal; the engine ends with its ranks")
+        return 1
+    if any(statuses):
+        say("error: " + ended.result().format(when=""))
+        return 1
+    return 0
+
+
 def _config(
     args: ServerArgs, layout: ParallelLayout, channel: SchedulerChannel | None, folder: Path, rank: int
 ) -> dict[str, Any]:
-    """What a rank is told.  The command line is visible to other users of the machine: keys are left out."""
+    """The settings of a rank.  The command line is visible to other users of the machine: keys are left out."""
     place = layout.position(rank)
     return {
         "server_args": args.public_dict(),

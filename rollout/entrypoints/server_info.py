@@ -1,13 +1,14 @@
 """The launch settings and the running engine's facts as /server_info shows them.
 
-Knows the names that clients compare; never shows a key.
+Never shows a key.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.core.scheduler_state import SchedulerState
@@ -82,14 +83,21 @@ def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[s
 
 def launch_command(args: ServerArgs) -> str:
     """The command line that gives these settings, keys left out."""
-    words = ["lockstep", "serve"]
+    given = {}
     for item in dataclasses.fields(args):
         value = getattr(args, item.name)
-        if item.metadata.get("secret") or value == item.default or value is None:
-            continue
-        flag = "--" + item.name.replace("_", "-")
+        if not item.metadata.get("secret") and value != item.default and value is not None:
+            given[item.name] = value if isinstance(value, bool) else str(value)
+    return shlex.join(["lockstep", "serve", *flag_words(given)])
+
+
+def flag_words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as words of a command line: `{"tp_size": 2, "enable_eplb": True}`; None leaves a setting out."""
+    words = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag.removeprefix("--"))
-        else:
-            words += [flag, str(value)]
-    return shlex.join(words)
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return words

@@ -1,6 +1,6 @@
-"""Counters by session, for a bounded number of sessions: labels come from clients, and series live as long as a server.
+"""Counters by session, for a bounded number of sessions.
 
-Knows finished samples.  Does not know who reads it.
+Labels come from clients, and series live as long as a server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sessions of agents: whose request it is, what KV each session keeps, and when one is over.
-
-Knows the headers in which gateways and routers name sessions.  What is kept, and for how long, is the scheduler's
-business.
-"""
+"""Sessions of agents: whose request it is, what KV each session keeps, and when one is over."""
 
 from __future__ import annotations
 

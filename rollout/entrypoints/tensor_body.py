@@ -1,7 +1,4 @@
-"""The body of POST /update_weights_from_tensor: its limits, base64, and one payload for all ranks or one for each.
-
-Knows the body.  What is inside a payload is `weight_sync`'s.
-"""
+"""The body of POST /update_weights_from_tensor: its limits, base64, and one payload for all ranks or one for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Turns`: how many requests begin in one pass of the event loop.
 
 A thousand requests that come at once would otherwise all be parsed before anything else gets its turn: health, control
-and the answers of others.  Knows the event loop.  Does not know what a request asks for.
+and the answers of others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Turns:
         self._left = AT_ONCE
         while self._waiting and self._left:
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever waited may be gone
+            if not turn.done():  # its request may have been cancelled
                 turn.set_result(None)
                 self._left -= 1
         if self._left < AT_ONCE:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from pydantic import Field, create_model
 
-from rollout.core.message import ControlReqInput, Limits, body_fields
+from rollout.core.message import ControlReqInput, body_fields
 from rollout.entrypoints.protocol import Body
 
 
@@ -45,15 +45,12 @@ def _default(item: msgspec.structs.FieldInfo) -> Any:
 
 
 def _pydantic_type(kind: Any) -> Any:
-    """The same type in pydantic's terms: limits of numbers and strings, structs as bodies inside the body."""
+    """The same type with structs as bodies inside the body."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         inner = {item.name: (_pydantic_type(item.type), _default(item)) for item in msgspec.structs.fields(kind)}
         return _model(kind, inner)
     origin, args = get_origin(kind), get_args(kind)
-    if origin is None or origin is Literal:
+    if origin in (None, Literal, Annotated):
         return kind
-    if origin is Annotated:
-        limits = [Field(**meta.limits) for meta in args[1:] if isinstance(meta, Limits)]
-        return functools.reduce(lambda inner, limit: Annotated[inner, limit], limits, _pydantic_type(args[0]))
     arms = tuple(_pydantic_type(arg) for arg in args)
     return Union[arms] if origin in (Union, types.UnionType) else origin[arms]  # noqa: UP007 - made from a list

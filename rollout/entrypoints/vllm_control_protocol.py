@@ -1,23 +1,16 @@
-"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models.
-
-Knows names, types and defaults.  Does not know what an endpoint does.
-"""
+"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from rollout.core.errors import UnsupportedFeature
-from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput
+from rollout.core.message import Name, Size
+from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput, PackedBytes
 from rollout.entrypoints.protocol import Body
 from rollout.entrypoints.verb_body import body_of
 
 SleepTag = Literal["weights", "kv_cache"]
 DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
-PackedBytes = Annotated[int, Field(ge=1, lt=2**48)]
-Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class AbortRequestsRequest(Body):
@@ -32,21 +25,7 @@ class ResetPrefixCacheRequest(Body):
     reset_running_requests: bool = False
 
 
-class _Info(Body):
-    """A body inside a body; `unsupported` is refused here, too."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, raw: Any) -> Any:
-        for name in sorted(cls.unsupported & raw.keys()) if isinstance(raw, dict) else ():
-            if raw[name]:
-                raise UnsupportedFeature(f"{name} is not supported by this server")
-        return raw
-
-
-class InitInfo(_Info, body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
+class InitInfo(body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
     """How tensors will come: by which group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
 
     unsupported = frozenset({"nccl_unique_id_b64"})
@@ -64,7 +43,7 @@ class StartWeightUpdateRequest(Body):
     is_checkpoint_format: Literal[True] = True
 
 
-class UpdateInfo(_Info):
+class UpdateInfo(Body):
     """The tensors that are about to come.  Clients of older versions say here, not before, that they are packed."""
 
     unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
@@ -80,11 +59,11 @@ class UpdateWeightsRequest(Body):
     """POST /update_weights: `update_info` as vLLM's clients send it, or `weight_dir` as prime-rl's do."""
 
     update_info: UpdateInfo | None = None
-    weight_dir: str | None = Field(default=None, min_length=1)
+    weight_dir: Name | None = None
 
 
 class FinishWeightUpdateRequest(Body):
-    weight_version: str | None = Field(default=None, min_length=1)
+    weight_version: Name | None = None
 
 
 class CollectiveRpcRequest(Body):
@@ -97,7 +76,7 @@ class CollectiveRpcRequest(Body):
 
 
 class SleepForWeightSync(Body):
-    """SkyRL's.  The KV of requests cannot be put aside: they give it up, and compute it again."""
+    """SkyRL's.  The KV of requests cannot be offloaded: they give it up, and compute it again."""
 
     unsupported = frozenset({"offload_kv"})
 

@@ -1,7 +1,4 @@
-"""vLLM's control endpoints: pause, abort, sleep, prefix cache.  All may demand the admin key.
-
-Knows vLLM's names and replies, and which of the engine's verbs say the same.
-"""
+"""vLLM's control endpoints: pause, abort, sleep, prefix cache.  All may demand the admin key."""
 
 from __future__ import annotations
 
@@ -155,7 +152,7 @@ class VllmControlRoutes:
     ) -> Response:
         """Take memory again, and go on once nothing sleeps any more.  What is awake already stays so."""
         answer: ControlReqOutput | None
-        answer, asleep = await self._take_back(tags)
+        answer, asleep = await self._resume_memory(tags)
         if answer is None or answer.success:
             answer = answer if asleep else await self._continue()
         status = {"status": "sleeping" if asleep else "awake", "tags": tags}
@@ -163,10 +160,10 @@ class VllmControlRoutes:
 
     async def wake_for_sync(self, body: WakeForWeightSync) -> Response:
         """Take memory again; generation stays paused."""
-        answer, _ = await self._take_back(body.tags)
+        answer, _ = await self._resume_memory(body.tags)
         return json_response({"success": True}) if answer is None else reply(answer)
 
-    async def _take_back(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
+    async def _resume_memory(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
         """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on."""
         memory = (await state_of(self._manager)).memory
         asleep: list[MemoryTag] = [tag for tag in _SLEEPS if memory[tag] == "released"]

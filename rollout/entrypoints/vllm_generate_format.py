@@ -1,6 +1,6 @@
 """Native responses as those of vLLM's token endpoint: token ids, their log-probabilities, routed experts.
 
-Pure functions over the dicts that `tokenizer_manager.response` builds.  Knows layouts, not HTTP.
+Pure functions over the dicts that `tokenizer_manager.response` builds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Body of vLLM's token endpoint, and what it asks of the engine.
 
-Knows vLLM's names.  Does not know replies: `vllm_generate_format.py` does.
+Replies are in `vllm_generate_format`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rollout.core.message import Int64
 from rollout.entrypoints.openai_protocol import Count, SamplingFields, StreamOptions
 from rollout.entrypoints.protocol import (
     UNSUPPORTED_GENERATE_FIELDS,
-    Body,
-    ExtraKey,
-    Int64,
+    AnyGeneration,
     TokenIds,
-    combined_extra_key,
 )
 from rollout.tokenizer_manager.request import MAX_RID_CHARS, GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.validation import ServingLimits
@@ -30,7 +28,7 @@ class TokenSamplingParams(SamplingFields):
     routed_experts_prompt_start: int = 0
 
 
-class TokenGenerateRequest(Body):
+class TokenGenerateRequest(AnyGeneration):
     """POST /inference/v1/generate and /skyrl/v1/generate."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS | {"replay_routed_experts"}
@@ -44,14 +42,7 @@ class TokenGenerateRequest(Body):
     sampling_params: TokenSamplingParams = TokenSamplingParams()
     request_id: Annotated[str | None, Field(min_length=1, max_length=MAX_RID_CHARS)] = None
     model: str | None = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    cache_salt: ExtraKey | None = None
-    extra_key: ExtraKey | None = None
-    session_id: str | None = None
-    max_kv_version_lag: int | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # its old name
     priority: Int64 = 0
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -75,15 +66,11 @@ class TokenGenerateRequest(Body):
             input_ids=self.token_ids,
             rid=rid,
             sampling_params=sampling,
-            session_id=self.session_id,
-            max_kv_version_lag=self.max_kv_version_lag,
-            routed_dp_rank=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
-            stream=self.stream,
-            extra_key=combined_extra_key(self.cache_salt, self.extra_key),
             priority=self.priority,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=params.routed_experts_prompt_start,
             routed_experts_format=routed_experts_format,
             fill_context=length is None,
+            **self.common_fields(),
             **params.engine_logprobs(params.logprobs, stream=self.stream),
         )

@@ -1,6 +1,6 @@
 """vLLM's token endpoint, token ids in and out, and SkyRL's form of it.
 
-Knows the order of a reply's parts.  Their layout is `vllm_generate_format`, their request `vllm_generate_protocol`.
+The request is `vllm_generate_protocol`, the layout of a reply's parts `vllm_generate_format`.
 """
 
 from __future__ import annotations

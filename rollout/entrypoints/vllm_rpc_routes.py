@@ -1,10 +1,8 @@
 """vLLM's `/collective_rpc`, with a closed list of methods, and what AReaL adds to a vLLM server.
 
 A method of vLLM's workers is any Python there; here each name in the list is a verb that has an endpoint of its own.
-AReaL's endpoints are other names of pause, resume and weight calls, but for one: it says in a call of its own which
-tensors the next one brings.
-
-Knows names and arguments.  Does not know what a verb does.
+AReaL's endpoints are other names of pause, resume and weight calls, but for one, which announces the tensors that the
+next call brings.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput, 
 from rollout.entrypoints import protocol
 from rollout.entrypoints import vllm_control_protocol as bodies
 from rollout.entrypoints.control_io import ControlRoute, add_route
-from rollout.entrypoints.http_io import json_body, json_response, parse_body
+from rollout.entrypoints.http_io import json_body, json_response, validated
 from rollout.entrypoints.verb_body import body_of
 from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_routes import VllmControlRoutes
 from rollout.entrypoints.vllm_weight_routes import VllmWeightRoutes
 from rollout.entrypoints.weight_routes import WeightRoutes
-from rollout.tokenizer_manager.response import encode_json
 
 RpcBody = Annotated[bodies.CollectiveRpcRequest, Depends(json_body(bodies.CollectiveRpcRequest))]
 
@@ -120,4 +117,4 @@ def _arguments(method: _Method, body: bodies.CollectiveRpcRequest) -> Any:
     unknown = sorted(given.keys() - method.body.model_fields.keys())
     if unknown:
         raise BadRequest(f"{body.method} does not take {unknown[0][:64]!r}")
-    return parse_body(method.body, encode_json(given))
+    return validated(method.body, given)

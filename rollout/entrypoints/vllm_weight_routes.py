@@ -5,9 +5,7 @@
     /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
 
-vLLM's clients carry no ids, so the id of the update that they started is kept here, and so is what the group was told.
-
-Knows vLLM's names and replies.  What an update is belongs to the engine.
+vLLM's clients carry no ids, so the id of the update that they started is kept here, and so are the group's settings.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from rollout.entrypoints.control_io import ControlRoute, add_route, reply
-from rollout.entrypoints.http_io import json_body, parse_body, parsed, read_limited
+from rollout.entrypoints.http_io import json_body
 from rollout.entrypoints.protocol import EmptyRequest
 from rollout.entrypoints.verb_routes import VerbRoutes
 from rollout.entrypoints.vllm_control_protocol import (
@@ -53,7 +51,7 @@ _OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
 
 
 class VllmWeightRoutes:
-    """One for a server: it remembers the group that was joined and the update that was started."""
+    """One for a server: it holds the group that was joined and the update that was started."""
 
     def __init__(self, verbs: VerbRoutes) -> None:
         self._send = verbs.ask
@@ -103,8 +101,7 @@ class VllmWeightRoutes:
     async def update_weights(self, request: Request) -> Response:
         """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole."""
         try:
-            data = await read_limited(request)
-            body = await parsed(request, data, lambda data: parse_body(UpdateWeightsRequest, data))
+            body = await json_body(UpdateWeightsRequest)(request)
         except LockstepError as error:
             await self.refuse(error)
             raise
@@ -138,7 +135,7 @@ class VllmWeightRoutes:
     async def finish_update(self, body: FinishBody) -> Response:
         """Verify what came and put it in force, all or nothing, under `weight_version` if there is one.
 
-        Whatever the answer, the update is over.
+        The update is over, whether it succeeds or fails.
         """
         started = self._update_id
         if started is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import sys
 import tempfile
 import time
@@ -15,21 +14,10 @@ from typing import Any
 from rollout.client import AsyncRolloutClient
 from rollout.core.errors import StartupError
 from rollout.entrypoints.child_process import ChildProcess
+from rollout.entrypoints.server_info import flag_words
 from weight_sync.process_group import free_port
 
 POLL_S = 0.2
-
-
-def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words of a command line: `{"tp_size": 2, "enable_eplb": True}`; None leaves a setting out."""
-    words = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    return words
 
 
 class ChildServer:

@@ -29,6 +29,13 @@ from weight_sync.tensor_meta import dtype_name
 GROUP_NAME = "openrlhf"
 JOIN_S = 300.0
 SLEEP_FLAG = "--enable-memory-saver"
+_SGLANG_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+_NO_SAMPLING = ("n", "logprobs")
 
 
 @dataclass
@@ -52,24 +59,7 @@ class SamplingParams:
 
     def as_sglang(self) -> dict[str, Any]:
         """Under the names of `/generate`."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "skip_special_tokens",
-        )
-        given = {name: getattr(self, name) for name in names}
-        given |= {
-            "skip_special_tokens": self.skip_special_tokens,
-            "max_new_tokens": self.max_tokens,
-            "min_new_tokens": self.min_tokens,
-            "sampling_seed": self.seed,
-            "no_stop_trim": self.include_stop_str_in_output,
-        }
+        given = {_SGLANG_NAMES.get(name, name): value for name, value in vars(self).items() if name not in _NO_SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -220,7 +210,7 @@ class AsyncLLMEngine:
         if use_ray:
             raise BadRequest("weights over Ray's collectives are not part of this server: set sync_with_ray to false")
         client = await self._client()
-        if self._open_update is not None:  # of a trainer that is gone
+        if self._open_update is not None:  # of a trainer that has ended
             await self._drop_update(client, self._open_update)
         await client.init_weights_update_group(address, port, rank_offset, world_size, GROUP_NAME, backend)
 

@@ -62,7 +62,7 @@ HARMLESS_VALUES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve, told in SGLang's words; the exit status.  A refusal is one line on stderr and status 1."""
+    """Serve with SGLang's flags; the exit status.  A refusal is one line on stderr and status 1."""
     try:
         words = serve_words([*argv, *shlex.split(os.environ.get("LOCKSTEP_FLAGS", ""))])
     except LockstepError as error:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch_server(server_args: Any, *_: Any, **__: Any) -> None:
-    """Serve, told by SGLang's `ServerArgs`; what else SGLang's function takes is about its own processes.
+    """Serve with SGLang's `ServerArgs`; the other arguments of SGLang's function concern its own processes.
 
     Raises `SystemExit` if the server ends with an error.
     """
@@ -81,7 +81,7 @@ def launch_server(server_args: Any, *_: Any, **__: Any) -> None:
 
 
 def serve_words(argv: Sequence[str]) -> list[str]:
-    """The words of `lockstep serve` that SGLang's words ask for.  Raises `StartupError` naming the flags it lacks."""
+    """SGLang's flags as those of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
     known = {item.name for item in dataclasses.fields(ServerArgs)}
     words: list[str] = []
     unused, refused = [], []
@@ -107,7 +107,7 @@ def serve_words(argv: Sequence[str]) -> list[str]:
 
 
 def words_of(server_args: Any) -> list[str]:
-    """SGLang's words for whatever differs in its `ServerArgs` from the defaults."""
+    """The flags for what differs in SGLang's `ServerArgs` from the defaults."""
     kind = type(server_args)
     names = getattr(kind, "__struct_fields__", None) or [item.name for item in dataclasses.fields(kind)]
     plain = kind(model_path=server_args.model_path)

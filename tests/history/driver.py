@@ -22,7 +22,7 @@ import torch
 from rollout.control import weight_queue
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.engine import build
+from rollout.engine import build_control
 from tests.history.actions import History, Submit
 from tests.history.checker import Checker, Tally, Trace
 from tests.history.expected import Expected, Sent, SentContinue, Tensors, Violation
@@ -140,7 +140,7 @@ class Driver(Harness):
         self._patches = ExitStack()
         with self._patches:
             self.scratch = Path(self._patches.enter_context(tempfile.TemporaryDirectory()))
-            self._patch(build, "WeightUpdater", self._make_updater(build.WeightUpdater))
+            self._patch(build_control, "WeightUpdater", self._make_updater(build_control.WeightUpdater))
             self._patch(weight_queue, "ThreadPoolExecutor", lambda *_, **__: self.executor)
             self._patch(ShadowStaging, "exchange", staticmethod(self._make_exchange(ShadowStaging.exchange)))
             super().__init__(

@@ -14,7 +14,8 @@ from eplb.decision import RebalancePolicy
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
 from rollout.core.errors import Unavailable
-from rollout.entrypoints.eplb_metrics import EplbMetrics
+from rollout.core.expert_io_struct import EplbState
+from rollout.entrypoints.expert_metrics import ExpertMetrics
 from rollout.entrypoints.info_routes import InfoRoutes
 
 LAYOUT = ExpertLayout(num_logical_experts=4, num_physical_experts=4, num_ranks=2)
@@ -31,21 +32,26 @@ def manager_at(clock: Clock) -> RebalanceManager:
     return RebalanceManager(RebalancePolicy(deadline_s=5.0), LAYOUT, LoadHistory(1, 4), 100, clock)
 
 
+def state_of(manager: RebalanceManager) -> EplbState:
+    return EplbState(**manager.status(), counts_loads=True)
+
+
 def test_gauges_follow_the_status() -> None:
     clock, registry = Clock(), CollectorRegistry()
-    manager, metrics = manager_at(clock), EplbMetrics("m", registry)
+    manager, metrics = manager_at(clock), ExpertMetrics("m")
+    registry.register(metrics)
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(f"lockstep:eplb_{name}", {"model_name": "m"})
 
-    metrics.update(manager.status())
+    metrics.balancer = state_of(manager)
     assert (value("under_way"), value("stuck"), value("evaluations")) == (0.0, 0.0, 0.0)
     assert value("balancedness_before") is None
     manager.start_planning()
     clock.now = 6.0
-    metrics.update(manager.status())
+    metrics.balancer = state_of(manager)
     assert (value("under_way"), value("stuck"), value("last_evaluation_age_seconds")) == (1.0, 1.0, 6.0)
-    metrics.update(None)
+    metrics.balancer = None
     assert value("under_way") is None, "nothing old is shown"
 
 
@@ -55,7 +61,7 @@ def test_a_stuck_rebalance_is_an_illness(monkeypatch: pytest.MonkeyPatch) -> Non
     routes: Any = InfoRoutes.__new__(InfoRoutes)
 
     async def state(*_: Any, **__: Any) -> SimpleNamespace:
-        return SimpleNamespace(poisoned=None, paused=True, eplb=manager.status())
+        return SimpleNamespace(poisoned=None, paused=True, eplb=state_of(manager))
 
     monkeypatch.setattr(routes, "_state", state)
     manager.start_planning()

@@ -232,9 +232,9 @@ def test_w07_a_stray_call_aborts_no_requests(start: Callable[..., Harness], trai
 def test_w07_a_stranger_s_abort_ends_no_receive(start: Callable[..., Harness], trainer: LoopbackTrainer) -> None:
     """An abort does not wait for a receive that nobody will finish, but for one of an update that is not its own."""
     harness = start()
-    hurry = control_of(harness)._weights._hurry
+    wait_limit = control_of(harness)._weights._wait_limit
     assert harness.control(BeginWeightUpdateReqInput, update_id="a").success
-    waits = [hurry(AbortWeightUpdateReqInput(request_id="r", update_id=name)) for name in ("a", "b", None)]
+    waits = [wait_limit(AbortWeightUpdateReqInput(request_id="r", update_id=name)) for name in ("a", "b", None)]
     assert waits == [0.0, None, None]
 
 

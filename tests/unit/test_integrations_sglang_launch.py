@@ -82,7 +82,7 @@ def test_redirected_modules_are_the_launcher(module: str) -> None:
         text=True,
         timeout=60,
     )
-    assert result.stdout.startswith("Serve, told by SGLang's"), result.stderr
+    assert result.stdout.startswith("Serve with SGLang's `ServerArgs`"), result.stderr
 
 
 @pytest.mark.full

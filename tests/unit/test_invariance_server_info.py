@@ -11,7 +11,7 @@ import torch
 from rollout.core.io_struct import GetStateReqInput
 from rollout.core.server_args import ServerArgs
 from rollout.engine import build
-from rollout.engine.batch_invariance import batch_invariance
+from rollout.engine.build import batch_invariance
 from rollout.kernels.build import KernelStatus
 from rollout.kernels.ops import plain_ops
 from tests.model_zoo import tiny_checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.core.errors import BadRequest, StartupError
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, add_cli_args, main, make_checkpoint
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, cli_parser, main, make_checkpoint
 from rollout.kernels.ops import plain_ops
 from rollout.model_executor.load import load_model, open_checkpoint, read_tensors
 from rollout.models.registry import load_model_config
@@ -123,9 +122,7 @@ def test_a_folder_with_content_is_refused_unless_forced(tmp_path: Path) -> None:
 
 
 def test_command_line_reaches_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_cli_args(parser)
-    defaults = vars(parser.parse_args(["DIR"]))
+    defaults = vars(cli_parser().parse_args(["DIR"]))
     assert {name: defaults[name] for name in CheckpointSpec.__dataclass_fields__} == vars(CheckpointSpec())
     flags = "--layers 1 --hidden-size 32 --experts 4 --top-k 2 --dense-first 0 --dtype float32 --tie --seed 5"
     assert main([str(tmp_path / "model"), *flags.split()]) == 0

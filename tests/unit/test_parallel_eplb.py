@@ -443,7 +443,7 @@ def test_missed_evaluations_show_in_the_state(folder: Path) -> None:
         harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
         assert harness.control(GetStateReqInput).data["eplb"]["stuck"] is None
         harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
-        assert "was not looked at" in harness.control(GetStateReqInput).data["eplb"]["stuck"]
+        assert "was not evaluated" in harness.control(GetStateReqInput).data["eplb"]["stuck"]
         assert harness.control(AbortWeightUpdateReqInput).success
         harness.generate([[1, 2, 3]], {"max_new_tokens": 15})
         assert harness.control(GetStateReqInput).data["eplb"]["stuck"] is None

@@ -1,1 +1,1 @@
-"""Answers of models as reasoning, content and tool calls.  Knows text only: no HTTP, no tokens."""
+"""Answers of models as reasoning, content and tool calls."""

@@ -16,7 +16,7 @@ from rollout.entrypoints.parsers.reasoning import ReasoningFormat
 from rollout.entrypoints.parsers.tool_calls import CallReader, ToolCall, Tools
 
 _STRETCH = 4096
-"""Characters that are looked at in one go: what was taken is cut off the rest each time."""
+"""Characters that are parsed in one go, as consuming some copies the rest each time."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class AnswerParser:
     """Give it text with `feed`, and `finish` it once.
 
     `read_call` None leaves tool calls in the content, `reasoning_format` None the reasoning.  `in_thought`: the answer
-    begins amid a thought.
+    begins within a thought.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class AnswerParser:
         return True
 
     def _call_in_thought(self, piece: Piece) -> bool:
-        """A call ends the thought; a marker that the model only speaks of is part of it."""
+        """A call ends the thought; a marker that the model only mentions is part of it."""
         assert self._read_call is not None
         marks, begin = (reasoning.CLOSE, tool_calls.CLOSE), len(tool_calls.OPEN)
         ends = [(at, mark) for mark in marks if (at := self._rest.find(mark, self._searched)) >= 0]

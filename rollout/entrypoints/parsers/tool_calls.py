@@ -126,7 +126,7 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 def _typed(text: str, schema: Any) -> Any:
     """The value that `text` stands for: formats without quotes leave that to the parameter's schema.
 
-    Text where nobody says otherwise, and where what it says does not allow the JSON value.
+    Text without a schema, and where the schema does not allow the JSON value.
     """
     types = _types(schema)
     if types is None or types == {"string"}:

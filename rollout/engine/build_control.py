@@ -1,0 +1,119 @@
+"""Wires the control verbs of one rank to its scheduler: weights, memory, experts, sessions, profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from eplb.algorithms.types import ExpertLayout
+from rollout.control.control import Control
+from rollout.control.eplb_parts import build_eplb, fresh_plan, rebalance_policy, start_counting
+from rollout.control.expert_distribution import ExpertDistribution
+from rollout.control.kv_age import KVAgeLimit
+from rollout.control.memory_control import MemoryControl
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.profiler import StepProfiler
+from rollout.control.rank_consensus import RankConsensus
+from rollout.control.session_control import SessionControl
+from rollout.control.weight_checker import WeightChecker
+from rollout.control.weight_commit import WeightCommit
+from rollout.control.weight_control import WeightControl
+from rollout.control.weight_disk import DiskRefresh
+from rollout.control.weight_folders import WeightFolders
+from rollout.control.weight_queue import pause_between_parts
+from rollout.core.server_args import ServerArgs
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
+from rollout.scheduler.scheduler import Scheduler
+from weight_sync.held_memory import HeldMemory
+from weight_sync.updater import WeightUpdater
+
+
+def build_control(
+    args: ServerArgs,
+    scheduler: Scheduler,
+    model: DecoderForCausalLM,
+    layout: ExpertLayout | None,
+    wake: Callable[[], None],
+    static_state: dict[str, Any],
+) -> None:
+    """Connect every verb's handler, and what runs between steps, in its order.
+
+    `layout` None: experts are not spread.  `wake()` interrupts the scheduler's wait for messages.  `static_state`: the
+    fields of `SchedulerState` that do not change.
+    """
+    runner, parallel, placement = scheduler.runner, scheduler.parallel, scheduler.runner.state.placement
+    consensus = RankConsensus(parallel.weight_io, parallel.world)
+    loads = start_counting(args, runner, parallel)
+    adoption = PlacementAdoption(
+        model.weights,
+        placement,
+        parallel.layout,
+        parallel.position,
+        consensus.exchange,
+        loads=lambda: loads.current(rebalance_policy(args).choices_per_expert),
+        fresh_plan=partial(fresh_plan, layout, placement),
+        is_possible=layout is not None and args.weight_staging in ("host", "device"),
+        by_default=args.enable_eplb,
+    )
+    held = HeldMemory(keep=args.keep_staging_memory)
+    updater = WeightUpdater(
+        model.weights,
+        device=torch.device(args.device),
+        timeout_s=args.weight_update_timeout,
+        vote=consensus.vote,
+        commit_vote=consensus.commit_vote,
+        exchange=consensus.exchange,
+        target=adoption.target,
+        staging=args.weight_staging,
+        journal_dir=args.weight_journal_dir,
+        memory=held,
+        rank=parallel.position.tp_rank,
+        ranks=parallel.layout.tp_size,
+        pace=pause_between_parts(scheduler),
+        clock=lambda: scheduler.now,
+        max_call_bytes=args.max_weight_call_bytes,
+    )
+    commit = WeightCommit(scheduler, updater, adoption)
+    weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, args.pause_timeout)
+    eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, wake)
+    checker = WeightChecker(scheduler, updater)
+    disk = DiskRefresh(
+        scheduler,
+        updater,
+        adoption,
+        commit,
+        base_path=args.model_path,
+        folders=WeightFolders.of(args),
+        timeout_s=args.weight_update_timeout,
+    )
+    saver = _memory_saver(scheduler, model) if args.enable_memory_saver else None
+    memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
+    kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
+    experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
+    control = Control(scheduler, weights, memory, experts, eplb, static_state)
+    profiler = StepProfiler(scheduler)
+    sessions = SessionControl(scheduler)
+    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
+    scheduler.connect(
+        weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,
+        weights.queued_verbs,
+        between_steps=[
+            weights.advance,
+            eplb.advance,
+            memory.notice_refresh,
+            kv_age.advance,
+            control.settle_waits,
+            control.drain,
+            profiler.advance,
+            sessions.advance,
+        ],
+    )
+
+
+def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:
+    kv_pool, table = scheduler.runner.kv_pool, scheduler.cache.pool.table
+    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.k, *kv_pool.v, table]})
