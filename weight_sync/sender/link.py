@@ -195,8 +195,8 @@ class Sending:
         """Whether the engine has taken up this bucket: it has the first piece, or answered."""
         return self._failure is not None or self.call.done() or any(work.is_completed() for work in self._works[:1])
 
-    def hurry(self, within_s: float) -> None:
-        """Move the deadline up."""
+    def shorten_deadline(self, within_s: float) -> None:
+        """Give the bucket no longer than `within_s` seconds from now."""
         self._deadline = min(self._deadline, time.monotonic() + within_s)
         self._give_up = min(self._give_up, self._deadline)
 

@@ -20,13 +20,12 @@ from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint_hex
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.control import EngineControl, EngineError
-from weight_sync.sender.fleet import Fleet, OnEngineFailure
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.plan import TensorPlan, TensorSource, plan_tensors
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.report import RefreshReport
-from weight_sync.sender.update import Progress, WeightUpdate
+from weight_sync.sender.update import OnEngineFailure, Progress, WeightUpdate
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 
@@ -220,8 +219,7 @@ class WeightSender:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
         fields = {"update_id": uuid.uuid4().hex} | fields
-        fleet = Fleet(self._links, self._policy, fields["update_id"])
-        return WeightUpdate(fleet, self._device, fields, num_bytes, progress)
+        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress)
 
     def _lead(
         self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], ranks: TrainerRanks | None
