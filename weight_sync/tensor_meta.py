@@ -6,6 +6,7 @@ engine fuses, shards or replicates it into.  This file does not know any model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,8 +15,8 @@ import torch
 
 from weight_sync.errors import WeightRequestError
 
-_MAX_DIMENSIONS = 8
-_MAX_ELEMENTS = 2**48
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -64,10 +65,7 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +200,7 @@ def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
         raise WeightRequestError(f"{name}: sizes must be whole numbers of at least 0, got {list(sizes)}")
     meta = TensorMeta(name, parse_dtype(dtype), sizes)
-    if len(sizes) > _MAX_DIMENSIONS or meta.numel > _MAX_ELEMENTS:
+    if len(sizes) > MAX_DIMENSIONS or meta.numel > MAX_ELEMENTS:
         raise WeightRequestError(f"{name}: shape {list(sizes)} is out of range")
     return meta
 

@@ -7,10 +7,9 @@ of them: names, shapes, coverage, versions and commits are the transaction's bus
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
@@ -18,6 +17,7 @@ from weight_sync.errors import UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.staging import ProvenPart
+from weight_sync.stored_tensors import StoredTensor, check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
@@ -73,6 +73,52 @@ class BucketSource:
         """
 
 
+class StoredSource(BucketSource):
+    """A call whose tensors are known, and lie in storages, before any of them is read.
+
+    `_release`: gives up what is held; it may be called again.
+    """
+
+    _tensors: Sequence[StoredTensor] = ()
+    _release: Callable[[], object]
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Every tensor of the call.  Raises `WeightRequestError`; what is held is released then."""
+        try:
+            tensors = self._parse()
+            check_total(tensors, max_bytes)
+            self._check_storages()
+        except WeightRequestError:
+            self._release()
+            raise
+        self._tensors = tensors
+        return [tensor.meta for tensor in tensors]
+
+    def receive(self) -> Iterator[Named]:
+        """A few tensors a bucket.
+
+        Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone), `TransportError` (CUDA
+        memory cannot be opened).
+        """
+        try:
+            yield from read_in_parts(self._tensors)
+        finally:
+            self._tensors = ()
+            self._release()
+
+    def refuse(self, reason: str) -> None:
+        """Release what is held.  The sender learns of the failure by the call's answer."""
+        self._tensors = ()
+        self._release()
+
+    def _parse(self) -> Sequence[StoredTensor]:
+        """The call's tensors.  Raises `WeightRequestError`."""
+        raise NotImplementedError
+
+    def _check_storages(self) -> None:
+        """Whether what holds the tensors can be read.  Raises `WeightRequestError`."""
+
+
 class RefusedSource(BucketSource):
     """A call that is refused for what it asks: nothing of it is received.
 
@@ -120,14 +166,3 @@ def deliver(
             refusal = error
     if refusal is not None:
         raise refusal
-
-
-def turn_away(source: BucketSource, refusal: Exception, max_bytes: int) -> NoReturn:
-    """Receive a call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
-    try:
-        source.announce(max_bytes)
-        deliver(source, lambda _: None, refusal)
-    except Exception as error:
-        source.refuse(str(error))
-        raise
-    raise refusal
