@@ -9,9 +9,9 @@ Cold load goes straight into the model, a live refresh into the transaction's st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -30,7 +30,6 @@ from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dty
 StagingMode = Literal["host", "device", "journal", "in_place"]
 HOLDING_MODES = ("journal", "in_place")
 """`write` changes the model, so that no step may run from the first write to the end."""
-LogicalTensors = list[tuple[str, torch.Tensor]]
 Content = torch.Tensor | Part
 """A whole logical tensor, or what this rank holds of it."""
 
@@ -45,6 +44,14 @@ class ProvenPart:
     name: str
     part: Part | None
     fingerprint: int
+
+
+class Arrival(NamedTuple):
+    """Logical tensor `name`, out of the wire tensor `wire_name`."""
+
+    wire_name: str
+    name: str
+    content: torch.Tensor
 
 
 class WeightSink(Protocol):
@@ -149,17 +156,25 @@ def load_weights(
     sink: WeightSink,
     ledger: WeightLedger,
     cast: bool,
-    announced: Announced | None = None,
-    check: Callable[[LogicalTensors], None] | None = None,
 ) -> None:
     """Validate wire tensors, split them, note them in the ledger and write them into the sink.
 
-    The tensors of one call are validated together, before any of them is written.  `cast`: take a tensor of another
-    dtype than the model's (the sink casts it); otherwise refuse it.  `check` sees the logical tensors of the call,
-    before any of them is written, and raises what it does not like.
+    Raises as `split_tensors` and `store`.
+    """
+    store(split_tensors(weights, named_tensors, ledger, cast), sink, ledger)
 
-    Raises what `split_wire` and `check` raise; `CoverageError` for a tensor that came before or was not announced;
-    `ContentError` for one that came before under another name with other content.
+
+def split_tensors(
+    weights: LogicalWeights,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    ledger: WeightLedger,
+    cast: bool,
+    announced: Announced | None = None,
+) -> list[Arrival]:
+    """The logical tensors of one call, views, validated together before any of them is written.
+
+    `cast`: take a tensor of another dtype than the model's (the sink casts it); otherwise refuse it.  Raises as
+    `split_wire`, and `CoverageError` for a tensor that came before or was not announced.
     """
     named = list(named_tensors)
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
@@ -168,18 +183,25 @@ def load_weights(
     if refusals:
         raise CoverageError(listed(refusals))
     expected = weights.metas()
-    logical = [
-        (wire_name, piece.name, tensor.detach()[piece.index])
+    arrivals = [
+        Arrival(wire_name, piece.name, tensor.detach()[piece.index])
         for (wire_name, tensor), pieces in zip(named, split, strict=True)
         for piece in pieces
     ]
-    assert all(tuple(source.shape) == expected[name].shape for _, name, source in logical)
-    if check is not None:
-        check([(name, source) for _, name, source in logical])
-    for wire_name, name, source in logical:
+    assert all(tuple(arrival.content.shape) == expected[arrival.name].shape for arrival in arrivals)
+    return arrivals
+
+
+def store(arrivals: Iterable[Arrival], sink: WeightSink, ledger: WeightLedger) -> None:
+    """Note logical tensors in the ledger and write them into the sink.
+
+    Raises `CoverageError` for a tensor that came before, `ContentError` for one that came before under another name
+    with other content.
+    """
+    for wire_name, name, content in arrivals:
         if ledger.record(wire_name, name):
-            sink.write(name, source)
-        elif not all(_same_bits(part, source) for part in sink.read(name)):  # other ranks look at their parts
+            sink.write(name, content)
+        elif not all(_same_bits(part, content) for part in sink.read(name)):  # other ranks check their parts
             raise ContentError(f"{name} came again as {wire_name} with other content")
 
 

@@ -1,8 +1,4 @@
-"""`UpdateBook`: whose call it is, what became of the last updates, and the loss that nobody has made good yet.
-
-    a call with the id of the open update     is of it, and from then on all its calls must carry it (it is *bound*)
-    a call with another id                    is foreign
-    a call without                            is of the open update, unless that is bound or has another label
+"""`UpdateBook`: what became of the last updates, and the loss that nobody has made good yet.
 
 A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that said
 that it is of it: its lease ran out, its pause ended by itself, a call of unknown origin ended it.  Its sender may go on
@@ -55,52 +51,16 @@ class Outcome:
 
 
 class UpdateBook:
-    """`open_id`: of the open update.  `loss`: why the last one was lost, until somebody starts anew.
+    """`loss`: why the last update was lost, until somebody starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.
     """
 
     def __init__(self) -> None:
-        self.open_id: str | None = None
-        self.is_bound = False
         self.loss: str | None = None
         self.last_failure: UpdateFailure | None = None
         self._is_told = True
         self._outcomes: dict[str, Outcome] = {}
-
-    # --- the open update -----------------------------------------------------------------------------------------
-
-    def open(self, update_id: str | None, *, bound: bool) -> None:
-        """An update begins; None: nobody can name it."""
-        self.open_id, self.is_bound = update_id, bound
-
-    def close(self, outcome: Outcome) -> None:
-        """It is over."""
-        self.note(self.open_id, outcome)
-        self.open_id, self.is_bound = None, False
-
-    def bind(self, update_id: str | None) -> None:
-        """A call is of it."""
-        self.is_bound = self.is_bound or update_id is not None
-
-    def foreign(
-        self, update_id: str | None, weight_version: str | None, pending: str | None
-    ) -> TransactionStateError | None:
-        """Why a call is not of the open update, whose label is `pending`.
-
-        None where it is, or where none is open and it names none.
-        """
-        if update_id is not None and update_id != self.open_id:
-            ended = self.outcome(update_id)
-            because = "" if ended.reason is None else f": {ended.reason}"
-            return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}")
-        if update_id is None and self.is_bound:
-            return TransactionStateError("the open weight update takes only calls that carry its update_id")
-        if update_id is None and None not in (pending, weight_version) and pending != weight_version:
-            return other_version(weight_version, pending)
-        return None
-
-    # --- those before --------------------------------------------------------------------------------------------
 
     def note(self, update_id: str | None, outcome: Outcome) -> None:
         """Of one that is over."""
@@ -145,8 +105,3 @@ class UpdateBook:
         last = self.loss or (self.last_failure.reason if self.last_failure is not None else None)
         because = "" if last is None else f"; the last one failed: {last}"
         return TransactionStateError(f"cannot {verb}: no weight update is open{because}")
-
-
-def other_version(weight_version: str | None, pending: str | None) -> TransactionStateError:
-    """A bucket of one version came where another is received."""
-    return TransactionStateError(f"the bucket is of version {weight_version!r}, the open weight update of {pending!r}")

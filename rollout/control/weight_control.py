@@ -213,7 +213,7 @@ class WeightControl:
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
         begun = _says("Weight update begun.", BeginReply(update_id=update_id))
-        if update_id == self._updater.book.open_id:  # sent again, as its answer did not arrive
+        if update_id == self._updater.open_id:  # sent again, as its answer did not arrive
             return Job(verb, _nothing, begun)
         if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
             raise BadRequest(
@@ -259,7 +259,7 @@ class WeightControl:
 
     def _receive(self, verb: UpdateWeightsReqInput) -> Job:
         updater = self._updater
-        is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
+        is_latest = updater.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest
         opens = stale or (verb.update_id is None and not updater.is_open)
         serving = self._scheduler.serving

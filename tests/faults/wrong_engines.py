@@ -18,7 +18,6 @@ from weight_sync import transaction
 from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update_book import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0
@@ -100,7 +99,7 @@ def lets_a_flush_decide() -> AbstractContextManager[Any]:
 
 def takes_every_call() -> AbstractContextManager[Any]:
     """Whoever sends a bucket, it is of the update that is open."""
-    return mock.patch.object(UpdateBook, "foreign", lambda *_: None)
+    return mock.patch.object(WeightUpdater, "foreign", lambda *_: None)
 
 
 def hangs_when_a_bucket_is_refused() -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update_book import UpdateBook
+from weight_sync.updater import WeightUpdater
 
 Variant = Callable[[], AbstractContextManager[None]]
 
@@ -100,7 +101,7 @@ def believes_that_restoring_worked() -> AbstractContextManager[None]:
 
 def takes_every_call() -> AbstractContextManager[None]:
     """Whoever sends a bucket, an end or an abort, it is of the update that is open."""
-    return _patched((UpdateBook, "foreign", lambda *_: None))  # type: ignore[arg-type]
+    return _patched((WeightUpdater, "foreign", lambda *_: None))  # type: ignore[arg-type]
 
 
 def forgets_what_was_lost() -> AbstractContextManager[None]:
