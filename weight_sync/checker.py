@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from weight_sync.block_sums import SIGNED
-from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError
-from weight_sync.ledger import listed
+from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 

@@ -92,3 +92,9 @@ class CommitError(WeightSyncError):
     def __init__(self, message: str, *, restored: bool) -> None:
         super().__init__(message)
         self.restored = restored
+
+
+def listed(items: list[str], limit: int = 20) -> str:
+    """The items for an error message; beyond `limit` only their number."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -25,14 +25,30 @@ from typing import Any
 
 import torch
 
-from weight_sync.content_check import check_content, matching
-from weight_sync.errors import CommitError, CoverageError, StagingError, TransactionStateError, WeightRequestError
+from weight_sync.errors import (
+    CommitError,
+    CoverageError,
+    StagingError,
+    TransactionStateError,
+    WeightRequestError,
+    listed,
+)
 from weight_sync.fingerprint import parse_fingerprint
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.ledger import Coverage, WeightLedger, listed
+from weight_sync.loading import (
+    Coverage,
+    ProvenPart,
+    WeightLedger,
+    check_content,
+    load_part,
+    matching,
+    split_tensors,
+    split_wire,
+    store,
+)
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import ProvenPart, Staging, StagingMode, load_part, split_tensors, split_wire, store
+from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, parse_meta
 from weight_sync.waiting import Lease
 

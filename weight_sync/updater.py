@@ -27,7 +27,7 @@ import torch
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.fingerprint import ContentBook
 from weight_sync.held_memory import HeldMemory
-from weight_sync.ledger import Coverage
+from weight_sync.loading import Coverage
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver

@@ -16,8 +16,8 @@ from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model_executor.checkpoint import open_checkpoint, read_tensors
 from rollout.model_executor.decoder import DecoderForCausalLM
 from weight_sync.errors import WeightSyncError
-from weight_sync.ledger import WeightLedger
-from weight_sync.staging import DirectSink, load_weights, split_wire
+from weight_sync.loading import WeightLedger, load_weights, split_wire
+from weight_sync.staging import DirectSink
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 

@@ -15,8 +15,8 @@ from rollout.control.control import Control
 from rollout.control.weight_commit import WeightCommit
 from tests.faults import engines
 from weight_sync import transaction
-from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
+from weight_sync.loading import check_content
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.updater import WeightUpdater
 

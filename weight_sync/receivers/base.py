@@ -15,8 +15,8 @@ import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
+from weight_sync.loading import ProvenPart
 from weight_sync.process_group import WeightUpdateGroups
-from weight_sync.staging import ProvenPart
 from weight_sync.stored_tensors import StoredTensor, check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience

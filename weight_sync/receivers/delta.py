@@ -21,9 +21,9 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest
+from weight_sync.loading import ProvenPart, split_wire
 from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
-from weight_sync.staging import ProvenPart, split_wire
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"

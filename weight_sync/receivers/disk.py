@@ -16,9 +16,8 @@ from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_fold
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
-from weight_sync.ledger import WeightLedger
+from weight_sync.loading import WeightLedger, split_wire
 from weight_sync.receivers.base import BucketSource
-from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
