@@ -97,7 +97,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
 
 
 def _stamp(path: Path) -> FileStamp | None:
-    """None for a file that cannot be looked at."""
+    """None for a file whose status cannot be read."""
     try:
         return FileStamp.of(path.stat())
     except OSError:
@@ -113,7 +113,7 @@ def _let_clocks_tick(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raises `WeightRequestError` unless `path` is a folder that can be looked at."""
+    """Raises `WeightRequestError` unless `path` is a readable folder."""
     try:
         found = path.is_dir()
     except (OSError, ValueError) as error:

@@ -118,7 +118,7 @@ class WeightLedger:
 def split_wire(
     weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool, announced: Announced | None = None
 ) -> list[list[Piece]]:
-    """The logical tensors inside each wire tensor; those that were `announced` are not looked at again.
+    """The logical tensors inside each wire tensor; those that were `announced` are not checked again.
 
     Raises one error that lists everything wrong with the call: `UnknownTensorError`, `ShapeMismatchError`, unless
     `cast` also `DtypeMismatchError`, or `WeightRequestError` where it is more than one kind.
@@ -239,7 +239,7 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     not_finite: list[str] = []
     for run in _runs(named):
-        values, finite = _look_at(run)
+        values, finite = _inspect(run)
         found.update(zip((name for name, _ in run), values, strict=True))
         if not finite:
             not_finite += [name for name, tensor in run if not is_finite(tensor)]
@@ -259,7 +259,7 @@ def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]
     return found
 
 
-def _look_at(run: Named) -> tuple[list[int], bool]:
+def _inspect(run: Named) -> tuple[list[int], bool]:
     """Fingerprints of the tensors of a run, and whether all values are finite."""
     finite: bool | None = None
     if all(tensor.numel() and tensor.numel() % BLOCK == 0 for _, tensor in run) and run[0][1].is_contiguous():

@@ -27,13 +27,13 @@ from weight_sync.waiting import Patience, in_thread
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
-_WORD_TAG = 1
-_HANG_UP_TAG = 2  # that nobody sends under
+_NUMBER_TAG = 1
+_UNUSED_TAG = 2  # no message is sent under it
 _JOIN_GRACE_S = 1.0
 """Over a rendezvous' deadline, for torch's own errors, which say more."""
-_GONE_GRACE_S = 5.0
-"""After rank 0 has gone, for what it had sent and other members pass on."""
-_HANG_UP_S = 1.0
+_LOST_GRACE_S = 5.0
+"""After rank 0 has disconnected, for what it had sent and other members pass on."""
+_CLOSE_S = 1.0
 _EVER = datetime.timedelta(days=365)
 
 
@@ -53,8 +53,8 @@ def resolve_backend(backend: str | None, device: torch.device | str) -> str:
 class GroupHandle:
     """A joined group.  After a failed or late collective it is `broken` and can only be destroyed.
 
-    `patience`: who waits in it may be told to give up, which breaks it.  `watch` is done once rank 0 has gone: amid a
-    message gloo does not notice that, and would wait until the deadline.
+    `patience`: cancels waits in it, which breaks it.  `watch` is done once rank 0 has disconnected: amid a message gloo
+    does not notice that, and would wait until the deadline.
     """
 
     name: str
@@ -93,25 +93,25 @@ class GroupHandle:
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
         self._works.remove(work)
 
-    def tell(self, member: int, word: int, deadline: float) -> None:
-        """Hand a number to a member, which `hear`s it.  gloo only.  Raises `TransportError`; then it is broken."""
-        self._exchange(lambda group, box: group.send([box], member, _WORD_TAG), torch.tensor([word]), deadline)
+    def send_number(self, member: int, number: int, deadline: float) -> None:
+        """Send a number to a member.  gloo only.  Raises `TransportError`; then the group is broken."""
+        self._exchange(lambda group, box: group.send([box], member, _NUMBER_TAG), torch.tensor([number]), deadline)
 
-    def hear(self, member: int, deadline: float) -> int:
-        """The next number that the member `tell`s this one.  Raises as `tell`."""
+    def receive_number(self, member: int, deadline: float) -> int:
+        """The next number that the member sends to this one.  Raises as `send_number`."""
         box = torch.zeros(1, dtype=torch.int64)
-        self._exchange(lambda group, box: group.recv([box], member, _WORD_TAG), box, deadline)
+        self._exchange(lambda group, box: group.recv([box], member, _NUMBER_TAG), box, deadline)
         return int(box)
 
     def destroy(self) -> None:
-        """Leave the group.  A peer that still waits in it is told at once; one that is gone is no error."""
+        """Leave the group.  This ends the wait of a peer in it at once; a peer that has left is no error."""
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
         if self.broken or self.watch is not None:
-            _hang_up(process_group, self.backend, peer=int(self.rank == 0))
+            _close_connections(process_group, self.backend, peer=int(self.rank == 0))
         if self.watch is not None:
-            wait([self.watch], _HANG_UP_S)
+            wait([self.watch], _CLOSE_S)
         dist.destroy_process_group(process_group)
         if stuck := [work for work in self._works if not work.is_completed()]:
             in_thread(_keep_until_over, process_group, stuck)
@@ -123,21 +123,21 @@ class GroupHandle:
     ) -> None:
         if self.broken or self.process_group is None:
             raise TransportError(f"group {self.name!r} failed before or was left; join it again")
-        # gloo closes the connections of a group in which the wait for a word was too short: one wait, on a thread.
-        said = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
-        self._wait("a word", lambda seconds: _is_done(said, seconds), deadline + _JOIN_GRACE_S)
+        # gloo closes the connections of a group in which such a wait was too short: one wait, on a thread.
+        exchanged = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
+        self._wait("an exchange", lambda seconds: _is_done(exchanged, seconds), deadline + _JOIN_GRACE_S)
 
     def _wait(self, what: str, is_over: Callable[[float], bool], deadline: float) -> None:
-        last_look: float | None = None  # once rank 0 has gone
+        give_up_at: float | None = None  # once rank 0 has disconnected
 
         def is_over_or_lost(seconds: float) -> bool:
-            nonlocal last_look
+            nonlocal give_up_at
             if is_over(seconds):
                 return True
             now = time.monotonic()
-            if last_look is None and self.watch is not None and self.watch.done():
-                last_look = now + _GONE_GRACE_S
-            if last_look is not None and now > last_look:
+            if give_up_at is None and self.watch is not None and self.watch.done():
+                give_up_at = now + _LOST_GRACE_S
+            if give_up_at is not None and now > give_up_at:
                 raise RuntimeError("rank 0 has gone")
             return False
 
@@ -179,20 +179,20 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
     return True
 
 
-def _until_gone(group: dist.ProcessGroup) -> None:
+def _until_disconnected(group: dist.ProcessGroup) -> None:
     """Returns once the connection to rank 0 is closed, by either side."""
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], 0, _HANG_UP_TAG).wait(_EVER)
+        group.recv([torch.empty(1)], 0, _UNUSED_TAG).wait(_EVER)
 
 
 def _keep_until_over(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
-    """Holds a reference as long as the last one would wait: for messages that gloo gives up at their deadline only."""
+    """Hold a reference until the last one is over: gloo gives up messages at their deadline only."""
     for work in works:
         with suppress(RuntimeError):
             work.wait()
 
 
-def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
+def _close_connections(group: dist.ProcessGroup, backend: str, peer: int) -> None:
     """Close the connections: a collective that was given up, here or with a peer, ends at once and not at its deadline.
 
     Destroying the group would wait for it.
@@ -200,8 +200,8 @@ def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
     if backend == "nccl":
         group.abort()
         return
-    with suppress(RuntimeError):  # a wait for a word that is too short closes them
-        group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(datetime.timedelta(milliseconds=1))
+    with suppress(RuntimeError):  # a wait that is too short closes them
+        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def init_process_group(
@@ -233,12 +233,12 @@ def init_process_group(
     group = joining.result()
     group.patience = patience
     if backend == "gloo" and rank != 0:
-        group.watch = in_thread(_until_gone, group.process_group)
+        group.watch = in_thread(_until_disconnected, group.process_group)
     return group
 
 
 def leave_late(joining: Future[GroupHandle]) -> None:
-    """For `add_done_callback`: leaves a group for which nobody waits any more.
+    """For `add_done_callback`: leaves a group whose caller has stopped waiting for it.
 
     Until its peer answers or closes the connection, such a call keeps a thread and a socket, and nothing else.
     """

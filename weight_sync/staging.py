@@ -55,13 +55,13 @@ class Staging(WeightSink, Protocol):
         """Put everything written into the model."""
 
     def undo(self) -> None:
-        """Put the old content back, bit for bit, and let go of everything.
+        """Restore the old content, bit for bit, and release everything.
 
-        Raises `StagingError`, or whatever a write raises, when that cannot be done: the model is torn then.
+        Raises `StagingError`, or what a write raises, when that cannot be done: the model is torn then.
         """
 
     def close(self) -> None:
-        """Let go of everything without touching the model."""
+        """Release everything without touching the model."""
 
 
 class DirectSink:

@@ -3,7 +3,7 @@
     StoredTensor = name + dtype, shape, stride, first byte + Storage
     Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
 
-Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
+Everything is checked against the storage's size when it is made; content is read in parts of a few tensors.
 
 Shapes are torch's own; sizes are in bytes where they say so.
 """
@@ -24,7 +24,7 @@ from weight_sync.tensor_meta import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, Tensor
 
 MAX_NAME_LENGTH = 512
 PART_BYTES = 16 << 20
-"""Of a storage, read at once: few enough to stay in a processor's cache from one look to the next."""
+"""Of a storage, read at once: few enough to stay in a processor's cache from one pass to the next."""
 
 
 class Storage(Protocol):
@@ -34,7 +34,7 @@ class Storage(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, good until the storage is let go."""
+        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, valid until the storage is released."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Names, dtypes and shapes of logical tensors, and the seam between a model and everything that writes its weights.
 
-A *logical* tensor is one that a checkpoint names (`model.layers.0.mlp.experts.3.gate_proj.weight`), whatever the
-engine fuses, shards or replicates it into.  This file does not know any model.
+A *logical* tensor is one that a checkpoint names (`model.layers.0.mlp.experts.3.gate_proj.weight`), however the engine
+fuses, shards or replicates it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Part(NamedTuple):
 
 
 class Place(Protocol):
-    """Where one logical tensor lives, or a part of it, whatever the layout of the storage around it.
+    """Where one logical tensor lives, or a part of it, in a storage of any layout.
 
     Stays valid as long as the storage: addresses never change.
     """
@@ -141,7 +141,7 @@ class Place(Protocol):
 
 
 class LogicalWeights(Protocol):
-    """What a model offers to whoever loads or refreshes it: cold load and live refresh see nothing else."""
+    """What a model offers to cold load and live refresh; they see nothing else of it."""
 
     def metas(self) -> Mapping[str, TensorMeta]:
         """Every logical tensor of the model by canonical name: the full coverage."""
@@ -153,13 +153,13 @@ class LogicalWeights(Protocol):
         """
 
     def write(self, name: str, source: torch.Tensor) -> None:
-        """Copy logical tensor `name` to every place where it lives under the placement in force.
+        """Copy logical tensor `name` to every place where it lives under the current placement.
 
         Storage addresses do not change.  `source` has the meta's shape; its dtype is cast to the parameter's.
         """
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of logical tensor `name` on this rank under the placement in force.
+        """Every place of logical tensor `name` on this rank under the current placement.
 
         All of them hold the same part.  None, where all of the tensor lives on other ranks.
         """
@@ -181,7 +181,7 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-# --- what a control call says of tensors: checked here once --------------------------------------------------------
+# --- parsing of names, dtypes and shapes in control calls ----------------------------------------------------------
 
 
 def parse_dtype(text: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""`WeightTransaction`: all tensors of one weight version, checked, then put into force together or not at all.
+"""`WeightTransaction`: all tensors of one weight version, checked, then published together or not at all.
 
                    receive*            verify             commit
     begin --> OPEN ---------> OPEN ----------> VERIFIED ----------> COMMITTED
@@ -7,12 +7,10 @@
                v                v                 v                  v
              FAILED  --------------------------> ABORTED  <----------+        (abort, from any open state)
 
-Where the tensors are until then is the staging's business; whatever ends a transaction without a commit has its old
-content put back.  If that cannot be done, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be
-verified: one bad bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: the others may have the
-new version in force or the old one, so neither may be served here.
-
-Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, engines or which version is in force.
+The staging keeps the tensors until then.  A transaction that ends without a commit is rolled back: the old content is
+restored.  If that fails, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be verified: one bad
+bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: other ranks may serve the new version or
+the old one, so neither may be served here.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class WeightTransaction:
     `manifest`: what the sender says it will send, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
-    `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id`: None: nobody can name it.
+    `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
     `is_bound`: every call must carry that id.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
@@ -156,7 +154,7 @@ class WeightTransaction:
         return self._found
 
     def status(self) -> dict[str, Any]:
-        """What is told of it: counts, and the first names."""
+        """Counts, and the first names."""
         return {
             "state": self._state.value,
             "weight_version": self.weight_version,
@@ -228,8 +226,8 @@ class WeightTransaction:
         """VERIFIED -> COMMITTED: put every tensor into the model; returns the logical names.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
-        well everywhere.  If not, the old content is put back bit for bit, the transaction is ABORTED and `CommitError`
-        is raised, whose `restored` says whether putting back worked.  What staging took is held until `close`.
+        well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
+        is raised, whose `restored` says whether that worked.  What staging took is held until `close`.
 
         What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT with the new content in the model:
         serving must end.
@@ -261,13 +259,13 @@ class WeightTransaction:
         self._state = TransactionState.ABORTED
 
     def close(self) -> None:
-        """COMMITTED: give the memory back that staging took; on any thread."""
+        """COMMITTED: release the memory that staging took; on any thread."""
         assert self._state is TransactionState.COMMITTED
         self._staging.close()
 
     def read_staged(self, name: str) -> Sequence[Part] | None:
-        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was let
-        go."""
+        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was
+        released."""
         open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
         return self._staging.read(name) if self._state in open_states and name in self._ledger else None
 

@@ -1,4 +1,4 @@
-"""Bytes set aside in a file without a name, which is gone once it is closed; every entry is checked when it is read."""
+"""`UnnamedFile`: bytes saved in a temporary file that disappears when it is closed, checked when they are read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`UpdateBook`: what became of the last updates, and the loss that nobody has made good yet.
+"""`UpdateBook`: outcomes of the last updates, and whether the last one was lost.
 
 A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that said
-that it is of it: its lease ran out, its pause ended by itself, a call of unknown origin ended it.  Its sender may go on
-with its buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
+that it is of it: its lease expired, its pause timed out, a call of unknown origin ended it.  Its sender may go on
+sending buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What one commit put into force."""
+    """What one commit published."""
 
     weight_version: str | None  # None: the sender named none
     names: list[str]  # logical tensors written
@@ -31,7 +31,7 @@ class CommitResult:
 
 @dataclass(frozen=True)
 class UpdateFailure:
-    """Why a weight update did not come into force.  `time`: seconds since 1970."""
+    """Why a weight update was not published.  `time`: seconds since 1970."""
 
     reason: str
     weight_version: str | None
@@ -40,7 +40,7 @@ class UpdateFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an update; `reason`: why not well.  `answer`: what the sender of a committed one was told.
+    """How an update ended; `reason`: why it failed.  `answer`: the reply that the sender of a committed one got.
 
     `lost`: dropped, and not in answer to a call.
     """
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class UpdateBook:
-    """`loss`: why the last update was lost, until somebody starts anew.
+    """`loss`: why the last update was lost, until a sender starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.
     """

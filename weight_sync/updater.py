@@ -4,9 +4,9 @@
     step side (the thread that runs forwards)  commit
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
-any reason fails the open transaction for good.  Where the sender can be told nothing before it broadcasts, a refused
-bucket is still received and thrown away.  An open transaction has a lease, renewed and ended on the step side, where
-all ranks go by one time.
+any reason fails the open transaction for good.  Where a sender broadcasts before it can learn of a refusal, the refused
+bucket is still received, and discarded.  An open transaction has a lease, renewed and expired on the step side, where
+all ranks share one clock.
 
 A transaction has an id.  A call that is not of the open transaction (`foreign`) is refused and changes nothing:
 
@@ -147,7 +147,7 @@ class WeightUpdater:
         return transaction
 
     def require_own(self, update_id: str | None) -> None:
-        """Raises what `foreign` says."""
+        """Raises the error that `foreign` returns."""
         if (foreign := self.foreign(update_id)) is not None:
             raise foreign
 
@@ -218,9 +218,9 @@ class WeightUpdater:
         self._require_transaction("fail").fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:
-        """Drop the open transaction as somebody wishes: its sender, if the call carries its id.
+        """Drop the open transaction on request: its sender's, if the call carries its id.
 
-        Raises `TransactionStateError` if none is open; then a call without an id ends the memory of a loss.
+        Raises `TransactionStateError` if none is open; a call without an id then clears a recorded loss.
         """
         try:
             self.admit(update_id, "abort")
@@ -235,7 +235,7 @@ class WeightUpdater:
     def drop(self, reason: str, *, told: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
 
-        `told`: in the answer to a call; `by_sender`: of one that carries its id.
+        `reported`: in the answer to a call; `by_sender`: to one that carries its id.
         """
         transaction = self._close(reason, told=told, by_sender=by_sender)
         transaction.abort(reason)
@@ -269,7 +269,7 @@ class WeightUpdater:
         try:
             names = transaction.commit(self._commit_vote)
         except CommitError as error:
-            self._close(str(error), told=True, by_sender=True)  # all of it had come: nothing is on its way
+            self._close(str(error), told=True, by_sender=True)  # all of it had come: no bucket is on its way
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
@@ -286,7 +286,7 @@ class WeightUpdater:
 
     @property
     def receiver(self) -> Receiver:
-        """What a source of the next call is made with."""
+        """What the source of the next call is made with."""
         memory = self._held.receive if self.is_open else None
         # Whole: what is wrong with a bucket is found before any of it is written.
         return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
@@ -312,7 +312,7 @@ class WeightUpdater:
 
     @property
     def open_id(self) -> str | None:
-        """Of the open transaction; None: nobody can name it, or none is open."""
+        """Id of the open transaction; None: it has none, or none is open."""
         return None if self._transaction is None else self._transaction.update_id
 
     @property
@@ -343,7 +343,7 @@ class WeightUpdater:
 
     @property
     def pending_version(self) -> str | None:
-        """The version that the open transaction will put into force, as far as it is known."""
+        """The version that the open transaction will publish, where it is known."""
         return self._transaction.weight_version if self._transaction is not None else None
 
     def set_pending_version(self, weight_version: str) -> None:
@@ -379,7 +379,7 @@ class WeightUpdater:
         return transaction
 
     def renew_lease(self) -> None:
-        """A sign of life of the sender."""
+        """Restart the lease: the sender is alive."""
         if self._transaction is not None:
             self._transaction.lease.renew()
 

@@ -1,7 +1,7 @@
 """`BucketSource`: what a transport offers to the updater.
 
-A transport is one file beside this one.  It turns one control call into wire tensors and knows nothing of what becomes
-of them: names, shapes, coverage, versions and commits are the transaction's business.
+A transport is one file beside this one.  It turns one control call into wire tensors.  The transaction checks names,
+shapes, coverage and versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Receiver:
     """The rank that receives, as a transport needs it.
 
     `timeout_s`: deadline of one bucket.  `memory`: kept from call to call; None: the call's own.  `whole`: nothing is
-    handed on before everything is there.
+    delivered before everything has arrived.
     """
 
     device: torch.device
@@ -44,16 +44,16 @@ class Receiver:
 class BucketSource:
     """The tensors of one control call.  Used once: `announce`, then `receive`.
 
-    `must_drain`: a refused call is still received, and thrown away: its sender sends before it can be told.
+    `must_drain`: a refused call is still received, and discarded: its sender sends before it can learn of the refusal.
     """
 
     must_drain = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """The wire tensors that are known to come, by any names; empty where only receiving tells.
+        """The wire tensors that will come, by any names; empty where only receiving them shows.
 
-        Reads and checks what can be without taking memory for the content.  Raises `WeightRequestError` and its kinds,
-        also for more than `max_bytes` of content.
+        Reads and checks all that is possible without taking memory for the content.  Raises `WeightRequestError` and
+        its kinds, also for more than `max_bytes` of content.
         """
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class BucketSource:
         raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Tell the sender, if it can be told, and let go of what is held.
+        """Notify the sender, where that is possible, and release what is held.
 
         Called at most once, after any failure of the call, also of `announce` and `receive`.  Raises nothing; every
         wait has a deadline.

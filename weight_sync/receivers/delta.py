@@ -1,9 +1,9 @@
 """Broadcast deltas, over what the model holds.
 
     bytes -> index checked against the model -> on every rank, for its part of each tensor: share of the fingerprint
-             before and after -> one exchange: they add up to what the delta says -> changes applied aside, part by part
+             before and after -> one exchange: they add up to what the delta states -> changes staged, part by part
 
-A rank needs no more of a tensor than its part, and nothing is given before all of a frame is proved on all ranks.
+A rank needs no more of a tensor than its part, and nothing is delivered before all of a frame is proved on all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DeltaSource(BucketSource):
         return ()
 
     def receive(self) -> Iterator[ProvenPart]:
-        """A bucket for each tensor, nothing of which is given before the whole frame fits what all ranks hold.
+        """A bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
         staged for another placement, and for tensors that the model does not have what `split_wire` raises.
@@ -108,7 +108,7 @@ def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
 
 
 def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
-    """Whether every tensor of a frame is one of the model's, and the digests of a whole version are what they say.
+    """Whether every tensor of a frame is one of the model's, and the digests of a whole version are right.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError`, `WeightRequestError` for a tensor that the
     model splits, `BaseMismatchError` for a digest.

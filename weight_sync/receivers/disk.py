@@ -77,7 +77,7 @@ class DiskSource(BucketSource):
                 yield [(name, tensor.to(self._dtypes[name]))]
 
     def close(self) -> None:
-        """Let the folder go where the content was not asked for."""
+        """Unlock the folder where its content was not received."""
         self._lock.close()
 
     def _hold(self) -> None:

@@ -7,7 +7,7 @@ Where the content is: in the payload itself; in shared memory that torch made wi
 in CUDA memory by IPC handle, where this process sees that device.  The strategy "file_descriptor", torch's default on
 Linux, hands descriptors over a connection that only processes of one family can open: refused, with what to do.
 
-Pickles are `payload_reader`'s, names `torch_payload`'s.
+`payload_reader` reads the pickles, `torch_payload` resolves their names.
 """
 
 from __future__ import annotations

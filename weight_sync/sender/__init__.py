@@ -2,7 +2,7 @@
 
     plan      what is sent: names, dtypes, and which part of which of the trainer's tensors each one is
     shards    which trainer rank holds what of it
-    ranks     what trainer ranks do together, with deadlines
+    ranks     collectives of the trainer ranks, with deadlines
     gather    a bucket's bytes on the sending rank; fingerprints
     link      one engine: its group, its calls, a bucket on its way
     update    one transaction on many engines, as a context manager: who takes part, what one's failure means for the

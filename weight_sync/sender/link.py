@@ -23,7 +23,7 @@ from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.waiting import in_thread
 
 GRACE_S = 2.0
-"""Over a deadline, for an answer that says more than that it passed."""
+"""Over a deadline, for the engine's own error, which says more than that the deadline passed."""
 _SETTLE_S = 0.5
 
 
@@ -138,7 +138,7 @@ class EngineLink:
         if group is None:
             return
         group.broken = True
-        # The engine may have left already, hang, or be gone.  If it hangs, leaving waits for the broadcast's deadline.
+        # The engine may have left, hang, or have died.  If it hangs, leaving waits for the broadcast's deadline.
         wait([self.call("destroy_weights_update_group", group_name=group.name)], timeout=GRACE_S)
         wait([in_thread(group.destroy)], timeout=GRACE_S)
 

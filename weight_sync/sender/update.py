@@ -198,7 +198,7 @@ class WeightUpdate:
     def _committed_of(self, failed: Mapping[str, BaseException]) -> dict[str, Mapping[str, Any]]:
         """Engines that have committed, though their answer did not come, and what it would have been.
 
-        First they drop what they have not committed, so that it does not come into force later.
+        First they drop what they have not committed, so that it is not published later.
         """
         doubtful = [name for name, error in failed.items() if not was_refused(error)]
         self._wait("abort_weight_update", self._call("abort_weight_update", doubtful), _ASK_S)
@@ -231,7 +231,7 @@ class WeightUpdate:
         return failed
 
     def _settle(self, failed: Mapping[str, BaseException]) -> None:
-        """Raise, or go on without the engines that failed.  One that failed before is told once."""
+        """Raise, or go on without the engines that failed.  One that failed before is reported once."""
         failed = {name: error for name, error in failed.items() if name in self._active}
         if not failed:
             return
@@ -258,8 +258,8 @@ class WeightUpdate:
 
 
 def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool]) -> None:
-    """Until it is so of all.  Looks at once when an engine answers, else more and more seldom: engines on this machine
-    want its cores."""
+    """Wait until it is so of all.  Checks at once when an engine answers, else less and less often: engines on this
+    machine need its cores."""
     poll_s = _POLL_S
     while pending := [one for one in everything if not is_so(one)]:
         unanswered = [one.call for one in pending if not one.call.done()]
