@@ -54,7 +54,7 @@ class HeldMemory:
         self.shadows = Areas(keep=keep)
         self._closing: threading.Thread | None = None
 
-    def let_go(self, close: Callable[[], None]) -> None:
+    def release_in_background(self, close: Callable[[], None]) -> None:
         """Call `close` on a thread of its own: releasing a second copy of the weights takes a while.
 
         Where no thread can be started it is called at once.
@@ -77,13 +77,13 @@ class HeldMemory:
         self.shadows.end()
         self.receive.end()
 
-    def give_back(self, timeout_s: float) -> None:
+    def release(self, timeout_s: float) -> None:
         """Release everything, kept or not, while no update is open.  Raises `StagingError`."""
-        self.await_gone(timeout_s)
+        self.await_release(timeout_s)
         self.shadows.close()
         self.receive.close()
 
-    def await_gone(self, timeout_s: float) -> None:
+    def await_release(self, timeout_s: float) -> None:
         """Wait for the last release, before memory is taken again: never two copies at once.  Raises `StagingError`."""
         if self._closing is not None:
             self._closing.join(timeout_s)

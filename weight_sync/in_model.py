@@ -87,7 +87,7 @@ class JournalStaging(_InModelStaging):
                 self._file.read(entry, tensor_bytes(tensor).numpy().data)
             except OSError as error:
                 raise StagingError(f"the journal of {name} cannot be read: {error}") from error
-            self._weights.put_back(name, tensor)
+            self._weights.restore(name, tensor)
         self.close()
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class ShadowStaging:
         for key, place in self._homes_of(name):
             target = self._place_in_shadow(key, place)
             if isinstance(content, Part):
-                target.put_back(content.content)
+                target.restore(content.content)
             else:
                 target.write(content)
         self._written.add(name)
@@ -132,13 +132,13 @@ class ShadowStaging:
     def _content(self, key: int, place: Place) -> torch.Tensor:
         if not self._prepared:
             return self._place_in_shadow(key, place).read()
-        return place.over(_viewed_like(place.storage, self._shadows[key].new_content())).read()
+        return place.rebind(_viewed_like(place.storage, self._shadows[key].new_content())).read()
 
     def _place_in_shadow(self, key: int, place: Place) -> Place:
         """The same place in the shadow of its storage."""
         if key not in self._shadows:
             self._shadows[key] = self._new_shadow(key, place.storage)
-        return place.over(_viewed_like(place.storage, self._shadows[key].staged))
+        return place.rebind(_viewed_like(place.storage, self._shadows[key].staged))
 
     def _new_shadow(self, key: int, storage: torch.Tensor) -> _Shadow:
         has_gaps = self._resident_bytes[key] != storage.untyped_storage().nbytes()
@@ -162,7 +162,7 @@ class ShadowStaging:
         for name in self._homes.keys() - self._written:
             for key, place in self._homes[name]:
                 if key in keys:
-                    self._place_in_shadow(key, place).put_back(place.read())
+                    self._place_in_shadow(key, place).restore(place.read())
 
 
 class _Shadow:

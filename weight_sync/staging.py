@@ -72,7 +72,7 @@ class DirectSink:
 
     def write(self, name: str, content: Content) -> None:
         if isinstance(content, Part):
-            self._weights.put_back(name, content.content)
+            self._weights.restore(name, content.content)
         else:
             self._weights.write(name, content)
 

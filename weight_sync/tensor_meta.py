@@ -127,7 +127,7 @@ class Place(Protocol):
     def numel(self) -> int:
         """Elements that live here."""
 
-    def over(self, storage: torch.Tensor) -> Place:
+    def rebind(self, storage: torch.Tensor) -> Place:
         """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
 
     def write(self, source: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class Place(Protocol):
     def read(self) -> torch.Tensor:
         """What lives here, bit for bit; a view where the layout allows, and never to be written to."""
 
-    def put_back(self, content: torch.Tensor) -> None:
+    def restore(self, content: torch.Tensor) -> None:
         """Take what `read` gave, here or at another place of the same tensor."""
 
 
@@ -164,7 +164,7 @@ class LogicalWeights(Protocol):
         All of them hold the same part.  None, where all of the tensor lives on other ranks.
         """
 
-    def put_back(self, name: str, content: torch.Tensor) -> None:
+    def restore(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what `read` of one of them gave."""
 
     def recompute_derived(self) -> None:

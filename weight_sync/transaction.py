@@ -210,7 +210,7 @@ class WeightTransaction:
         if self._state is TransactionState.OPEN:
             self._state = TransactionState.FAILED
             self.failure = reason
-            self._take_back(reason)
+            self._roll_back(reason)
 
     def verify(self) -> None:
         """OPEN -> VERIFIED: everything came, and the commit is prepared.
@@ -245,7 +245,7 @@ class WeightTransaction:
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
         self._state = TransactionState.ABORTED
-        self._take_back(reason)
+        self._roll_back(reason)
         if self.torn is not None:
             raise CommitError(self.torn, restored=False) from failure
         raise CommitError(f"{reason}; the old weights were restored", restored=True) from failure
@@ -255,7 +255,7 @@ class WeightTransaction:
         if self._state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
             raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
         if self._state is not TransactionState.FAILED:
-            self._take_back(reason)
+            self._roll_back(reason)
         self._state = TransactionState.ABORTED
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class WeightTransaction:
             because = f": {self.failure}" if self.failure is not None else ""
             raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}")
 
-    def _take_back(self, reason: str) -> None:
+    def _roll_back(self, reason: str) -> None:
         """The model as it was before the first bucket; else `torn`."""
         was_dirty = self._staging.dirty
         try:

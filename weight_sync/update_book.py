@@ -59,49 +59,49 @@ class UpdateBook:
     def __init__(self) -> None:
         self.loss: str | None = None
         self.last_failure: UpdateFailure | None = None
-        self._is_told = True
+        self._is_reported = True
         self._outcomes: dict[str, Outcome] = {}
 
     def note(self, update_id: str | None, outcome: Outcome) -> None:
-        """Of one that is over."""
+        """Remember the outcome of an update that is over."""
         if update_id is not None:
             self._outcomes[update_id] = outcome
         if len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]
 
     def outcome(self, update_id: str) -> Outcome:
-        """Of one that is over; `unknown` for an id that was never used, or too long ago."""
+        """Of an update that is over; `unknown` for an id that was never used, or too long ago."""
         return self._outcomes.get(update_id, Outcome("unknown"))
 
     def note_failure(self, reason: str, weight_version: str | None) -> None:
         self.last_failure = UpdateFailure(reason, weight_version, time.time())
 
-    def lose(self, reason: str, *, told: bool) -> None:
-        """`told`: in an answer to somebody, who may be its sender."""
-        self.loss, self._is_told = reason, told
+    def record_loss(self, reason: str, *, reported: bool) -> None:
+        """`reported`: in the answer to a call, which may be its sender's."""
+        self.loss, self._is_reported = reason, reported
 
-    def forget_loss(self) -> None:
-        """Somebody starts anew: what comes from now on is taken for theirs."""
-        self.loss, self._is_told = None, True
+    def clear_loss(self) -> None:
+        """A sender starts anew: what comes from now on is taken for its own."""
+        self.loss, self._is_reported = None, True
 
-    def tell(self) -> str | None:
-        """The loss, if no answer has told of it yet; the caller's does."""
-        untold = None if self._is_told else self.loss
-        self._is_told = True
-        return untold
+    def report_loss(self) -> str | None:
+        """The loss, if no answer has reported it yet; the caller's answer does."""
+        loss = None if self._is_reported else self.loss
+        self._is_reported = True
+        return loss
 
-    def against_loss(self) -> TransactionStateError | None:
-        """Why a call outside of an update cannot be one of its own."""
+    def loss_error(self) -> TransactionStateError | None:
+        """Why a call outside of an update cannot be an update of its own; None where nothing was lost."""
         if self.loss is None:
             return None
-        self.tell()
+        self.report_loss()
         return TransactionStateError(
             f"a weight update was lost, and this may be of it ({self.loss}): begin, pause or abort first"
         )
 
     def nothing_open(self, verb: str) -> TransactionStateError:
-        """What a call is told that wants an open update, where there is none."""
-        self.tell()
+        """The error of a call that needs an open update, where there is none."""
+        self.report_loss()
         last = self.loss or (self.last_failure.reason if self.last_failure is not None else None)
         because = "" if last is None else f"; the last one failed: {last}"
         return TransactionStateError(f"cannot {verb}: no weight update is open{because}")

@@ -114,7 +114,7 @@ class WeightUpdater:
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
         """
-        self._held.await_gone(self._timeout_s)
+        self._held.await_release(self._timeout_s)
         if self._transaction is not None:
             lease = self._transaction.lease
             raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
@@ -125,7 +125,7 @@ class WeightUpdater:
         flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
         if not is_implicit:
-            self.book.forget_loss()
+            self.book.clear_loss()
 
     def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
@@ -206,10 +206,10 @@ class WeightUpdater:
             if not self._vote(failure is None):
                 failure = failure or TransactionStateError("another rank could not verify the weight update")
         except BaseException as error:
-            self.drop(str(failure or error), told=True, by_sender=update_id is not None)
+            self.drop(str(failure or error), reported=True, by_sender=update_id is not None)
             raise
         if failure is not None:
-            self.drop(str(failure), told=True, by_sender=update_id is not None)
+            self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
         transaction.content_digest = self.content.digest_after(transaction.fingerprints)
 
@@ -226,18 +226,18 @@ class WeightUpdater:
             self.admit(update_id, "abort")
         except TransactionStateError:
             if update_id is None and not self.is_open:
-                self.book.forget_loss()
+                self.book.clear_loss()
             raise
-        transaction = self._close("it was aborted", told=True, by_sender=update_id is not None)
+        transaction = self._close("it was aborted", reported=True, by_sender=update_id is not None)
         transaction.abort()
         self.torn = transaction.torn or self.torn
 
-    def drop(self, reason: str, *, told: bool = False, by_sender: bool = False) -> None:
+    def drop(self, reason: str, *, reported: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
 
         `reported`: in the answer to a call; `by_sender`: to one that carries its id.
         """
-        transaction = self._close(reason, told=told, by_sender=by_sender)
+        transaction = self._close(reason, reported=reported, by_sender=by_sender)
         transaction.abort(reason)
         self._note_failure(transaction, reason)
 
@@ -269,11 +269,11 @@ class WeightUpdater:
         try:
             names = transaction.commit(self._commit_vote)
         except CommitError as error:
-            self._close(str(error), told=True, by_sender=True)  # all of it had come: no bucket is on its way
+            self._close(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
-        self._held.let_go(transaction.close)
+        self._held.release_in_background(transaction.close)
         self.book.note(transaction.update_id, Outcome("committed"))
         self._transaction, self.book.last_failure = None, None
         if len(names) == len(self.weights.metas()):
@@ -369,13 +369,13 @@ class WeightUpdater:
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _close(self, reason: str, *, told: bool, by_sender: bool) -> WeightTransaction:
+    def _close(self, reason: str, *, reported: bool, by_sender: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
-        self.book.note(transaction.update_id, Outcome("aborted" if told else "lost", reason))
+        self.book.note(transaction.update_id, Outcome("aborted" if reported else "lost", reason))
         self._transaction = None
         self._held.end()
         if not by_sender:
-            self.book.lose(reason, told=told)
+            self.book.record_loss(reason, reported=reported)
         return transaction
 
     def renew_lease(self) -> None:
@@ -384,12 +384,12 @@ class WeightUpdater:
             self._transaction.lease.renew()
 
     def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
-        told = reason or ""
+        message = reason or ""
         for more in (transaction.failure, transaction.torn):
-            if more is not None and more not in told:
-                told = more if told in more else f"{told}; {more}"
-        if told:
-            self.book.note_failure(told, transaction.weight_version)
+            if more is not None and more not in message:
+                message = more if message in more else f"{message}; {more}"
+        if message:
+            self.book.note_failure(message, transaction.weight_version)
         self.torn = transaction.torn or self.torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:

@@ -167,7 +167,7 @@ class WeightControl:
         """Of a loss before the last pause: not amid a verb, which may lose an update on one rank sooner than on
         another."""
         if self._starts_anew:
-            self._updater.book.forget_loss()
+            self._updater.book.clear_loss()
         self._starts_anew = False
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
@@ -231,7 +231,7 @@ class WeightControl:
             bound = verb.update_id is not None
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
 
-        take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+        take_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         return Job(verb, io, begun, take_back=take_back, renews_lease=True)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
@@ -268,7 +268,7 @@ class WeightControl:
         adds_up = lost and not paused and (opens or updater.is_implicit)
         refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
         if opens and not paused:
-            refusal = updater.book.against_loss()
+            refusal = updater.book.loss_error()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
             return Job(
@@ -307,7 +307,7 @@ class WeightControl:
                 return message, BucketReply(**msgspec.structs.asdict(commit))
             return "Succeeded to receive weights.", BucketReply(weight_update=updater.status())  # I/O thread is idle
 
-        drop = functools.partial(updater.drop, told=True)
+        drop = functools.partial(updater.drop, reported=True)
         take_back = drop if adds_up else updater.fail
         holds, waits = updater.holds_steps, updater.patience
         return Job(verb, io, step, holds_steps=holds, take_back=take_back, renews_lease=True, waits=waits)
@@ -326,7 +326,7 @@ class WeightControl:
         if verb.phase == "verify":
             return Job(verb, verify, _says("Weight update verified; commit or abort it.", CommitReply()))
         if verb.phase == "commit":
-            take_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+            take_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
             return Job(verb, admit, lambda _: self._commit.run(), take_back=take_back)
         return Job(verb, verify, lambda _: self._commit.run())
@@ -339,7 +339,7 @@ class WeightControl:
         settles = self._updater.is_open and self._updater.is_implicit
 
         def io() -> None:
-            if not settles and (loss := self._updater.book.tell()) is not None:
+            if not settles and (loss := self._updater.book.report_loss()) is not None:
                 raise TransactionStateError(f"the weight update was lost: {loss}; another continue just continues")
             state = self._scheduler.runner.state
             coming = self._updater.pending_version or successor(state.epoch.weight_version)

@@ -71,13 +71,13 @@ def ignores_the_last_vote() -> AbstractContextManager[Any]:
 
 def believes_that_restoring_worked() -> AbstractContextManager[Any]:
     """A commit that failed without a way back does not stop generation."""
-    take_back = WeightTransaction._take_back
+    take_back = WeightTransaction._roll_back
 
     def wrong(self: WeightTransaction, reason: str) -> None:
         take_back(self, reason)
         self.torn = None
 
-    return mock.patch.object(WeightTransaction, "_take_back", wrong)
+    return mock.patch.object(WeightTransaction, "_roll_back", wrong)
 
 
 def has_no_leases() -> AbstractContextManager[Any]:

@@ -340,7 +340,7 @@ class ForgetsToRestore(LoopbackUpdater):
 
     def commit(self) -> CommitResult:
         if self._transaction is not None:
-            self._transaction._take_back = lambda reason: None  # type: ignore[method-assign]
+            self._transaction._roll_back = lambda reason: None  # type: ignore[method-assign]
         return super().commit()
 
 
