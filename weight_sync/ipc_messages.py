@@ -76,7 +76,7 @@ class SenderFailure:
 class IpcBuffer:
     """`nbytes` bytes from byte `start` of a storage, rewritten by the sender for every bucket.
 
-    `segments`: torch shared files that count on being released by whoever read the handle.
+    `segments`: torch shared files that the reader of the handle must release.
     """
 
     storage: Storage

@@ -51,7 +51,7 @@ def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
     first, end = _page_floor(offset), _page_ceil(offset + num_bytes)
     reserved = _map(end + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
     base = -(-reserved // HUGE_PAGE) * HUGE_PAGE
-    # Only whole pages that hold content stay: a huge page around them would take memory that nobody uses.
+    # Only whole pages that hold content stay: a huge page around them would take unused memory.
     _unmap(reserved, base + first - reserved)
     _unmap(base + end, reserved + end + HUGE_PAGE - (base + end))
     _libc().madvise(base + first, end - first, mmap.MADV_HUGEPAGE)
@@ -100,7 +100,7 @@ class PageTrader:
 
 @dataclass(frozen=True)
 class _Mapping:
-    """Addresses from `start` to `end`; `movable`: private memory of nobody else."""
+    """Addresses from `start` to `end`; `movable`: private anonymous memory."""
 
     start: int
     end: int

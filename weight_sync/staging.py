@@ -31,7 +31,7 @@ class WeightSink(Protocol):
 
 
 class Staging(WeightSink, Protocol):
-    """Where a transaction keeps its tensors, and how the old ones come back.  Used once.
+    """Where a transaction keeps its tensors, and how it is rolled back.  Used once.
 
         write*  ->  prepare  ->  commit  ->  close
           |            |           |

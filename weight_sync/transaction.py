@@ -271,7 +271,7 @@ class WeightTransaction:
 
     @contextmanager
     def _failing(self, verb: str) -> Iterator[None]:
-        """Whatever is raised inside fails the transaction; a `StagingError` says what serves then.
+        """Fail the transaction on any error inside; a `StagingError` says what serves then.
 
         Raises `TransactionStateError` unless OPEN.
         """

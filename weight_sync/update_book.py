@@ -1,7 +1,7 @@
 """`UpdateBook`: outcomes of the last updates, and whether the last one was lost.
 
-A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that said
-that it is of it: its lease expired, its pause timed out, a call of unknown origin ended it.  Its sender may go on
+A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that
+carried its id: its lease expired, its pause timed out, a call of unknown origin ended it.  Its sender may go on
 sending buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
 """
 

@@ -165,8 +165,8 @@ class WeightUpdater:
         """Receive one call's tensors into the open transaction.
 
         Raises `TransactionStateError` (nothing open, failed before, another version than before, or not of the open
-        transaction), and whatever the source and `WeightTransaction.receive` raise.  Every error of a call that is of
-        the open transaction fails it.
+        transaction), and what the source and `WeightTransaction.receive` raise.  Every error of a call that is of the
+        open transaction fails it.
         """
         transaction, refusal = self._transaction, self.foreign(update_id, weight_version)
         if refusal is not None or transaction is None:
@@ -214,7 +214,7 @@ class WeightUpdater:
         transaction.content_digest = self.content.digest_after(transaction.fingerprints)
 
     def fail(self, reason: str) -> None:
-        """Another rank did not receive a bucket well: the open transaction cannot be verified."""
+        """Another rank failed to receive a bucket: the open transaction cannot be verified."""
         self._require_transaction("fail").fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:

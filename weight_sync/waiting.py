@@ -35,9 +35,9 @@ class Patience:
             raise TransportError(f"the wait for the sender was given up: {self._reason}")
 
     def wait(self, is_over: Callable[[float], bool], deadline: float) -> bool:
-        """Ask `is_over(seconds)`, which waits so long itself, until it says yes or the deadline (`time.monotonic()`).
+        """Call `is_over(seconds)`, which waits so long itself, until it is true or the deadline (`time.monotonic()`).
 
-        Whether it said yes.  Raises what it raises, and as `check`.
+        Returns whether it became true.  Raises what it raises, and as `check`.
         """
         while True:
             self.check()

@@ -120,7 +120,7 @@ class StoredSource(BucketSource):
 
 
 class RefusedSource(BucketSource):
-    """A call that is refused for what it asks: nothing of it is received.
+    """A call whose arguments are refused: nothing of it is received.
 
     As its broadcast may be on its way, the group is left, or all (None).
     """

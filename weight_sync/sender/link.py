@@ -1,6 +1,6 @@
 """One engine as the sender sees it: the group that both are in, control calls in threads, a bucket on its way.
 
-Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks nobody else's.
+Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks no other one's.
 """
 
 from __future__ import annotations
@@ -153,7 +153,6 @@ class Sending:
         self.call = call
         self._works: list[dist.Work] = []
         self._deadline = time.monotonic() + link.timeout_s
-        self._give_up = self._deadline
         self._broke: TransportError | None = None
         self._reason_deadline = 0.0
         self._is_sent = False
@@ -184,10 +183,10 @@ class Sending:
                 self._fail(TransportError(f"the engine took a bucket, but did not answer {within}"))
         elif all(work.is_completed() for work in self._works):
             self._finish_broadcast()
-        elif now > self._give_up:
+        elif now > self._deadline:
             self._break(TransportError(f"the engine did not take a bucket within {self.link.timeout_s:g} s"))
-        elif self._give_up == self._deadline and refusal(self.call) is not None:
-            self._give_up = min(now + _SETTLE_S, self._deadline)  # refused after it was received: soon done then
+        elif refusal(self.call) is not None:
+            self.shorten_deadline(_SETTLE_S)  # refused after it was received: soon done then
         return self._failure is not None
 
     @property
@@ -198,7 +197,6 @@ class Sending:
     def shorten_deadline(self, within_s: float) -> None:
         """Give the bucket no longer than `within_s` seconds from now."""
         self._deadline = min(self._deadline, time.monotonic() + within_s)
-        self._give_up = min(self._give_up, self._deadline)
 
     @property
     def failure(self) -> BaseException | None:

@@ -56,7 +56,7 @@ class TrainerRanks:
         return self._global_ranks.index(global_rank)
 
     def jointly(self, work: Callable[[], T]) -> T:
-        """The result of `work`, once it went well on all ranks.
+        """The result of `work`, once it succeeded on all ranks.
 
         Raises what it raised here, or `TransportError` if another rank failed or did not come in time.
         """
