@@ -16,7 +16,7 @@ import torch
 
 from weight_sync.block_sums import SIGNED
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
-from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
+from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
 _CHUNK = 1 << 20  # elements compared at a time: float64 temporaries of 8 MiB
@@ -119,7 +119,7 @@ def _held(
             share = share_of(weights.metas()[name], part)
             yield part.region, (share, *measure(name, part, share))
 
-    return dict(zip(names, tell_all((list(read(name)) for name in names), exchange), strict=True))
+    return dict(zip(names, gather_places((list(read(name)) for name in names), exchange), strict=True))
 
 
 def _whole(weights: LogicalWeights, held: Mapping[str, Sequence[Held]]) -> dict[str, int]:

@@ -62,7 +62,7 @@ class GroupHandle:
     world_size: int
     backend: str
     timeout_s: float
-    process_group: dist.ProcessGroup | None = field(repr=False)  # None once destroyed
+    process_group: dist.ProcessGroup | None = field(repr=False)  # None before it is joined, and once destroyed
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
     watch: Future[None] | None = field(default=None, repr=False)
@@ -219,19 +219,19 @@ def init_process_group(
     Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
     `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.
     """
-    patience = patience or Patience()
-    _check_arguments(master_port, rank, world_size, group_name, backend)
+    group = GroupHandle(group_name, rank, world_size, backend, timeout_s, None, patience=patience or Patience())
+    _check_arguments(group, master_port)
     where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
     # torch's store client waits for ever for a peer that accepts the connection and says nothing.
-    joining = in_thread(_join, master_address, master_port, rank, world_size, group_name, backend, timeout_s)
+    joining = in_thread(_join, group, master_address, master_port)
     try:
-        if not patience.wait(lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S):
+        if not group.patience.wait(
+            lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S
+        ):
             raise TransportError(f"who listens there did not answer within {timeout_s:g} s")
     except (RuntimeError, OSError, TransportError) as error:
         joining.add_done_callback(leave_late)
         raise TransportError(f"{where}: {_first_line(error)}") from error
-    group = joining.result()
-    group.patience = patience
     if backend == "gloo" and rank != 0:
         group.watch = in_thread(_until_disconnected, group.process_group)
     return group
@@ -298,34 +298,28 @@ class WeightUpdateGroups:
             self.destroy(name)
 
 
-def _join(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    group_name: str,
-    backend: str,
-    timeout_s: float,
-) -> GroupHandle:
-    deadline = time.monotonic() + timeout_s
-    if rank != 0:
+def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHandle:
+    deadline = time.monotonic() + group.timeout_s
+    is_master = group.rank == 0
+    if not is_master:
         _wait_for_listener(master_address, master_port, deadline)
     store = dist.TCPStore(
-        master_address, master_port, world_size, rank == 0, timeout=_remaining(deadline), multi_tenant=True
+        master_address, master_port, group.world_size, is_master, timeout=_remaining(deadline), multi_tenant=True
     )
     # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
     process_group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
+        group.world_size,
+        group.rank,
         [],
-        dist.Backend(backend),
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
+        dist.Backend(group.backend),
+        dist.PrefixStore(group.name, store),
+        group_name=group.name,  # type: ignore[arg-type]
         timeout=_remaining(deadline),
     )
     # torch looks up a group's ranks here, also when it destroys the group.
-    distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(world_size)}
-    return GroupHandle(group_name, rank, world_size, backend, timeout_s, process_group)
+    distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
+    group.process_group = process_group
+    return group
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -335,17 +329,19 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_arguments(master_port: int, rank: int, world_size: int, group_name: str, backend: str) -> None:
-    if not group_name:
+def _check_arguments(group: GroupHandle, master_port: int) -> None:
+    if not group.name:
         raise WeightRequestError("group_name must not be empty")
     if not 1 <= master_port <= 65535:
         raise WeightRequestError(f"master_port must be in 1..65535, got {master_port}")
-    if world_size < 2 or not 0 <= rank < world_size:
-        raise WeightRequestError(f"rank {rank} does not fit a world of {world_size} (at least 2: a trainer, an engine)")
-    if backend not in BACKENDS:
-        raise WeightRequestError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if group_name in distributed_c10d._world.pg_names.values():
-        raise WeightRequestError(f"this process already has a process group named {group_name!r}")
+    if group.world_size < 2 or not 0 <= group.rank < group.world_size:
+        raise WeightRequestError(
+            f"rank {group.rank} does not fit a world of {group.world_size} (at least 2: a trainer, an engine)"
+        )
+    if group.backend not in BACKENDS:
+        raise WeightRequestError(f"unknown backend {group.backend!r}; known: {', '.join(BACKENDS)}")
+    if group.name in distributed_c10d._world.pg_names.values():
+        raise WeightRequestError(f"this process already has a process group named {group.name!r}")
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:

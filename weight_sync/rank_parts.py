@@ -52,7 +52,9 @@ def share_of(meta: TensorMeta, part: Part) -> int:
     return fingerprint_slice(part.content, meta.shape, part.region.index)
 
 
-def tell_all(mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange) -> list[list[Held]]:
+def gather_places(
+    mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange
+) -> list[list[Held]]:
     """What all ranks found at their places of each of some tensors, in the order of the tensors.
 
     `mine`: of each tensor, for every place of this rank its region and JSON values.  One exchange.

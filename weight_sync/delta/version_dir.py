@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,13 +38,6 @@ FRAME_TENSOR = "frame"
 MAX_VERSION = 10**12
 _COMPRESSION = "zstd"
 _IDENTITY_BYTES = 4096  # of the content
-
-
-class TensorPatch(Protocol):
-    """How one tensor of a version is made from the same tensor of the base version."""
-
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The new content.  Raises `BaseMismatchError` or `ContentError` if it is not what it should be."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +223,15 @@ class _FramePatch:
     delta: TensorDelta
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """Raises `BaseMismatchError` for a wrong base, `ContentError`."""
         try:
             return self.delta.apply(base)
-        except ContentError as error:
-            raise ContentError(f"{self.path}: {error}") from None
-        except BaseMismatchError as error:
-            raise BaseMismatchError(f"{self.path}: {error}") from None
+        except (ContentError, BaseMismatchError) as error:
+            raise type(error)(f"{self.path}: {error}") from None
+
+
+TensorPatch = BytePatch | _FramePatch
+"""How one tensor of a version is made from the same tensor of the base version."""
 
 
 def _number(path: Path, metadata: dict[str, Any], key: str) -> int:

@@ -22,7 +22,7 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import digest
 from weight_sync.loading import ProvenPart, split_wire
-from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
+from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
@@ -76,7 +76,7 @@ class DeltaSource(BucketSource):
             raise TransactionStateError(
                 "a delta goes where its base lies, and this update adopts a placement: begin with base_digest"
             )
-        held = tell_all((self._shares(delta) for delta in deltas.values()), self._exchange)
+        held = gather_places((self._shares(delta) for delta in deltas.values()), self._exchange)
         for delta, places in zip(deltas.values(), held, strict=True):
             _check(delta.entry, places)
         for name, delta in deltas.items():
