@@ -117,7 +117,7 @@ def require_folder(path: Path) -> None:
     try:
         found = path.is_dir()
     except (OSError, ValueError) as error:
-        raise WeightRequestError(f"{str(path)[:200]!r} cannot be looked at: {str(error)[:200]}") from None
+        raise WeightRequestError(f"{str(path)[:200]!r} cannot be read: {str(error)[:200]}") from None
     if not found:
         raise WeightRequestError(f"{str(path)[:1000]} is not a folder")
 

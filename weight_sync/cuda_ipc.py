@@ -87,7 +87,7 @@ class CudaStorage:
         base, size = allocation_of(opened)
         if content.data_ptr() + handle.nbytes > base + size:
             raise WeightRequestError(
-                f"a CUDA handle tells of bytes {handle.offset_bytes} to {handle.offset_bytes + handle.nbytes} of an "
+                f"a CUDA handle names bytes {handle.offset_bytes} to {handle.offset_bytes + handle.nbytes} of an "
                 f"allocation of {base + size - opened}"
             )
         return content
@@ -100,7 +100,7 @@ def allocation_of(address: int) -> tuple[int, int]:
         ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
     )
     if found != 0:
-        raise TransportError(f"the sender's CUDA memory cannot be looked at: error {found}")
+        raise TransportError(f"the allocation of the sender's CUDA memory cannot be found: error {found}")
     return base.value, size.value
 
 

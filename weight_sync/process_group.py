@@ -138,7 +138,7 @@ class GroupHandle:
             if give_up_at is None and self.watch is not None and self.watch.done():
                 give_up_at = now + _LOST_GRACE_S
             if give_up_at is not None and now > give_up_at:
-                raise RuntimeError("rank 0 has gone")
+                raise RuntimeError("rank 0 has disconnected")
             return False
 
         try:

@@ -188,7 +188,7 @@ class IpcPeer:
         while True:
             left_s = self.deadline - time.monotonic()
             if left_s <= 0:
-                raise TransportError(f"the sender at {self._endpoint} has said nothing until the deadline")
+                raise TransportError(f"the sender at {self._endpoint} has sent nothing until the deadline")
             self._wait(0.0 if self._lost else left_s)
             if self._socket.poll(0):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -197,7 +197,9 @@ class IpcPeer:
                     raise WeightRequestError(f"a message has {len(frames)} parts")
                 return memoryview(frames[0].bytes)
             if self._lost:
-                raise TransportError(f"the sender at {self._endpoint} is gone, or sent more than a message may hold")
+                raise TransportError(
+                    f"the sender at {self._endpoint} has disconnected, or sent more than a message may hold"
+                )
 
     def answer(self, text: str = "") -> None:
         """Answer the last message; empty text means success.  A peer that has disconnected gets nothing."""
