@@ -34,9 +34,7 @@ def io_of(harness: Harness) -> ThreadPoolExecutor:
 def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
     """One bucket into the open weight update."""
     updater = updater_of(harness)
-    updater.receive(
-        LoopbackSource(list(tensors.items())), update_id=updater.book.open_id if updater.book.is_bound else None
-    )
+    updater.receive(LoopbackSource(list(tensors.items())), update_id=updater.open_id if updater.is_bound else None)
 
 
 def refresh(

@@ -85,7 +85,7 @@ class FakeWeights:
     def places(self, name: str) -> list[ViewPlace]:
         return [ViewPlace(target) for target in self._places(name)]
 
-    def put_back(self, name: str, content: torch.Tensor) -> None:
+    def restore(self, name: str, content: torch.Tensor) -> None:
         self.write(name, content)
 
     def recompute_derived(self) -> None:

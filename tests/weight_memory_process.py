@@ -50,8 +50,8 @@ class Matrices:
     def read(self, name: str) -> torch.Tensor:
         return self._places[name].read()
 
-    def put_back(self, name: str, content: torch.Tensor) -> None:
-        self._places[name].put_back(content)
+    def restore(self, name: str, content: torch.Tensor) -> None:
+        self._places[name].restore(content)
 
     def recompute_derived(self) -> None:
         pass

@@ -1,1 +1,1 @@
-"""Weight refresh: a transaction over any transport.  Needs torch and the standard library; knows no engine."""
+"""Weight refresh: a transaction over any transport, for any engine that offers `LogicalWeights`."""

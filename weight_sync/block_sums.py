@@ -131,7 +131,7 @@ def _powers() -> torch.Tensor:
 def _digits_serve(width: int) -> bool:
     """Whether torch multiplies 8-bit matrices with vector instructions here, and digits give the right sums.
 
-    By capability and not by a trial of speed: what a few milliseconds say on a busy machine would decide for good.
+    By capability and not by a trial of speed: a few milliseconds on a busy machine would decide for good.
     """
     if torch.backends.cpu.get_cpu_capability() not in _VECTOR_PRODUCTS or not torch.backends.mkldnn.is_available():
         return False

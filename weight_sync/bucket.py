@@ -6,7 +6,7 @@ offset is a multiple of its item size; that always holds when larger item sizes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -26,15 +26,7 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
 
 def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta]]:
     """Consecutive tensors of at most `num_bytes` together, at least one each."""
-    runs: list[list[TensorMeta]] = []
-    room = 0
-    for meta in metas:
-        if not runs or meta.nbytes > room:
-            runs.append([])
-            room = num_bytes
-        runs[-1].append(meta)
-        room -= meta.nbytes
-    return runs
+    return _cut(metas, lambda run, filled, meta: filled + meta.nbytes > num_bytes)
 
 
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
@@ -43,29 +35,32 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
     Where tensors of another shape begin, a piece that is a quarter full ends: those of one shape are often parts of one
     tensor, and then a piece lies in the sender's memory as it is sent.
     """
-    pieces: list[list[TensorMeta]] = []
-    room = 0
-    for meta in metas:
-        is_other = bool(pieces) and meta.shape != pieces[-1][-1].shape and room <= piece_bytes * 3 // 4
-        if not pieces or meta.nbytes > room or is_other:
-            pieces.append([])
-            room = piece_bytes
-        pieces[-1].append(meta)
-        room -= meta.nbytes
-    return pieces
+
+    def is_over(piece: list[TensorMeta], filled: int, meta: TensorMeta) -> bool:
+        is_other = meta.shape != piece[-1].shape and piece_bytes - filled <= piece_bytes * 3 // 4
+        return is_other or filled + meta.nbytes > piece_bytes
+
+    return _cut(metas, is_over)
 
 
 def cut_packed(metas: Sequence[TensorMeta], buffer_bytes: int) -> list[list[TensorMeta]]:
     """Tensors, in order, as vLLM's senders pack them: the one that makes a buffer longer than that is its last."""
-    buffers: list[list[TensorMeta]] = []
-    num_bytes = buffer_bytes + 1
+    return _cut(metas, lambda buffer, filled, meta: filled > buffer_bytes)
+
+
+def _cut(
+    metas: Iterable[TensorMeta], is_over: Callable[[list[TensorMeta], int, TensorMeta], bool]
+) -> list[list[TensorMeta]]:
+    """`is_over(run, bytes of the run, next tensor)`: whether the next one begins another run."""
+    runs: list[list[TensorMeta]] = []
+    filled = 0
     for meta in metas:
-        if num_bytes > buffer_bytes:
-            buffers.append([])
-            num_bytes = 0
-        buffers[-1].append(meta)
-        num_bytes += meta.nbytes
-    return buffers
+        if not runs or is_over(runs[-1], filled, meta):
+            runs.append([])
+            filled = 0
+        runs[-1].append(meta)
+        filled += meta.nbytes
+    return runs
 
 
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -1,10 +1,9 @@
-"""Proving what a refresh did: fingerprints of the live tensors, snapshots, comparison, and filling with NaN.
+"""Proves what a refresh did: fingerprints of the live tensors, snapshots, comparison, and filling with NaN.
 
     snapshot -> reset_tensors -> a refresh with the same weights -> compare
 
 finds every place on every rank that the refresh did not rewrite, or rewrote with something else.  Each rank reads its
-own places and all of them tell each other in one exchange.
-Knows `LogicalWeights`.  Does not know requests, or when the weights may be read or filled.
+own places, and one exchange shares the results.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from weight_sync.block_sums import SIGNED
-from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError
-from weight_sync.ledger import listed
-from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
+from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
+from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
 _CHUNK = 1 << 20  # elements compared at a time: float64 temporaries of 8 MiB
@@ -114,14 +112,14 @@ def reset_tensors(weights: LogicalWeights, names: Iterable[str]) -> None:
 def _held(
     weights: LogicalWeights, names: Sequence[str], exchange: Exchange, measure: _Measure = lambda *_: ()
 ) -> dict[str, list[Held]]:
-    """What all ranks hold of the tensors, by name: shares of fingerprints, and what `measure` says of each place."""
+    """What all ranks hold of the tensors, by name: shares of fingerprints, and what `measure` returns of each place."""
 
-    def look(name: str) -> Iterable[tuple[Region | None, Sequence[object]]]:
+    def read(name: str) -> Iterable[tuple[Region | None, Sequence[object]]]:
         for part in parts_of(weights, name):
             share = share_of(weights.metas()[name], part)
             yield part.region, (share, *measure(name, part, share))
 
-    return dict(zip(names, tell_all((list(look(name)) for name in names), exchange), strict=True))
+    return dict(zip(names, gather_places((list(read(name)) for name in names), exchange), strict=True))
 
 
 def _whole(weights: LogicalWeights, held: Mapping[str, Sequence[Held]]) -> dict[str, int]:

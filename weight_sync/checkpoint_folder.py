@@ -97,7 +97,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
 
 
 def _stamp(path: Path) -> FileStamp | None:
-    """None for a file that cannot be looked at."""
+    """None for a file whose status cannot be read."""
     try:
         return FileStamp.of(path.stat())
     except OSError:
@@ -113,11 +113,11 @@ def _let_clocks_tick(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raises `WeightRequestError` unless `path` is a folder that can be looked at."""
+    """Raises `WeightRequestError` unless `path` is a readable folder."""
     try:
         found = path.is_dir()
     except (OSError, ValueError) as error:
-        raise WeightRequestError(f"{str(path)[:200]!r} cannot be looked at: {str(error)[:200]}") from None
+        raise WeightRequestError(f"{str(path)[:200]!r} cannot be read: {str(error)[:200]}") from None
     if not found:
         raise WeightRequestError(f"{str(path)[:1000]} is not a folder")
 

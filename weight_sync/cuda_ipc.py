@@ -6,7 +6,7 @@ device's UUID where torch puts its index, as two processes may number devices di
 torch takes a handle at its word: it counts down the counter that the handle names, wherever that is, and gives a tensor
 of the size that it states.  So both are checked here, against the file of counters and the allocation.
 
-Nothing here runs without a CUDA device: a process that sees none refuses the payload and says so.
+Nothing here runs without a CUDA device: a process that sees none refuses the payload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTER_BYTES = 8
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """What a pickled CUDA tensor says of the memory that it lives in; `device` is an index or a UUID."""
+    """The memory of a pickled CUDA tensor, as the pickle describes it; `device` is an index or a UUID."""
 
     device: int | str
     memory: bytes
@@ -87,7 +87,7 @@ class CudaStorage:
         base, size = allocation_of(opened)
         if content.data_ptr() + handle.nbytes > base + size:
             raise WeightRequestError(
-                f"a CUDA handle tells of bytes {handle.offset_bytes} to {handle.offset_bytes + handle.nbytes} of an "
+                f"a CUDA handle names bytes {handle.offset_bytes} to {handle.offset_bytes + handle.nbytes} of an "
                 f"allocation of {base + size - opened}"
             )
         return content
@@ -100,7 +100,7 @@ def allocation_of(address: int) -> tuple[int, int]:
         ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
     )
     if found != 0:
-        raise TransportError(f"the sender's CUDA memory cannot be looked at: error {found}")
+        raise TransportError(f"the allocation of the sender's CUDA memory cannot be found: error {found}")
     return base.value, size.value
 
 

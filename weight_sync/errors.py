@@ -9,11 +9,11 @@ WeightSyncError               500
 |   +-- CoverageError         400  tensors missing or sent twice
 |   +-- UnknownGroupError     404
 +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
-|   +-- BaseMismatchError     409  the weights in force are not those that the sender starts from
+|   +-- BaseMismatchError     409  the serving weights are not those that the sender starts from
 |   +-- CopiesDifferError     409  places that must hold the same content do not
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
 +-- LocalCheckpointError      500  a local checkpoint folder could not be written
-+-- StagingError              500  old content cannot be kept, or put back
++-- StagingError              500  old content cannot be kept, or restored
 +-- CommitError               500  the write failed; the message says whether the old weights were restored
 """
 
@@ -65,7 +65,7 @@ class TransactionStateError(WeightSyncError):
 
 
 class BaseMismatchError(TransactionStateError):
-    """The weights in force are not those that the sender starts from."""
+    """The serving weights are not those that the sender starts from."""
 
 
 class CopiesDifferError(TransactionStateError):
@@ -83,7 +83,7 @@ class LocalCheckpointError(WeightSyncError):
 
 
 class StagingError(WeightSyncError):
-    """Old content could not be kept before a write, or not be put back after one."""
+    """Old content could not be kept before a write, or not be restored after one."""
 
 
 class CommitError(WeightSyncError):
@@ -92,3 +92,9 @@ class CommitError(WeightSyncError):
     def __init__(self, message: str, *, restored: bool) -> None:
         super().__init__(message)
         self.restored = restored
+
+
+def listed(items: list[str], limit: int = 20) -> str:
+    """The items for an error message; beyond `limit` only their number."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

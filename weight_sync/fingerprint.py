@@ -52,8 +52,8 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
 def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[list[int], bool | None]:
     """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
 
-    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype that this says
-    nothing of.  T tensors of N blocks.
+    Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype where that is
+    not found out.  T tensors of N blocks.
     """
     assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
     exponent = _EXPONENTS.get(flat.dtype, 0)
@@ -153,7 +153,7 @@ def digest(entries: Iterable[tuple[TensorMeta, int]]) -> str:
 
 
 class ContentBook:
-    """The fingerprint of every tensor in force, as far as it is known: a cold load computes none.
+    """The fingerprint of every serving tensor, where it is known: a cold load computes none.
 
     A refresh knows those of what it brings, so a full one names its content without another pass over memory.
     """

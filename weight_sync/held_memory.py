@@ -1,7 +1,7 @@
-"""What an update takes beside the model, and whether it goes back or stays for the next one.
+"""Memory that an update takes beside the model, released after it or kept for the next one.
 
-The first touch of fresh memory costs more than everything else that is done with it, so whoever refreshes often keeps
-it.  Where it goes back, no step waits for it.
+The first touch of fresh memory costs more than everything else that is done with it, so an engine that is refreshed
+often keeps it.  No step waits for its release.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Areas:
             self.close()
 
     def close(self) -> None:
-        """Give everything back; nobody may have any of it in use."""
+        """Release everything; none of it may be in use."""
         self._areas.clear()
 
 
@@ -54,8 +54,8 @@ class HeldMemory:
         self.shadows = Areas(keep=keep)
         self._closing: threading.Thread | None = None
 
-    def let_go(self, close: Callable[[], None]) -> None:
-        """Call `close` on a thread of its own: a second copy of the weights takes a while to go back to the system.
+    def release_in_background(self, close: Callable[[], None]) -> None:
+        """Call `close` on a thread of its own: releasing a second copy of the weights takes a while.
 
         Where no thread can be started it is called at once.
         """
@@ -67,7 +67,7 @@ class HeldMemory:
         closing = threading.Thread(target=run, name="weight-close", daemon=True)
         try:
             closing.start()
-        except RuntimeError:  # there is no thread to be had: what was committed is in force all the same
+        except RuntimeError:  # no thread can be started: the commit stands all the same
             run()
         else:
             self._closing = closing
@@ -77,14 +77,14 @@ class HeldMemory:
         self.shadows.end()
         self.receive.end()
 
-    def give_back(self, timeout_s: float) -> None:
-        """Everything, kept or not, while no update is open.  Raises `StagingError`."""
-        self.await_gone(timeout_s)
+    def release(self, timeout_s: float) -> None:
+        """Release everything, kept or not, while no update is open.  Raises `StagingError`."""
+        self.await_release(timeout_s)
         self.shadows.close()
         self.receive.close()
 
-    def await_gone(self, timeout_s: float) -> None:
-        """Before anything is taken again: never two copies at once.  Raises `StagingError`."""
+    def await_release(self, timeout_s: float) -> None:
+        """Wait for the last release, before memory is taken again: never two copies at once.  Raises `StagingError`."""
         if self._closing is not None:
             self._closing.join(timeout_s)
             if self._closing.is_alive():

@@ -1,15 +1,15 @@
-"""What checkpoint-engine's parameter server says to a worker, read without unpickling it.
+"""Messages of checkpoint-engine's parameter server to a worker, read without unpickling them.
 
     parameter server (REQ, binds)            worker (REP, connects)
     handle of a uint8 buffer          -->    b""
     [{name, dtype, shape, offset}]    -->    b"" once the content is copied out of the buffer; any number of buckets
-    None                              -->    b"" once the buffer is let go
+    None                              -->    b"" once the buffer is released
     None                              -->    b""
     an exception, instead of any of these: it gives up and expects no answer
 
 A worker that cannot go on answers with text instead, and the server then sends the exception.
 
-Messages are pickles.  The same may be said in JSON, told apart by its first byte: {"shm_name", "nbytes"} for the
+Messages are pickles, or the same as JSON, which the first byte shows: {"shm_name", "nbytes"} for the
 handle, dtypes by name, null, {"error": text}.
 
 Protocol of the PyPI package checkpoint-engine, 0.4.
@@ -76,7 +76,7 @@ class SenderFailure:
 class IpcBuffer:
     """`nbytes` bytes from byte `start` of a storage, rewritten by the sender for every bucket.
 
-    `segments`: torch shared files that count on being released by whoever read the handle.
+    `segments`: torch shared files that the reader of the handle must release.
     """
 
     storage: Storage

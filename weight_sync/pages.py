@@ -4,10 +4,10 @@ A trade moves page-table entries and copies nothing (`mremap`): it takes millise
 takes a hundred.  Each move leaves an empty mapping behind, so that no other thread's memory can get in between:
 
     live     old ---.      .--> new        1  live    -> scratch
-                     \\    /                2  aside   -> live
-    scratch   -      old  /                3  scratch -> aside
+                     \\    /                2  shadow  -> live
+    scratch   -      old  /                3  scratch -> shadow
                        \\ /
-    aside    new -------'--> old
+    shadow   new -------'--> old
 
 Addresses stay, content changes places.  A huge page moves as one only between addresses that are equal modulo its size,
 which is what `new_area(at=...)` is for.
@@ -51,7 +51,7 @@ def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
     first, end = _page_floor(offset), _page_ceil(offset + num_bytes)
     reserved = _map(end + HUGE_PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
     base = -(-reserved // HUGE_PAGE) * HUGE_PAGE
-    # Only whole pages that hold content stay: a huge page around them would take memory that nobody uses.
+    # Only whole pages that hold content stay: a huge page around them would take unused memory.
     _unmap(reserved, base + first - reserved)
     _unmap(base + end, reserved + end + HUGE_PAGE - (base + end))
     _libc().madvise(base + first, end - first, mmap.MADV_HUGEPAGE)
@@ -61,9 +61,9 @@ def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
 
 
 class PageTrader:
-    """Trades spans of at most `max_bytes`.  `close` gives the scratch addresses back.
+    """Trades spans of at most `max_bytes`.  `close` releases the scratch addresses.
 
-    `lost`: why content is where it does not belong, after a trade that could neither be made nor taken back.
+    `lost`: why content is where it does not belong, after a trade that could neither be completed nor rolled back.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -100,7 +100,7 @@ class PageTrader:
 
 @dataclass(frozen=True)
 class _Mapping:
-    """Addresses from `start` to `end`; `movable`: private memory of nobody else."""
+    """Addresses from `start` to `end`; `movable`: private anonymous memory."""
 
     start: int
     end: int
@@ -116,17 +116,17 @@ def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[l
     if not pairs or not _can_trade():
         return [[] for _ in pairs]
     mappings = _mappings()
-    return [_spans_of(live, aside, mappings) for live, aside in pairs]
+    return [_spans_of(live, shadow, mappings) for live, shadow in pairs]
 
 
-def _spans_of(live: torch.Tensor, aside: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
-    if not live.is_cpu or not aside.is_cpu or live.numel() < _MIN_TRADE_BYTES or live.data_ptr() % 8:
+def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
+    if not live.is_cpu or not shadow.is_cpu or live.numel() < _MIN_TRADE_BYTES or live.data_ptr() % 8:
         return []
-    if (live.data_ptr() - aside.data_ptr()) % mmap.PAGESIZE:
+    if (live.data_ptr() - shadow.data_ptr()) % mmap.PAGESIZE:
         return []
     spans = []
     for one in _movable_pages(live, mappings):
-        for other in _movable_pages(aside, mappings):
+        for other in _movable_pages(shadow, mappings):
             both = range(max(one.start, other.start), min(one.stop, other.stop))
             if len(both) >= _MIN_TRADE_BYTES:
                 spans.append(both)

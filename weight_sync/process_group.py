@@ -27,13 +27,13 @@ from weight_sync.waiting import Patience, in_thread
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
-_WORD_TAG = 1
-_HANG_UP_TAG = 2  # that nobody sends under
+_NUMBER_TAG = 1
+_UNUSED_TAG = 2  # no message is sent under it
 _JOIN_GRACE_S = 1.0
 """Over a rendezvous' deadline, for torch's own errors, which say more."""
-_GONE_GRACE_S = 5.0
-"""After rank 0 has gone, for what it had sent and other members pass on."""
-_HANG_UP_S = 1.0
+_LOST_GRACE_S = 5.0
+"""After rank 0 has disconnected, for what it had sent and other members pass on."""
+_CLOSE_S = 1.0
 _EVER = datetime.timedelta(days=365)
 
 
@@ -53,8 +53,8 @@ def resolve_backend(backend: str | None, device: torch.device | str) -> str:
 class GroupHandle:
     """A joined group.  After a failed or late collective it is `broken` and can only be destroyed.
 
-    `patience`: who waits in it may be told to give up, which breaks it.  `watch` is done once rank 0 has gone: amid a
-    message gloo does not notice that, and would wait until the deadline.
+    `patience`: cancels waits in it, which breaks it.  `watch` is done once rank 0 has disconnected: amid a message gloo
+    does not notice that, and would wait until the deadline.
     """
 
     name: str
@@ -62,7 +62,7 @@ class GroupHandle:
     world_size: int
     backend: str
     timeout_s: float
-    process_group: dist.ProcessGroup | None = field(repr=False)  # None once destroyed
+    process_group: dist.ProcessGroup | None = field(repr=False)  # None before it is joined, and once destroyed
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
     watch: Future[None] | None = field(default=None, repr=False)
@@ -93,25 +93,25 @@ class GroupHandle:
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
         self._works.remove(work)
 
-    def tell(self, member: int, word: int, deadline: float) -> None:
-        """Hand a number to a member, which `hear`s it.  gloo only.  Raises `TransportError`; then it is broken."""
-        self._exchange(lambda group, box: group.send([box], member, _WORD_TAG), torch.tensor([word]), deadline)
+    def send_number(self, member: int, number: int, deadline: float) -> None:
+        """Send a number to a member.  gloo only.  Raises `TransportError`; then the group is broken."""
+        self._exchange(lambda group, box: group.send([box], member, _NUMBER_TAG), torch.tensor([number]), deadline)
 
-    def hear(self, member: int, deadline: float) -> int:
-        """The next number that the member `tell`s this one.  Raises as `tell`."""
+    def receive_number(self, member: int, deadline: float) -> int:
+        """The next number that the member sends to this one.  Raises as `send_number`."""
         box = torch.zeros(1, dtype=torch.int64)
-        self._exchange(lambda group, box: group.recv([box], member, _WORD_TAG), box, deadline)
+        self._exchange(lambda group, box: group.recv([box], member, _NUMBER_TAG), box, deadline)
         return int(box)
 
     def destroy(self) -> None:
-        """Leave the group.  A peer that still waits in it is told at once; one that is gone is no error."""
+        """Leave the group.  This ends the wait of a peer in it at once; a peer that has left is no error."""
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
         if self.broken or self.watch is not None:
-            _hang_up(process_group, self.backend, peer=int(self.rank == 0))
+            _close_connections(process_group, self.backend, peer=int(self.rank == 0))
         if self.watch is not None:
-            wait([self.watch], _HANG_UP_S)
+            wait([self.watch], _CLOSE_S)
         dist.destroy_process_group(process_group)
         if stuck := [work for work in self._works if not work.is_completed()]:
             in_thread(_keep_until_over, process_group, stuck)
@@ -123,22 +123,22 @@ class GroupHandle:
     ) -> None:
         if self.broken or self.process_group is None:
             raise TransportError(f"group {self.name!r} failed before or was left; join it again")
-        # gloo closes the connections of a group in which the wait for a word was too short: one wait, on a thread.
-        said = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
-        self._wait("a word", lambda seconds: _is_done(said, seconds), deadline + _JOIN_GRACE_S)
+        # gloo closes the connections of a group in which such a wait was too short: one wait, on a thread.
+        exchanged = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
+        self._wait("an exchange", lambda seconds: _is_done(exchanged, seconds), deadline + _JOIN_GRACE_S)
 
     def _wait(self, what: str, is_over: Callable[[float], bool], deadline: float) -> None:
-        last_look: float | None = None  # once rank 0 has gone
+        give_up_at: float | None = None  # once rank 0 has disconnected
 
         def is_over_or_lost(seconds: float) -> bool:
-            nonlocal last_look
+            nonlocal give_up_at
             if is_over(seconds):
                 return True
             now = time.monotonic()
-            if last_look is None and self.watch is not None and self.watch.done():
-                last_look = now + _GONE_GRACE_S
-            if last_look is not None and now > last_look:
-                raise RuntimeError("rank 0 has gone")
+            if give_up_at is None and self.watch is not None and self.watch.done():
+                give_up_at = now + _LOST_GRACE_S
+            if give_up_at is not None and now > give_up_at:
+                raise RuntimeError("rank 0 has disconnected")
             return False
 
         try:
@@ -179,20 +179,20 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
     return True
 
 
-def _until_gone(group: dist.ProcessGroup) -> None:
+def _until_disconnected(group: dist.ProcessGroup) -> None:
     """Returns once the connection to rank 0 is closed, by either side."""
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], 0, _HANG_UP_TAG).wait(_EVER)
+        group.recv([torch.empty(1)], 0, _UNUSED_TAG).wait(_EVER)
 
 
 def _keep_until_over(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
-    """Holds a reference as long as the last one would wait: for messages that gloo gives up at their deadline only."""
+    """Hold a reference until the last one is over: gloo gives up messages at their deadline only."""
     for work in works:
         with suppress(RuntimeError):
             work.wait()
 
 
-def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
+def _close_connections(group: dist.ProcessGroup, backend: str, peer: int) -> None:
     """Close the connections: a collective that was given up, here or with a peer, ends at once and not at its deadline.
 
     Destroying the group would wait for it.
@@ -200,8 +200,8 @@ def _hang_up(group: dist.ProcessGroup, backend: str, peer: int) -> None:
     if backend == "nccl":
         group.abort()
         return
-    with suppress(RuntimeError):  # a wait for a word that is too short closes them
-        group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(datetime.timedelta(milliseconds=1))
+    with suppress(RuntimeError):  # a wait that is too short closes them
+        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def init_process_group(
@@ -219,26 +219,26 @@ def init_process_group(
     Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
     `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.
     """
-    patience = patience or Patience()
-    _check_arguments(master_port, rank, world_size, group_name, backend)
+    group = GroupHandle(group_name, rank, world_size, backend, timeout_s, None, patience=patience or Patience())
+    _check_arguments(group, master_port)
     where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
     # torch's store client waits for ever for a peer that accepts the connection and says nothing.
-    joining = in_thread(_join, master_address, master_port, rank, world_size, group_name, backend, timeout_s)
+    joining = in_thread(_join, group, master_address, master_port)
     try:
-        if not patience.wait(lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S):
+        if not group.patience.wait(
+            lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S
+        ):
             raise TransportError(f"who listens there did not answer within {timeout_s:g} s")
     except (RuntimeError, OSError, TransportError) as error:
         joining.add_done_callback(leave_late)
         raise TransportError(f"{where}: {_first_line(error)}") from error
-    group = joining.result()
-    group.patience = patience
     if backend == "gloo" and rank != 0:
-        group.watch = in_thread(_until_gone, group.process_group)
+        group.watch = in_thread(_until_disconnected, group.process_group)
     return group
 
 
 def leave_late(joining: Future[GroupHandle]) -> None:
-    """For `add_done_callback`: leaves a group for which nobody waits any more.
+    """For `add_done_callback`: leaves a group whose caller has stopped waiting for it.
 
     Until its peer answers or closes the connection, such a call keeps a thread and a socket, and nothing else.
     """
@@ -298,34 +298,28 @@ class WeightUpdateGroups:
             self.destroy(name)
 
 
-def _join(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    group_name: str,
-    backend: str,
-    timeout_s: float,
-) -> GroupHandle:
-    deadline = time.monotonic() + timeout_s
-    if rank != 0:
+def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHandle:
+    deadline = time.monotonic() + group.timeout_s
+    is_master = group.rank == 0
+    if not is_master:
         _wait_for_listener(master_address, master_port, deadline)
     store = dist.TCPStore(
-        master_address, master_port, world_size, rank == 0, timeout=_remaining(deadline), multi_tenant=True
+        master_address, master_port, group.world_size, is_master, timeout=_remaining(deadline), multi_tenant=True
     )
     # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
     process_group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
+        group.world_size,
+        group.rank,
         [],
-        dist.Backend(backend),
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
+        dist.Backend(group.backend),
+        dist.PrefixStore(group.name, store),
+        group_name=group.name,  # type: ignore[arg-type]
         timeout=_remaining(deadline),
     )
     # torch looks up a group's ranks here, also when it destroys the group.
-    distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(world_size)}
-    return GroupHandle(group_name, rank, world_size, backend, timeout_s, process_group)
+    distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
+    group.process_group = process_group
+    return group
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -335,17 +329,19 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_arguments(master_port: int, rank: int, world_size: int, group_name: str, backend: str) -> None:
-    if not group_name:
+def _check_arguments(group: GroupHandle, master_port: int) -> None:
+    if not group.name:
         raise WeightRequestError("group_name must not be empty")
     if not 1 <= master_port <= 65535:
         raise WeightRequestError(f"master_port must be in 1..65535, got {master_port}")
-    if world_size < 2 or not 0 <= rank < world_size:
-        raise WeightRequestError(f"rank {rank} does not fit a world of {world_size} (at least 2: a trainer, an engine)")
-    if backend not in BACKENDS:
-        raise WeightRequestError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if group_name in distributed_c10d._world.pg_names.values():
-        raise WeightRequestError(f"this process already has a process group named {group_name!r}")
+    if group.world_size < 2 or not 0 <= group.rank < group.world_size:
+        raise WeightRequestError(
+            f"rank {group.rank} does not fit a world of {group.world_size} (at least 2: a trainer, an engine)"
+        )
+    if group.backend not in BACKENDS:
+        raise WeightRequestError(f"unknown backend {group.backend!r}; known: {', '.join(BACKENDS)}")
+    if group.name in distributed_c10d._world.pg_names.values():
+        raise WeightRequestError(f"this process already has a process group named {group.name!r}")
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:

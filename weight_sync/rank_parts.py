@@ -3,8 +3,8 @@
     rank 0   rows 0..31    share of F               rank 1   rows 32..63   share of F      their sum is F
              the same again, a replica: the same share, or one of the two is wrong
 
-Every rank reads its own places, and what it found goes around in one exchange: no tensor moves but those that are asked
-for, and no rank reads what another holds.
+Every rank reads its own places, and one exchange shares what they found: no tensor moves but those that are asked for,
+and no rank reads what another holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
 from weight_sync.tensor_meta import Part, Region, TensorMeta, tensor_bytes
 
 Exchange = Callable[[bytes], list[bytes]]
-"""What every rank brings, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
+"""All-gather of bytes, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
 
 _PART = struct.Struct("<?3q")
 _WHOLE = (-1, 0, 0)
@@ -52,7 +52,9 @@ def share_of(meta: TensorMeta, part: Part) -> int:
     return fingerprint_slice(part.content, meta.shape, part.region.index)
 
 
-def tell_all(mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange) -> list[list[Held]]:
+def gather_places(
+    mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange
+) -> list[list[Held]]:
     """What all ranks found at their places of each of some tensors, in the order of the tensors.
 
     `mine`: of each tensor, for every place of this rank its region and JSON values.  One exchange.

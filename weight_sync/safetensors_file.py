@@ -3,8 +3,8 @@
     8 bytes: length n of the header | n bytes: JSON {name: {dtype, shape, data_offsets}} | content, without gaps
 
 The header is read here and not by the `safetensors` package, which maps files into memory (a mapped file that another
-process cuts short ends the reader, a plain read says so) and copies every tensor out of bytes.  Accepted is what the
-package writes; the tests compare the two on right and wrong files.
+process truncates kills the reader, a plain read returns an error) and copies every tensor out of bytes.  What the
+package writes is accepted; the tests compare the two on right and wrong files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileTensor:
 
 
 class FileStamp(NamedTuple):
-    """What is another after a file was written, or replaced, by whatever means; times in nanoseconds."""
+    """Changes whenever a file is written or replaced; times in nanoseconds."""
 
     device: int
     inode: int
@@ -53,7 +53,7 @@ class FileStamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes."""
+    """A parsed header: `tensors` in the order of their content, `metadata` as it is, `content_start` in bytes."""
 
     tensors: tuple[FileTensor, ...]
     metadata: dict[str, str]

@@ -1,10 +1,10 @@
 """`ShadowStaging`: a full second copy of what a refresh touches, in the layout in which it will serve.
 
-    write      each tensor lands in the shadow of its storage, as it would in the model
+    write      each tensor is written into the shadow of its storage, as it would be into the model
     prepare    what was not sent is filled in, so that the shadow is the whole new content
-    commit     live and shadow change places, and again in `undo`
+    commit     live and shadow are swapped, and again in `undo`
 
-They change places page by page where the system can move pages (`pages`), which takes milliseconds whatever the size.
+They are swapped page by page where the system can move pages (`pages`), which takes milliseconds whatever the size.
 What is left, edges, small storages and other devices, is exchanged by exclusive or:
 
     prepare    shadow ^= live     beside running steps
@@ -62,20 +62,20 @@ class ShadowStaging:
 
     def write(self, name: str, content: Content) -> None:
         for key, place in self._homes_of(name):
-            aside = self._aside(key, place)
+            target = self._place_in_shadow(key, place)
             if isinstance(content, Part):
-                aside.put_back(content.content)
+                target.restore(content.content)
             else:
-                aside.write(content)
+                target.write(content)
         self._written.add(name)
 
     def read(self, name: str) -> Sequence[Part]:
-        return [Part(place.region, self._staged(key, place)) for key, place in self._homes_of(name)]
+        return [Part(place.region, self._content(key, place)) for key, place in self._homes_of(name)]
 
     def prepare(self) -> None:
         self._fill({key for key, shadow in self._shadows.items() if not shadow.is_copy})
         shadows = list(self._shadows.values())
-        spans = tradable_spans([(shadow.live, shadow.aside) for shadow in shadows])
+        spans = tradable_spans([(shadow.live, shadow.staged) for shadow in shadows])
         for shadow, tradable in zip(shadows, spans, strict=True):
             shadow.divide(tradable)
             shadow.fold()
@@ -87,22 +87,22 @@ class ShadowStaging:
     def commit(self) -> None:
         assert self._prepared
         for shadow in self._shadows.values():
-            for live, aside in shadow.traded():
+            for live, staged in shadow.traded():
                 assert self._trader is not None
-                self._trader.trade(live, aside)
-                self._traded.append((live, aside))
-            for live, aside in shadow.parts():
-                self.exchange(live, aside)
-                self._exchanged.append((live, aside))
+                self._trader.trade(live, staged)
+                self._traded.append((live, staged))
+            for live, staged in shadow.parts():
+                self.exchange(live, staged)
+                self._exchanged.append((live, staged))
 
     @staticmethod
-    def exchange(live: torch.Tensor, aside: torch.Tensor) -> None:
-        """`live ^= aside`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
-        live.bitwise_xor_(aside.to(live.device))
+    def exchange(live: torch.Tensor, staged: torch.Tensor) -> None:
+        """`live ^= staged`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
+        live.bitwise_xor_(staged.to(live.device))
 
     def undo(self) -> None:
-        for live, aside in reversed(self._exchanged):
-            self.exchange(live, aside)
+        for live, staged in reversed(self._exchanged):
+            self.exchange(live, staged)
         while self._traded and self._trader is not None:
             self._trader.trade(*self._traded[-1])
             self._traded.pop()
@@ -129,16 +129,16 @@ class ShadowStaging:
     def _is_lost(self) -> bool:
         return self._trader is not None and self._trader.lost is not None
 
-    def _staged(self, key: int, place: Place) -> torch.Tensor:
+    def _content(self, key: int, place: Place) -> torch.Tensor:
         if not self._prepared:
-            return self._aside(key, place).read()
-        return place.over(_viewed_like(place.storage, self._shadows[key].new_content())).read()
+            return self._place_in_shadow(key, place).read()
+        return place.rebind(_viewed_like(place.storage, self._shadows[key].new_content())).read()
 
-    def _aside(self, key: int, place: Place) -> Place:
+    def _place_in_shadow(self, key: int, place: Place) -> Place:
         """The same place in the shadow of its storage."""
         if key not in self._shadows:
             self._shadows[key] = self._new_shadow(key, place.storage)
-        return place.over(_viewed_like(place.storage, self._shadows[key].aside))
+        return place.rebind(_viewed_like(place.storage, self._shadows[key].staged))
 
     def _new_shadow(self, key: int, storage: torch.Tensor) -> _Shadow:
         has_gaps = self._resident_bytes[key] != storage.untyped_storage().nbytes()
@@ -147,7 +147,7 @@ class ShadowStaging:
         return _Shadow(live, self._memory.take(live.data_ptr(), live.numel(), device, like=live), copy=has_gaps)
 
     def _homes_of(self, name: str) -> list[tuple[int, Place]]:
-        """Where the tensor lives: looked up once for all, as nothing moves while an update is open."""
+        """Where the tensor lives, found once for all tensors, as nothing moves while an update is open."""
         if not self._homes:
             for other, meta in self._weights.metas().items():
                 homes = [(_address_of(place.storage), place) for place in self._weights.places(other)]
@@ -158,42 +158,42 @@ class ShadowStaging:
         return self._homes[name]
 
     def _fill(self, keys: set[int]) -> None:
-        """What else lives in these storages stays as it is."""
+        """Copy the rest of these storages' content into their shadows."""
         for name in self._homes.keys() - self._written:
             for key, place in self._homes[name]:
                 if key in keys:
-                    self._aside(key, place).put_back(place.read())
+                    self._place_in_shadow(key, place).restore(place.read())
 
 
 class _Shadow:
-    """Bytes aside of those of one storage.  `copy`: start from the live content, for storages with more in them than
+    """The second copy of one storage's bytes.  `copy`: start from the live content, for storages with more in them than
     tensors."""
 
-    def __init__(self, live: torch.Tensor, aside: torch.Tensor, copy: bool) -> None:
-        self.live, self.aside = live, aside
+    def __init__(self, live: torch.Tensor, staged: torch.Tensor, copy: bool) -> None:
+        self.live, self.staged = live, staged
         self.is_copy = copy
         self.old_sum = 0
         self._tradable: list[range] = []
         if copy:
-            self.aside.copy_(self.live)
+            self.staged.copy_(self.live)
 
     def divide(self, tradable: list[range]) -> None:
         """Which offsets will be traded, ascending; `parts` are the rest."""
         self._tradable = tradable
 
     def fold(self) -> None:
-        """`aside ^= live` in what is not traded, and the sum of its live words."""
+        """`staged ^= live` in what is not traded, and the sum of its live words."""
         self.old_sum = 0
-        for live, aside in self.parts():
+        for live, staged in self.parts():
             self.old_sum += int(live.sum())
-            aside.bitwise_xor_(live.to(aside.device))
+            staged.bitwise_xor_(live.to(staged.device))
 
     def live_sum(self) -> int:
         return sum(int(live.sum()) for live, _ in self.parts())
 
     def new_content(self) -> torch.Tensor:
         """What the storage will hold, uint8, once `fold` was called: a copy."""
-        content = self.aside.clone()
+        content = self.staged.clone()
         for at in self._rest():
             content[at.start : at.stop] ^= self.live[at.start : at.stop].to(content.device)
         return content
@@ -201,19 +201,19 @@ class _Shadow:
     def traded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Both sides of what is traded, uint8."""
         for at in self._tradable:
-            yield self.live[at.start : at.stop], self.aside[at.start : at.stop]
+            yield self.live[at.start : at.stop], self.staged[at.start : at.stop]
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Both sides of the rest, int64 and, for what is left at the end, uint8; in parts only if a copy of each is
         needed."""
         for at in self._rest():
             end = at.start + len(at) // 8 * 8
-            step = max(len(at), 1) if self.live.device == self.aside.device else _PART_BYTES
+            step = max(len(at), 1) if self.live.device == self.staged.device else _PART_BYTES
             for start in range(at.start, end, step):
                 stop = min(start + step, end)
-                yield self.live[start:stop].view(torch.int64), self.aside[start:stop].view(torch.int64)
+                yield self.live[start:stop].view(torch.int64), self.staged[start:stop].view(torch.int64)
             if end < at.stop:
-                yield self.live[end : at.stop], self.aside[end : at.stop]
+                yield self.live[end : at.stop], self.staged[end : at.stop]
 
     def _rest(self) -> Iterator[range]:
         """The offsets between those that are traded."""

@@ -101,7 +101,7 @@ def release_torch_shared_file(segment: SharedSegment) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Against others who count; whoever else holds the lock is not waited for.  Raises `OSError`."""
+    """Against other ranks; retries for about a second.  Raises `OSError`."""
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,7 +3,7 @@
     StoredTensor = name + dtype, shape, stride, first byte + Storage
     Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
 
-Everything is checked against the storage's size when it is made; content is taken up in parts of a few tensors.
+Everything is checked against the storage's size when it is made; content is read in parts of a few tensors.
 
 Shapes are torch's own; sizes are in bytes where they say so.
 """
@@ -11,6 +11,7 @@ Shapes are torch's own; sizes are in bytes where they say so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,13 +20,11 @@ import torch
 
 from weight_sync.errors import WeightRequestError
 from weight_sync.shared_segment import SharedSegment
-from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
+from weight_sync.tensor_meta import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, TensorMeta, dtype_name
 
 MAX_NAME_LENGTH = 512
-_MAX_DIMENSIONS = 8
-_MAX_NUMBER = 2**48
 PART_BYTES = 16 << 20
-"""Of a storage, read at once: few enough to stay in a processor's cache from one look to the next."""
+"""Of a storage, read at once: few enough to stay in a processor's cache from one pass to the next."""
 
 
 class Storage(Protocol):
@@ -35,7 +34,7 @@ class Storage(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, good until the storage is let go."""
+        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, valid until the storage is released."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class TensorPlace:
 
     @property
     def numel(self) -> int:
-        return _product(self.shape)
+        return math.prod(self.shape)
 
     @property
     def is_flat(self) -> bool:
@@ -124,9 +123,9 @@ def place_tensor(
     """
     if dtype not in DTYPES.values():
         raise WeightRequestError(f"tensors of {dtype_name(dtype)} are not taken")
-    if not len(shape) == len(stride) <= _MAX_DIMENSIONS:
+    if not len(shape) == len(stride) <= MAX_DIMENSIONS:
         raise WeightRequestError(f"a tensor has {len(shape)} sizes and {len(stride)} strides")
-    if not all(_is_size(number) for number in (*shape, *stride, offset, start)) or _product(shape) > _MAX_NUMBER:
+    if not all(_is_size(number) for number in (*shape, *stride, offset, start)) or math.prod(shape) > MAX_ELEMENTS:
         raise WeightRequestError("a tensor's sizes, strides or offset are out of range")
     place = TensorPlace(storage, dtype, tuple(shape), tuple(stride), start + offset * dtype.itemsize)
     if place.span[1] > storage.nbytes:
@@ -191,23 +190,16 @@ def _parts(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 
 
 def _is_size(number: object) -> bool:
-    return type(number) is int and 0 <= number <= _MAX_NUMBER
-
-
-def _product(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    return type(number) is int and 0 <= number <= MAX_ELEMENTS
 
 
 def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Of sizes that are not checked yet: garbage in gives garbage that `place_tensor` refuses."""
-    if len(shape) > _MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
+    if len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
         return (-1,) * len(shape)
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
         stride.insert(0, step)
         step *= max(size, 1)
-    return tuple(min(step, _MAX_NUMBER) for step in stride)
+    return tuple(min(step, MAX_ELEMENTS) for step in stride)

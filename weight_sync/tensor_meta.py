@@ -1,11 +1,12 @@
 """Names, dtypes and shapes of logical tensors, and the seam between a model and everything that writes its weights.
 
-A *logical* tensor is one that a checkpoint names (`model.layers.0.mlp.experts.3.gate_proj.weight`), whatever the
-engine fuses, shards or replicates it into.  This file does not know any model.
+A *logical* tensor is one that a checkpoint names (`model.layers.0.mlp.experts.3.gate_proj.weight`), however the engine
+fuses, shards or replicates it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,8 +15,8 @@ import torch
 
 from weight_sync.errors import WeightRequestError
 
-_MAX_DIMENSIONS = 8
-_MAX_ELEMENTS = 2**48
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -64,10 +65,7 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +110,7 @@ class Part(NamedTuple):
 
 
 class Place(Protocol):
-    """Where one logical tensor lives, or a part of it, whatever the layout of the storage around it.
+    """Where one logical tensor lives, or a part of it, in a storage of any layout.
 
     Stays valid as long as the storage: addresses never change.
     """
@@ -129,7 +127,7 @@ class Place(Protocol):
     def numel(self) -> int:
         """Elements that live here."""
 
-    def over(self, storage: torch.Tensor) -> Place:
+    def rebind(self, storage: torch.Tensor) -> Place:
         """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
 
     def write(self, source: torch.Tensor) -> None:
@@ -138,12 +136,12 @@ class Place(Protocol):
     def read(self) -> torch.Tensor:
         """What lives here, bit for bit; a view where the layout allows, and never to be written to."""
 
-    def put_back(self, content: torch.Tensor) -> None:
+    def restore(self, content: torch.Tensor) -> None:
         """Take what `read` gave, here or at another place of the same tensor."""
 
 
 class LogicalWeights(Protocol):
-    """What a model offers to whoever loads or refreshes it: cold load and live refresh see nothing else."""
+    """What a model offers to cold load and live refresh; they see nothing else of it."""
 
     def metas(self) -> Mapping[str, TensorMeta]:
         """Every logical tensor of the model by canonical name: the full coverage."""
@@ -155,18 +153,18 @@ class LogicalWeights(Protocol):
         """
 
     def write(self, name: str, source: torch.Tensor) -> None:
-        """Copy logical tensor `name` to every place where it lives under the placement in force.
+        """Copy logical tensor `name` to every place where it lives under the current placement.
 
         Storage addresses do not change.  `source` has the meta's shape; its dtype is cast to the parameter's.
         """
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of logical tensor `name` on this rank under the placement in force.
+        """Every place of logical tensor `name` on this rank under the current placement.
 
         All of them hold the same part.  None, where all of the tensor lives on other ranks.
         """
 
-    def put_back(self, name: str, content: torch.Tensor) -> None:
+    def restore(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what `read` of one of them gave."""
 
     def recompute_derived(self) -> None:
@@ -183,7 +181,7 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-# --- what a control call says of tensors: checked here once --------------------------------------------------------
+# --- parsing of names, dtypes and shapes in control calls ----------------------------------------------------------
 
 
 def parse_dtype(text: str) -> torch.dtype:
@@ -202,7 +200,7 @@ def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
         raise WeightRequestError(f"{name}: sizes must be whole numbers of at least 0, got {list(sizes)}")
     meta = TensorMeta(name, parse_dtype(dtype), sizes)
-    if len(sizes) > _MAX_DIMENSIONS or meta.numel > _MAX_ELEMENTS:
+    if len(sizes) > MAX_DIMENSIONS or meta.numel > MAX_ELEMENTS:
         raise WeightRequestError(f"{name}: shape {list(sizes)} is out of range")
     return meta
 

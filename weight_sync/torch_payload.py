@@ -67,7 +67,7 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class TypedStorage:
-    """A storage with the dtype that its tensors have unless they say otherwise."""
+    """A storage with the default dtype of its tensors."""
 
     storage: Storage
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""`WeightTransaction`: all tensors of one weight version, checked, then put into force together or not at all.
+"""`WeightTransaction`: all tensors of one weight version, checked, then published together or not at all.
 
                    receive*            verify             commit
     begin --> OPEN ---------> OPEN ----------> VERIFIED ----------> COMMITTED
@@ -7,33 +7,47 @@
                v                v                 v                  v
              FAILED  --------------------------> ABORTED  <----------+        (abort, from any open state)
 
-Where the tensors are until then is the staging's business; whatever ends a transaction without a commit has its old
-content put back.  If that cannot be done, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be
-verified: one bad bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: the others may have the
-new version in force or the old one, so neither may be served here.
-
-Knows `LogicalWeights`, the ledger and a staging.  Does not know transports, engines or which version is in force.
+The staging keeps the tensors until then.  A transaction that ends without a commit is rolled back: the old content is
+restored.  If that fails, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be verified: one bad
+bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: other ranks may serve the new version or
+the old one, so neither may be served here.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from weight_sync.content_check import check_content, matching
-from weight_sync.errors import CommitError, CoverageError, StagingError, TransactionStateError, WeightRequestError
+from weight_sync.errors import (
+    CommitError,
+    CoverageError,
+    StagingError,
+    TransactionStateError,
+    WeightRequestError,
+    listed,
+)
 from weight_sync.fingerprint import parse_fingerprint
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.ledger import Coverage, WeightLedger, listed
+from weight_sync.loading import (
+    Coverage,
+    ProvenPart,
+    WeightLedger,
+    check_content,
+    load_part,
+    matching,
+    split_tensors,
+    split_wire,
+    store,
+)
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import ProvenPart, Staging, StagingMode, load_part, load_weights, split_wire
+from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, parse_meta
-from weight_sync.update_book import other_version
 from weight_sync.waiting import Lease
 
 Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
@@ -59,7 +73,8 @@ class WeightTransaction:
     `manifest`: what the sender says it will send, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
-    `is_implicit`: opened on behalf of a client that does not say begin and end.
+    `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
+    `is_bound`: every call must carry that id.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -74,14 +89,18 @@ class WeightTransaction:
         manifest: Manifest | None = None,
         staging: Staging | None = None,
         lease: Lease | None = None,
+        *,
         is_implicit: bool = False,
+        update_id: str | None = None,
+        is_bound: bool = False,
     ) -> None:
         self.lease = Lease(math.inf) if lease is None else lease
-        self.is_implicit = is_implicit
+        self.is_implicit, self.update_id, self.is_bound = is_implicit, update_id, is_bound
         self.weight_version = weight_version
         self.coverage = coverage
         self.failure: str | None = None
         self.torn: str | None = None
+        self.content_digest: str | None = None  # of the whole content once it is committed, where it is known
         self._weights = weights
         self._state = TransactionState.OPEN
         self._staging = ShadowStaging(weights) if staging is None else staging
@@ -135,7 +154,7 @@ class WeightTransaction:
         return self._found
 
     def status(self) -> dict[str, Any]:
-        """What is told of it: counts, and the first names."""
+        """Counts, and the first names."""
         return {
             "state": self._state.value,
             "weight_version": self.weight_version,
@@ -150,14 +169,20 @@ class WeightTransaction:
             "failed": self.failure,
         }
 
+    def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
+        """Why a call with this transaction's id, or with none, is not of it; None where it is."""
+        if update_id is None and self.is_bound:
+            return TransactionStateError("the open weight update takes only calls that carry its update_id")
+        return self._other_version(weight_version) if update_id is None else None
+
     def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None) -> None:
         """Check what is known of a bucket before it is received.
 
         Raises `TransactionStateError` unless OPEN, or for another version than before, and what `split_wire` raises.
         """
         self._require(TransactionState.OPEN, "receive")
-        if None not in (self.weight_version, weight_version) and self.weight_version != weight_version:
-            raise other_version(weight_version, self.weight_version)
+        if (other := self._other_version(weight_version)) is not None:
+            raise other
         self._announced = dict(zip(metas, split_wire(self._weights, metas, cast=False), strict=True))
 
     def check_committable(self) -> None:
@@ -167,61 +192,42 @@ class WeightTransaction:
     def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart) -> None:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
-        Raises `TransactionStateError` unless OPEN, whatever `load_weights` raises, `ContentError`, `StagingError`.  Any
-        failure fails the transaction for good and is raised; a `StagingError` says what serves then.
+        Raises `TransactionStateError` unless OPEN; `ContentError`, `StagingError` and what `split_tensors` and `store`
+        raise fail the transaction for good.
         """
-        self._require(TransactionState.OPEN, "receive")
-        try:
+        with self._failing("receive"):
             if isinstance(bucket, ProvenPart):
                 self._found |= matching({bucket.name: bucket.fingerprint}, self._fingerprints)
                 load_part(bucket, self._staging, self._ledger)
-            else:
-                load_weights(
-                    self._weights,
-                    bucket,
-                    self._staging,
-                    self._ledger,
-                    cast=False,
-                    announced=self._announced,
-                    check=lambda named: self._found.update(check_content(named, self._fingerprints)),
-                )
-        except StagingError as error:
-            self.fail(str(error))
-            raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
-        except Exception as error:
-            self.fail(str(error))
-            raise
+                return
+            arrivals = split_tensors(self._weights, bucket, self._ledger, cast=False, announced=self._announced)
+            named = [(arrival.name, arrival.content) for arrival in arrivals]
+            self._found |= check_content(named, self._fingerprints)
+            store(arrivals, self._staging, self._ledger)
 
     def fail(self, reason: str) -> None:
         """OPEN -> FAILED, for a bucket that never came this far.  The model is as it was before the first bucket."""
         if self._state is TransactionState.OPEN:
             self._state = TransactionState.FAILED
             self.failure = reason
-            self._take_back(reason)
+            self._roll_back(reason)
 
     def verify(self) -> None:
         """OPEN -> VERIFIED: everything came, and the commit is prepared.
 
         Raises `TransactionStateError` unless OPEN, `CoverageError`, `StagingError`; the last two fail the transaction.
         """
-        self._require(TransactionState.OPEN, "verify")
-        try:
+        with self._failing("verify"):
             self._ledger.settle()
             self._staging.prepare()
-        except StagingError as error:
-            self.fail(str(error))
-            raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
-        except Exception as error:
-            self.fail(str(error))
-            raise
         self._state = TransactionState.VERIFIED
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
         """VERIFIED -> COMMITTED: put every tensor into the model; returns the logical names.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
-        well everywhere.  If not, the old content is put back bit for bit, the transaction is ABORTED and `CommitError`
-        is raised, whose `restored` says whether putting back worked.  What staging took is held until `close`.
+        well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
+        is raised, whose `restored` says whether that worked.  What staging took is held until `close`.
 
         What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT with the new content in the model:
         serving must end.
@@ -239,7 +245,7 @@ class WeightTransaction:
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
         self._state = TransactionState.ABORTED
-        self._take_back(reason)
+        self._roll_back(reason)
         if self.torn is not None:
             raise CommitError(self.torn, restored=False) from failure
         raise CommitError(f"{reason}; the old weights were restored", restored=True) from failure
@@ -249,26 +255,49 @@ class WeightTransaction:
         if self._state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
             raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
         if self._state is not TransactionState.FAILED:
-            self._take_back(reason)
+            self._roll_back(reason)
         self._state = TransactionState.ABORTED
 
     def close(self) -> None:
-        """COMMITTED: give the memory back that staging took; on any thread."""
+        """COMMITTED: release the memory that staging took; on any thread."""
         assert self._state is TransactionState.COMMITTED
         self._staging.close()
 
     def read_staged(self, name: str) -> Sequence[Part] | None:
-        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was let
-        go."""
+        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was
+        released."""
         open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
         return self._staging.read(name) if self._state in open_states and name in self._ledger else None
+
+    @contextmanager
+    def _failing(self, verb: str) -> Iterator[None]:
+        """Fail the transaction on any error inside; a `StagingError` says what serves then.
+
+        Raises `TransactionStateError` unless OPEN.
+        """
+        self._require(TransactionState.OPEN, verb)
+        try:
+            yield
+        except Exception as error:
+            self.fail(str(error))
+            if isinstance(error, StagingError):
+                raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
+            raise
+
+    def _other_version(self, weight_version: str | None) -> TransactionStateError | None:
+        """Why a bucket of this label is not of the transaction's version; None where it is, or one has no label."""
+        if self.weight_version == weight_version or None in (self.weight_version, weight_version):
+            return None
+        return TransactionStateError(
+            f"the bucket is of version {weight_version!r}, the open weight update of {self.weight_version!r}"
+        )
 
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:
             because = f": {self.failure}" if self.failure is not None else ""
             raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}")
 
-    def _take_back(self, reason: str) -> None:
+    def _roll_back(self, reason: str) -> None:
         """The model as it was before the first bucket; else `torn`."""
         was_dirty = self._staging.dirty
         try:

@@ -4,14 +4,15 @@
     step side (the thread that runs forwards)  commit
 
 Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
-any reason fails the open transaction for good.  Where the sender can be told nothing before it broadcasts, a refused
-bucket is still received and thrown away.  An open transaction has a lease, renewed and ended on the step side, where
-all ranks go by one time.
+any reason fails the open transaction for good.  Where a sender broadcasts before it can learn of a refusal, the refused
+bucket is still received, and discarded.  An open transaction has a lease, renewed and expired on the step side, where
+all ranks share one clock.
 
-A transaction has an id.  Once its sender has used it, in `begin` or in any call, every call must carry it.  A call that
-is not of the open transaction (`foreign`) is refused and changes nothing.
+A transaction has an id.  A call that is not of the open transaction (`foreign`) is refused and changes nothing:
 
-Knows transactions, groups and receivers.  Does not know pauses, requests, or which version is in force.
+    a call with the id of the open one     is of it, and from then on all its calls must carry the id (it is *bound*)
+    a call with another id                 is foreign
+    a call without                         is of the open one, unless that is bound or has another version
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import torch
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.fingerprint import ContentBook
 from weight_sync.held_memory import HeldMemory
-from weight_sync.ledger import Coverage
+from weight_sync.loading import Coverage
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.rank_parts import Exchange, alone
-from weight_sync.receivers.base import BucketSource, Receiver, deliver, turn_away
+from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
-from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
+from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
 from weight_sync.update_book import CommitResult, Outcome, UpdateBook
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
@@ -82,7 +83,6 @@ class WeightUpdater:
         self.exchange = exchange
         self._target = target or (lambda _: weights)
         self.content = ContentBook(weights.metas())
-        self._next_digest: str | None = None
         self._staging = staging
         self._journal_dir = journal_dir
         self._clock = clock
@@ -107,59 +107,86 @@ class WeightUpdater:
         *,
         update_id: str | None = None,
         bound: bool = False,
+        is_implicit: bool = False,
     ) -> None:
-        """Open a transaction.  `bound`: every call must carry `update_id`.
+        """Open a transaction.  `bound`: every call must carry `update_id`.  `is_implicit`: see `open_implicit`.
 
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
         """
-        self._open((weight_version, coverage, manifest), lease_s, update_id, is_implicit=False, bound=bound)
-        self.book.forget_loss()
+        self._held.await_release(self._timeout_s)
+        if self._transaction is not None:
+            lease = self._transaction.lease
+            raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
+        if update_id is not None and self.outcome(update_id).kind != "unknown":
+            raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
+        lease, target = Lease(lease_s, self._clock), self._target(coverage)
+        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
+        flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
+        self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
+        if not is_implicit:
+            self.book.clear_loss()
 
     def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
-        self._open((None, coverage, None), DEFAULT_LEASE_S, update_id, is_implicit=True)
+        self.begin(coverage=coverage, update_id=update_id, is_implicit=True)
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
         """Why a call is not of the open transaction; None where it is, or where it names none and none is open."""
-        return self.book.foreign(update_id, weight_version, self.pending_version)
+        if update_id is not None and update_id != self.open_id:
+            ended = self.outcome(update_id)
+            because = "" if ended.reason is None else f": {ended.reason}"
+            return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}")
+        return None if self._transaction is None else self._transaction.foreign(update_id, weight_version)
 
     def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
         """The open transaction, for a call that is of it.  Raises `TransactionStateError`."""
         self.require_own(update_id)
-        self.book.bind(update_id)
-        return self._require_transaction(verb)
+        transaction = self._require_transaction(verb)
+        transaction.is_bound = transaction.is_bound or update_id is not None
+        return transaction
 
     def require_own(self, update_id: str | None) -> None:
-        """Raises what `foreign` says."""
+        """Raises the error that `foreign` returns."""
         if (foreign := self.foreign(update_id)) is not None:
             raise foreign
 
     def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:
-        """Receive one call's tensors as far as its sender needs that, into nothing.  Raises `refusal`."""
-        turn_away(source, refusal, self._max_call_bytes)
+        """Receive one call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
+        try:
+            source.announce(self._max_call_bytes)
+            deliver(source, lambda _: None, refusal)
+        except Exception as error:
+            source.refuse(str(error))
+            raise
+        raise refusal
 
     def receive(self, source: BucketSource, weight_version: str | None = None, update_id: str | None = None) -> None:
         """Receive one call's tensors into the open transaction.
 
         Raises `TransactionStateError` (nothing open, failed before, another version than before, or not of the open
-        transaction), and whatever the source and `WeightTransaction.receive` raise.  Every error of a call that is of
-        the open transaction fails it.
+        transaction), and what the source and `WeightTransaction.receive` raise.  Every error of a call that is of the
+        open transaction fails it.
         """
-        if (foreign := self.foreign(update_id, weight_version)) is not None:
-            self.turn_away(source, foreign)
-        self.book.bind(update_id)
+        transaction, refusal = self._transaction, self.foreign(update_id, weight_version)
+        if refusal is not None or transaction is None:
+            self.turn_away(source, refusal or self.book.nothing_open("receive"))
+        transaction.is_bound = transaction.is_bound or update_id is not None
+        wrong: WeightSyncError | None = None
         try:
-            refusal = self._refusal(source.announce(self._max_call_bytes), weight_version)
-            deliver(source, lambda bucket: self._require_transaction("receive").receive(bucket), refusal, self._pace)
+            metas = source.announce(self._max_call_bytes)
+            try:
+                transaction.announce(metas, weight_version)
+            except WeightSyncError as error:
+                wrong = error  # known before it is received
+            deliver(source, transaction.receive, wrong, self._pace)
         except Exception as error:
-            if self._transaction is not None:
-                self._transaction.fail(str(error))
-                self._note_failure(self._transaction, self._transaction.failure)
+            transaction.fail(str(error))
+            self._note_failure(transaction, transaction.failure)
             source.refuse(str(error))
             raise
         if weight_version is not None:
-            self.set_pending_version(weight_version)
+            transaction.weight_version = weight_version
 
     def verify(self, update_id: str | None = None) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.
@@ -175,47 +202,42 @@ class WeightUpdater:
             transaction.verify()
         except Exception as error:
             failure = error
-        agreed = False
         try:
-            agreed = self._vote(failure is None)
-        except Exception as error:
-            failure = failure or error
+            if not self._vote(failure is None):
+                failure = failure or TransactionStateError("another rank could not verify the weight update")
+        except BaseException as error:
+            self.drop(str(failure or error), reported=True, by_sender=update_id is not None)
             raise
-        finally:
-            if not agreed or failure is not None:
-                reason = str(failure or "another rank could not verify the weight update")
-                self.drop(reason, told=True, by_sender=update_id is not None)
         if failure is not None:
+            self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
-        if not agreed:
-            raise TransactionStateError("another rank could not verify the weight update")
-        self._next_digest = self.content.digest_after(transaction.fingerprints)
+        transaction.content_digest = self.content.digest_after(transaction.fingerprints)
 
     def fail(self, reason: str) -> None:
-        """Another rank did not receive a bucket well: the open transaction cannot be verified."""
+        """Another rank failed to receive a bucket: the open transaction cannot be verified."""
         self._require_transaction("fail").fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:
-        """Drop the open transaction as somebody wishes: its sender, if the call carries its id.
+        """Drop the open transaction on request: its sender's, if the call carries its id.
 
-        Raises `TransactionStateError` if none is open; then a call without an id ends the memory of a loss.
+        Raises `TransactionStateError` if none is open; a call without an id then clears a recorded loss.
         """
         try:
             self.admit(update_id, "abort")
         except TransactionStateError:
             if update_id is None and not self.is_open:
-                self.book.forget_loss()
+                self.book.clear_loss()
             raise
-        transaction = self._close("it was aborted", told=True, by_sender=update_id is not None)
+        transaction = self._close("it was aborted", reported=True, by_sender=update_id is not None)
         transaction.abort()
         self.torn = transaction.torn or self.torn
 
-    def drop(self, reason: str, *, told: bool = False, by_sender: bool = False) -> None:
+    def drop(self, reason: str, *, reported: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
 
-        `told`: in the answer to a call; `by_sender`: of one that carries its id.
+        `reported`: in the answer to a call; `by_sender`: to one that carries its id.
         """
-        transaction = self._close(reason, told=told, by_sender=by_sender)
+        transaction = self._close(reason, reported=reported, by_sender=by_sender)
         transaction.abort(reason)
         self._note_failure(transaction, reason)
 
@@ -247,25 +269,24 @@ class WeightUpdater:
         try:
             names = transaction.commit(self._commit_vote)
         except CommitError as error:
-            self._close(str(error), told=True, by_sender=True)  # all of it had come: nothing is on its way
+            self._close(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
             self._note_failure(transaction, str(error))
             raise
         seconds = time.perf_counter() - start
-        self._held.let_go(transaction.close)
-        self._transaction, self.book.last_failure, update_id = None, None, self.book.open_id
-        self.book.close(Outcome("committed"))
+        self._held.release_in_background(transaction.close)
+        self.book.note(transaction.update_id, Outcome("committed"))
+        self._transaction, self.book.last_failure = None, None
         if len(names) == len(self.weights.metas()):
             self.torn = None
         self.content.note(transaction.fingerprints)
-        return CommitResult(
-            transaction.weight_version, names, transaction.num_bytes, seconds, self._next_digest, update_id
-        )
+        label, digest = transaction.weight_version, transaction.content_digest
+        return CommitResult(label, names, transaction.num_bytes, seconds, digest, transaction.update_id)
 
     # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def receiver(self) -> Receiver:
-        """What a source of the next call is made with."""
+        """What the source of the next call is made with."""
         memory = self._held.receive if self.is_open else None
         # Whole: what is wrong with a bucket is found before any of it is written.
         return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
@@ -289,10 +310,20 @@ class WeightUpdater:
         """Whether the open transaction was opened by `open_implicit`."""
         return self._transaction is not None and self._transaction.is_implicit
 
+    @property
+    def open_id(self) -> str | None:
+        """Id of the open transaction; None: it has none, or none is open."""
+        return None if self._transaction is None else self._transaction.update_id
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every call must carry the open transaction's id."""
+        return self._transaction is not None and self._transaction.is_bound
+
     def outcome(self, update_id: str) -> Outcome:
         """What became of an update; on any thread."""
         transaction = self._transaction
-        if transaction is None or update_id != self.book.open_id:
+        if transaction is None or update_id != transaction.update_id:
             return self.book.outcome(update_id)
         return Outcome("verified" if transaction.state is TransactionState.VERIFIED else "open", transaction.failure)
 
@@ -312,7 +343,7 @@ class WeightUpdater:
 
     @property
     def pending_version(self) -> str | None:
-        """The version that the open transaction will put into force, as far as it is known."""
+        """The version that the open transaction will publish, where it is known."""
         return self._transaction.weight_version if self._transaction is not None else None
 
     def set_pending_version(self, weight_version: str) -> None:
@@ -330,67 +361,38 @@ class WeightUpdater:
         return data | {
             "open": transaction is not None,
             "implicit": self.is_implicit,
-            "bound": self.book.is_bound,
-            "update_id": self.book.open_id,
+            "bound": self.is_bound,
+            "update_id": self.open_id,
             "staging": self._staging,
             "last_failure": None if failure is None else asdict(failure),
         }
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _open(
-        self,
-        announced: tuple[str | None, Coverage, Manifest | None],
-        lease_s: float,
-        update_id: str | None,
-        *,
-        is_implicit: bool,
-        bound: bool = False,
-    ) -> None:
-        """`announced`: label, coverage, manifest."""
-        self._held.await_gone(self._timeout_s)
-        if self._transaction is not None:
-            lease = self._transaction.lease
-            raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
-        if update_id is not None and self.outcome(update_id).kind != "unknown":
-            raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        lease, target = Lease(lease_s, self._clock), self._target(announced[1])
-        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
-        self._transaction = WeightTransaction(target, *announced, staging, lease, is_implicit)
-        self.book.open(update_id, bound=bound)
-
-    def _close(self, reason: str, *, told: bool, by_sender: bool) -> WeightTransaction:
+    def _close(self, reason: str, *, reported: bool, by_sender: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
-        self.book.close(Outcome("aborted" if told else "lost", reason))
+        self.book.note(transaction.update_id, Outcome("aborted" if reported else "lost", reason))
         self._transaction = None
         self._held.end()
         if not by_sender:
-            self.book.lose(reason, told=told)
+            self.book.record_loss(reason, reported=reported)
         return transaction
 
     def renew_lease(self) -> None:
-        """A sign of life of the sender."""
+        """Restart the lease: the sender is alive."""
         if self._transaction is not None:
             self._transaction.lease.renew()
 
     def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
-        told = reason or ""
+        message = reason or ""
         for more in (transaction.failure, transaction.torn):
-            if more is not None and more not in told:
-                told = more if told in more else f"{told}; {more}"
-        if told:
-            self.book.note_failure(told, transaction.weight_version)
+            if more is not None and more not in message:
+                message = more if message in more else f"{message}; {more}"
+        if message:
+            self.book.note_failure(message, transaction.weight_version)
         self.torn = transaction.torn or self.torn
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:
             raise self.book.nothing_open(verb)
         return self._transaction
-
-    def _refusal(self, metas: Sequence[TensorMeta], weight_version: str | None) -> WeightSyncError | None:
-        """Why the bucket cannot be used, known before it is received."""
-        try:
-            self._require_transaction("receive").announce(metas, weight_version)
-        except WeightSyncError as error:
-            return error
-        return None

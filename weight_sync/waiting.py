@@ -1,4 +1,4 @@
-"""Waits that end: `Patience` with a sender that may be gone, `Lease` on its next sign of life, calls in threads."""
+"""Waits with an end: `Patience`, which can be cancelled, `Lease`, which expires, and calls in threads."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ POLL_S = 0.1
 
 
 class Patience:
-    """Of one engine.  `give_up` may be called on any thread; who waits learns of it within `POLL_S`."""
+    """Cancels the waits of one engine.  `give_up` may be called on any thread; a wait ends within `POLL_S` of it."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
 
     def renew(self) -> None:
-        """Another call begins; none waits."""
+        """Another call begins; no wait is running."""
         self._reason = None
 
     def give_up(self, reason: str) -> None:
-        """End the waits of this call.  The first reason counts."""
+        """Cancel the waits of this call.  The first reason counts."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
-        """Raises `TransportError` once it was given up."""
+        """Raises `TransportError` once the wait was cancelled."""
         if self._reason is not None:
             raise TransportError(f"the wait for the sender was given up: {self._reason}")
 
     def wait(self, is_over: Callable[[float], bool], deadline: float) -> bool:
-        """Ask `is_over(seconds)`, which waits so long itself, until it says yes or the deadline (`time.monotonic()`).
+        """Call `is_over(seconds)`, which waits so long itself, until it is true or the deadline (`time.monotonic()`).
 
-        Whether it said yes.  Raises what it raises, and as `check`.
+        Returns whether it became true.  Raises what it raises, and as `check`.
         """
         while True:
             self.check()

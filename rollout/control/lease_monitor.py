@@ -67,7 +67,7 @@ class LeaseMonitor:
         if self._updater.is_open:
             self._updater.drop(reason)
         else:
-            self._updater.book.lose(reason, told=False)
+            self._updater.book.record_loss(reason, reported=False)
         self._pause = None
         self._scheduler.serving.resume()
         return True

@@ -77,7 +77,7 @@ class MemoryControl:
 
         def io() -> None:
             if "weights" in tags:
-                self._held.give_back(GIVE_BACK_S)
+                self._held.release(GIVE_BACK_S)
             if "weights" in tags and keeps:
                 self._require_saver().keep_copy("weights")
 
@@ -105,7 +105,7 @@ class MemoryControl:
             for tag in tags:
                 saver.discard(tag)
         self._released.update(tags)
-        self._updater.book.forget_loss()
+        self._updater.book.clear_loss()
         self._withhold()
         num_bytes = sum(saver.nbytes(tag) for tag in tags)
         return f"Released {', '.join(tags)}.", ReleaseReply(released=tags, num_bytes=num_bytes, memory=self.status())
@@ -126,7 +126,7 @@ class MemoryControl:
             if "weights" in tags:
                 self._refreshed_unasked = False
             self._released.difference_update(tags)
-            self._updater.book.forget_loss()
+            self._updater.book.clear_loss()
             withheld = self._withhold()
             message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")
             return message, ResumeReply(resumed=tags, memory=self.status())

@@ -28,8 +28,8 @@ from weight_sync.checker import (
     resettable,
     take_snapshot,
 )
+from weight_sync.errors import listed
 from weight_sync.fingerprint import digest, fingerprint_hex
-from weight_sync.ledger import listed
 from weight_sync.updater import WeightUpdater
 
 RESET_REASON = "/weights_checker reset_tensors filled them with NaN"

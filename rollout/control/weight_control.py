@@ -163,7 +163,7 @@ class WeightControl:
     def _forget_loss(self) -> None:
         """Forget a loss before the last pause, but not during a verb: ranks may lose an update at different times."""
         if self._starts_anew:
-            self._updater.book.forget_loss()
+            self._updater.book.clear_loss()
         self._starts_anew = False
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
@@ -210,7 +210,7 @@ class WeightControl:
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
         begun = _replies("Weight update begun.", BeginReply(update_id=update_id))
-        if update_id == self._updater.book.open_id:  # sent again, as its answer did not arrive
+        if update_id == self._updater.open_id:  # sent again, as its answer did not arrive
             return Job(verb, _nothing, begun)
         if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
             raise BadRequest(
@@ -228,7 +228,7 @@ class WeightControl:
             bound = verb.update_id is not None
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
 
-        roll_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+        roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         return Job(verb, io, begun, roll_back=roll_back, renews_lease=True)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
@@ -256,7 +256,7 @@ class WeightControl:
 
     def _receive(self, verb: UpdateWeightsReqInput) -> Job:
         updater = self._updater
-        is_latest = updater.book.is_bound or self._opened_in_pause == self._num_pauses
+        is_latest = updater.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest
         opens = stale or (verb.update_id is None and not updater.is_open)
         serving = self._scheduler.serving
@@ -265,7 +265,7 @@ class WeightControl:
         adds_up = lost and not paused and (opens or updater.is_implicit)
         refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
         if opens and not paused:
-            refusal = updater.book.against_loss()
+            refusal = updater.book.loss_error()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if refusal is not None:
             return Job(
@@ -304,7 +304,7 @@ class WeightControl:
                 return message, BucketReply(**msgspec.structs.asdict(commit))
             return "Succeeded to receive weights.", BucketReply(weight_update=UpdateStateReply(**updater.status()))
 
-        drop = functools.partial(updater.drop, told=True)
+        drop = functools.partial(updater.drop, reported=True)
         roll_back = drop if adds_up else updater.fail
         holds, waits = updater.holds_steps, updater.patience
         return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=True, waits=waits)
@@ -323,7 +323,7 @@ class WeightControl:
         if verb.phase == "verify":
             return Job(verb, verify, _replies("Weight update verified; commit or abort it.", CommitReply()))
         if verb.phase == "commit":
-            roll_back = functools.partial(self._updater.drop, told=True, by_sender=True)
+            roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
             return Job(verb, admit, lambda _: self._commit.run(), roll_back=roll_back)
         return Job(verb, verify, lambda _: self._commit.run())
@@ -336,7 +336,7 @@ class WeightControl:
         settles = self._updater.is_open and self._updater.is_implicit
 
         def io() -> None:
-            if not settles and (loss := self._updater.book.tell()) is not None:
+            if not settles and (loss := self._updater.book.report_loss()) is not None:
                 raise TransactionStateError(f"the weight update was lost: {loss}; another continue just continues")
             state = self._scheduler.runner.state
             coming = self._updater.pending_version or successor(state.epoch.weight_version)

@@ -25,7 +25,7 @@ class ViewPlace:
     def numel(self) -> int:
         return self._view.numel()
 
-    def over(self, storage: torch.Tensor) -> ViewPlace:
+    def rebind(self, storage: torch.Tensor) -> ViewPlace:
         return ViewPlace(storage)
 
     def write(self, source: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ class ViewPlace:
     def read(self) -> torch.Tensor:
         return self._view
 
-    def put_back(self, content: torch.Tensor) -> None:
+    def restore(self, content: torch.Tensor) -> None:
         self.write(content)
 
 
@@ -60,7 +60,7 @@ class PackedPlace:
     def numel(self) -> int:
         return len(self._rows) * self._in_features
 
-    def over(self, storage: torch.Tensor) -> PackedPlace:
+    def rebind(self, storage: torch.Tensor) -> PackedPlace:
         return PackedPlace(storage, self._rows, self._in_features, *self._layout)
 
     def write(self, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class PackedPlace:
         rows = self._rows
         return torch.ops.lockstep.unpack_rows(self._packed, self._in_features, rows.start, len(rows), *self._layout)
 
-    def put_back(self, content: torch.Tensor) -> None:
+    def restore(self, content: torch.Tensor) -> None:
         self.write(content)
 
 
@@ -94,8 +94,8 @@ class ShardPlace:
     def numel(self) -> int:
         return self._inner.numel
 
-    def over(self, storage: torch.Tensor) -> ShardPlace:
-        return ShardPlace(self._inner.over(storage), self.region.dim, self.region.start, self.region.length)
+    def rebind(self, storage: torch.Tensor) -> ShardPlace:
+        return ShardPlace(self._inner.rebind(storage), self.region.dim, self.region.start, self.region.length)
 
     def write(self, source: torch.Tensor) -> None:
         self._inner.write(self.region.of(source))
@@ -103,5 +103,5 @@ class ShardPlace:
     def read(self) -> torch.Tensor:
         return self._inner.read()
 
-    def put_back(self, content: torch.Tensor) -> None:
-        self._inner.put_back(content)
+    def restore(self, content: torch.Tensor) -> None:
+        self._inner.restore(content)

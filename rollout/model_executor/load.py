@@ -21,9 +21,9 @@ from rollout.model_executor.decoder import DecoderForCausalLM
 from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.errors import ContentError, WeightSyncError
-from weight_sync.ledger import WeightLedger
+from weight_sync.loading import WeightLedger, load_weights, split_wire
 from weight_sync.safetensors_file import SafetensorsFile
-from weight_sync.staging import DirectSink, load_weights, split_wire
+from weight_sync.staging import DirectSink
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file

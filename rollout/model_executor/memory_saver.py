@@ -10,11 +10,8 @@ again when they are written.  So kernels, views and loaders that hold an address
 from __future__ import annotations
 
 import ctypes
-import io
 import mmap
 import sys
-import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -25,10 +22,9 @@ from rollout.core.errors import LockstepError, StartupError
 from rollout.core.io_struct import MemoryTag
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import WeightLayer
+from weight_sync.unnamed_file import UnnamedFile
 
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
-
-_AT_ONCE = 64 << 20  # bytes that go to or from a file in one call
 
 
 class KeptCopyError(LockstepError):
@@ -52,10 +48,10 @@ class KeptCopy:
     def __init__(self, spans: Sequence[_Span]) -> None:
         """Raises `KeptCopyError` where they cannot be written."""
         self._spans = spans
-        self._file: io.FileIO | None = None
+        self._file: UnnamedFile | None = None
         try:
-            self._file = tempfile.TemporaryFile(prefix="lockstep-weights-", buffering=0)  # noqa: SIM115
-            self._checksums = [self._write(self._file, span.buffer()) for span in spans]
+            self._file = UnnamedFile("lockstep-weights-")
+            self._entries = [self._file.append(span.buffer()) for span in spans]
         except OSError as error:
             self.close()
             raise KeptCopyError(f"no copy of the weights could be kept: {error}") from error
@@ -64,36 +60,14 @@ class KeptCopy:
         """Write the bytes back to where they were.  Raises `KeptCopyError`; their contents are undefined then."""
         assert self._file is not None
         try:
-            self._file.seek(0)
-            found = [self._read(self._file, span.buffer()) for span in self._spans]
+            for span, entry in zip(self._spans, self._entries, strict=True):
+                self._file.read(entry, span.buffer())
         except OSError as error:
             raise KeptCopyError(f"the kept copy of the weights cannot be read: {error}") from error
-        if found != self._checksums:
-            raise KeptCopyError("the kept copy of the weights is damaged")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    @staticmethod
-    def _write(file: io.FileIO, view: memoryview) -> int:
-        checksum, start = 0, 0
-        while start < len(view):
-            written = file.write(view[start : start + _AT_ONCE])
-            checksum = zlib.crc32(view[start : start + written], checksum)
-            start += written
-        return checksum
-
-    @staticmethod
-    def _read(file: io.FileIO, view: memoryview) -> int:
-        checksum, start = 0, 0
-        while start < len(view):
-            count = file.readinto(view[start : start + _AT_ONCE])
-            if not count:
-                raise OSError(f"it ends {len(view) - start} bytes early")
-            checksum = zlib.crc32(view[start : start + count], checksum)
-            start += count
-        return checksum
 
 
 class MemorySaver:

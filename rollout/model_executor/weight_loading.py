@@ -80,10 +80,10 @@ class WeightIndex:
         other._is_proposed = True
         return other
 
-    def put_back(self, name: str, content: torch.Tensor) -> None:
+    def restore(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
         for place in self.places(name):
-            place.put_back(content)
+            place.restore(content)
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""

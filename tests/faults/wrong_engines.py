@@ -15,10 +15,9 @@ from rollout.control.control import Control
 from rollout.control.weight_commit import WeightCommit
 from tests.faults import engines
 from weight_sync import transaction
-from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
+from weight_sync.loading import check_content
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update_book import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0
@@ -72,13 +71,13 @@ def ignores_the_last_vote() -> AbstractContextManager[Any]:
 
 def believes_that_restoring_worked() -> AbstractContextManager[Any]:
     """A commit that failed without a way back does not stop generation."""
-    take_back = WeightTransaction._take_back
+    take_back = WeightTransaction._roll_back
 
     def wrong(self: WeightTransaction, reason: str) -> None:
         take_back(self, reason)
         self.torn = None
 
-    return mock.patch.object(WeightTransaction, "_take_back", wrong)
+    return mock.patch.object(WeightTransaction, "_roll_back", wrong)
 
 
 def has_no_leases() -> AbstractContextManager[Any]:
@@ -100,7 +99,7 @@ def lets_a_flush_decide() -> AbstractContextManager[Any]:
 
 def takes_every_call() -> AbstractContextManager[Any]:
     """Whoever sends a bucket, it is of the update that is open."""
-    return mock.patch.object(UpdateBook, "foreign", lambda *_: None)
+    return mock.patch.object(WeightUpdater, "foreign", lambda *_: None)
 
 
 def hangs_when_a_bucket_is_refused() -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update_book import UpdateBook
+from weight_sync.updater import WeightUpdater
 
 Variant = Callable[[], AbstractContextManager[None]]
 
@@ -89,23 +90,23 @@ def end_after_a_failure_commits() -> AbstractContextManager[None]:
 
 def believes_that_restoring_worked() -> AbstractContextManager[None]:
     """A commit that failed without a way back does not stop generation."""
-    take_back = WeightTransaction._take_back
+    take_back = WeightTransaction._roll_back
 
     def wrong(self: WeightTransaction, reason: str) -> None:
         take_back(self, reason)
         self.torn = None
 
-    return _patched((WeightTransaction, "_take_back", wrong))
+    return _patched((WeightTransaction, "_roll_back", wrong))
 
 
 def takes_every_call() -> AbstractContextManager[None]:
     """Whoever sends a bucket, an end or an abort, it is of the update that is open."""
-    return _patched((UpdateBook, "foreign", lambda *_: None))  # type: ignore[arg-type]
+    return _patched((WeightUpdater, "foreign", lambda *_: None))  # type: ignore[arg-type]
 
 
 def forgets_what_was_lost() -> AbstractContextManager[None]:
     """What comes after an update was dropped is taken for updates of its own."""
-    return _patched((UpdateBook, "against_loss", lambda self: None), (UpdateBook, "tell", lambda self: None))  # type: ignore[arg-type]
+    return _patched((UpdateBook, "loss_error", lambda self: None), (UpdateBook, "report_loss", lambda self: None))  # type: ignore[arg-type]
 
 
 class _OneNamespace(CacheManager):

@@ -77,7 +77,7 @@ def test_w24_a_trainer_killed_amid_a_message_is_noticed(members: int) -> None:
         assert time.monotonic() < start + 30
     trainer.kill()
     start = time.monotonic()
-    with pytest.raises(TransportError, match="rank 0 has gone"):
+    with pytest.raises(TransportError, match="rank 0 has disconnected"):
         group.finish(work, start + 30)
     group.destroy()
     for other in others:

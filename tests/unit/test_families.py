@@ -26,8 +26,8 @@ from tests.kernels import native_ops
 from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
 from weight_sync.errors import UnknownTensorError
-from weight_sync.ledger import WeightLedger
-from weight_sync.staging import DirectSink, load_weights
+from weight_sync.loading import WeightLedger, load_weights
+from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import TensorMeta
 
 SEEDS = [0, 1, 2]

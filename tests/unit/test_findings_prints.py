@@ -82,7 +82,7 @@ def places(engine: ParallelHarness, rank: int, name: str) -> Sequence[Place]:
 
 
 def scribble(place: Place, value: float = 1000.0) -> None:
-    place.put_back(torch.full_like(place.read(), value))
+    place.restore(torch.full_like(place.read(), value))
 
 
 def replicated(engine: ParallelHarness) -> str:
@@ -148,7 +148,7 @@ def test_w06_a_base_digest_is_of_every_copy(engine: ParallelHarness, folder: Pat
     refused = engine.control(BeginWeightUpdateReqInput, base_digest=stated)
     assert not refused.success and refused.status_code == 409
     assert ROUTER in refused.message and "rank 1" in refused.message
-    places(engine, 1, ROUTER)[0].put_back(places(engine, 0, ROUTER)[0].read())
+    places(engine, 1, ROUTER)[0].restore(places(engine, 0, ROUTER)[0].read())
     assert engine.control(BeginWeightUpdateReqInput, base_digest=stated).success
 
 
@@ -376,7 +376,7 @@ def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging:
                 assert refused and refused[0].status_code == 409, answers
                 assert not answers[-1].success
                 assert torch.equal(place.read(), torch.full_like(kept, 1000.0))
-                place.put_back(kept)
+                place.restore(kept)
                 if staging == "in_place" and engine.scheduler.serving.poisoned:
                     raise AssertionError("a refused delta was written")
         require_content(engine, old)

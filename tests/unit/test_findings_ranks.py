@@ -38,7 +38,7 @@ from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from tests.unit.test_parallel_refresh import check_content, control_of, refresh, send
 from weight_sync.errors import StagingError
-from weight_sync.in_model import Journal
+from weight_sync.in_model import JournalStaging
 from weight_sync.updater import WeightUpdater
 
 pytestmark = pytest.mark.full
@@ -307,7 +307,7 @@ def test_w11_one_replica_that_is_late_drops_the_verb_for_all(start: Callable[...
 def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(old, dtype="float64", weight_staging="journal")
     assert harness.control(BeginWeightUpdateReqInput, weight_version="v1").success
-    monkeypatch.setattr(Journal, "append", full_disk)
+    monkeypatch.setattr(JournalStaging, "_keep", full_disk)
     answers = send(harness, new)  # type: ignore[arg-type]
     assert answers[0].status_code == 500
     assert "No space left on device" in answers[0].message and "the old weights serve on" in answers[0].message
@@ -316,5 +316,5 @@ def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monke
     assert refresh(harness, new, "v2").success  # type: ignore[arg-type]
 
 
-def full_disk(self: Journal, name: str, tensor: torch.Tensor) -> None:
+def full_disk(self: JournalStaging, name: str, tensor: torch.Tensor) -> None:
     raise StagingError(f"the journal cannot take {name} ({tensor.nbytes} bytes): [Errno 28] No space left on device")

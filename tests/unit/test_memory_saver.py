@@ -80,8 +80,9 @@ def test_a_kept_copy_comes_back_bit_for_bit() -> None:
 def test_a_damaged_copy_is_noticed(damage: str) -> None:
     saver = MemorySaver({"weights": [torch.randn(1000), torch.randn(1000)]})
     saver.keep_copy("weights")
-    file = saver._copies["weights"]._file
-    assert file is not None
+    copy = saver._copies["weights"]._file
+    assert copy is not None
+    file = copy._file
     if damage == "flip":
         os.pwrite(file.fileno(), b"\x55", 5001)
     else:

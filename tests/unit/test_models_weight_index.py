@@ -15,8 +15,8 @@ from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.models.registry import load_model_config
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, trivial_placement
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError
-from weight_sync.ledger import WeightLedger
-from weight_sync.staging import DirectSink, load_weights
+from weight_sync.loading import WeightLedger, load_weights
+from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import TensorMeta, parts_of
 
 

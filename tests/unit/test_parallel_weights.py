@@ -212,8 +212,8 @@ def test_a_shard_takes_its_part_of_the_whole_and_gives_it_back() -> None:
         place = ShardPlace(ViewPlace(storage), dim, start, length)
         place.write(whole)
         assert torch.equal(storage, whole.narrow(dim, start, length))
-        elsewhere = place.over(torch.zeros_like(storage))
-        elsewhere.put_back(place.read())
+        elsewhere = place.rebind(torch.zeros_like(storage))
+        elsewhere.restore(place.read())
         assert torch.equal(elsewhere.read(), storage)
         assert (elsewhere.numel, elsewhere.region) == (storage.numel(), Region(dim, start, length))
         assert place.storage is storage

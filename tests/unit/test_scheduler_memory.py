@@ -133,7 +133,7 @@ def test_without_keeping_a_refresh_leaves_no_memory(folders, new_tensors) -> Non
     harness = engine(folders[0], keep_staging_memory=False)
     assert refresh(harness, new_tensors, "v2").success
     held = updater_of(harness)._held
-    held.await_gone(5.0)
+    held.await_release(5.0)
     assert not held.shadows._areas
 
 

@@ -21,9 +21,9 @@ from weight_sync.block_sums import (
     plain_block_sums,
     wrapping_block_sums,
 )
-from weight_sync.content_check import check_content
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.fingerprint import _EXPONENTS, combine, fingerprint, fingerprint_slice, fingerprint_update
+from weight_sync.loading import check_content
 
 BF16 = torch.bfloat16
 

@@ -133,8 +133,8 @@ def test_an_area_of_another_size_is_taken_anew() -> None:
 def test_what_messages_are_received_into_is_kept_too(keep: bool) -> None:
     held = HeldMemory(keep=keep)
     area = held.receive.take(0, 1 << 16, "cpu")
-    held.let_go(lambda: None)
-    held.await_gone(5.0)
+    held.release_in_background(lambda: None)
+    held.await_release(5.0)
     assert (held.receive.take(0, 1 << 16, "cpu").data_ptr() == area.data_ptr()) == keep
-    held.give_back(5.0)
+    held.release(5.0)
     assert held.receive.take(0, 1 << 16, "cpu").data_ptr() != area.data_ptr()

@@ -21,11 +21,12 @@ from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, FakeWeights, 
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, StagingError
-from weight_sync.in_model import InPlaceStaging, Journal, JournalStaging
+from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
-from weight_sync.tensor_meta import parts_of
+from weight_sync.tensor_meta import parts_of, tensor_bytes
 from weight_sync.transaction import WeightTransaction, new_staging
+from weight_sync.unnamed_file import UnnamedFile
 from weight_sync.updater import WeightUpdater
 
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
@@ -234,8 +235,8 @@ def test_a_full_disk_changes_nothing() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    assert staging._journal is not None
-    staging._journal._file = FullDisk(staging._journal._file)  # type: ignore[assignment]
+    assert staging._file is not None
+    staging._file._file = FullDisk(staging._file._file)  # type: ignore[assignment]
     with pytest.raises(StagingError, match=r"journal cannot take model.norm.weight \(16 bytes\).*No space left"):
         transaction.receive([(NORM, sent[NORM])])
     assert weights.snapshot() == before
@@ -256,21 +257,22 @@ def test_a_damaged_journal_is_torn_weights() -> None:
     staging = JournalStaging(weights)
     transaction = WeightTransaction(weights, staging=staging)
     transaction.receive(version(1).items())
-    assert staging._journal is not None
-    staging._journal._file.seek(3)
-    staging._journal._file.write(b"\x55")
+    assert staging._file is not None
+    staging._file._file.seek(3)
+    staging._file._file.write(b"\x55")
     transaction.abort()
     assert transaction.torn is not None and "could NOT be restored" in transaction.torn
     assert "damaged" in transaction.torn
 
 
 def test_a_journal_leaves_no_file(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path))
-    journal.append("a", torch.arange(5))
-    journal.append("b", torch.empty(0, 3))
-    journal.append("c", torch.tensor(1.5, dtype=torch.bfloat16))
-    assert [entry.name for entry in journal.entries] == ["a", "b", "c"]
-    assert [journal.read(entry).tolist() for entry in journal.entries] == [[0, 1, 2, 3, 4], [], 1.5]
+    journal = UnnamedFile("journal-", str(tmp_path))
+    tensors = [torch.arange(5), torch.empty(0, 3), torch.tensor(1.5, dtype=torch.bfloat16)]
+    entries = [journal.append(tensor_bytes(tensor).numpy().data) for tensor in tensors]
+    for tensor, entry in zip(tensors, entries, strict=True):
+        found = torch.empty_like(tensor)
+        journal.read(entry, tensor_bytes(found).numpy().data)
+        assert torch.equal(found, tensor)
     assert journal.num_bytes == 42
     assert list(tmp_path.iterdir()) == []
     journal.close()

@@ -28,9 +28,10 @@ from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
 from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
+from weight_sync.loading import load_weights
 from weight_sync.receivers.base import BucketSource
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import StagingMode, load_weights
+from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.updater import CommitResult
 
@@ -339,7 +340,7 @@ class ForgetsToRestore(LoopbackUpdater):
 
     def commit(self) -> CommitResult:
         if self._transaction is not None:
-            self._transaction._take_back = lambda reason: None  # type: ignore[method-assign]
+            self._transaction._roll_back = lambda reason: None  # type: ignore[method-assign]
         return super().commit()
 
 

@@ -3,9 +3,8 @@
     xor        new ^ old                                            applied twice it is undone
     overwrite  u32 count | u32 position of each changed byte | the new bytes
 
-Numbers are little-endian, positions ascend.  Neither says which tensor it starts from: only a checksum of the new
-content tells, under the names that trainers write into delta folders.  None of these but BLAKE3 withstands someone who
-forges content.
+Numbers are little-endian, positions ascend.  Neither names the tensor that it starts from: only a checksum of the new
+content shows a wrong one, under the names that trainers write into delta folders.  Only BLAKE3 withstands forgery.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def apply_changes(base: torch.Tensor, changes: Changes, base_fingerprint: int) -
 def changed(base: torch.Tensor, changes: Changes) -> torch.Tensor:
     """A new tensor, or part of one, on the device of `base`.  Raises `ContentError` for a position outside of it."""
     words = _words(base).clone()
-    positions, _, after = _look(words, changes)
+    positions, _, after = _words_at(words, changes)
     words[positions] = after
     return words.view(base.dtype).view(base.shape)
 
@@ -83,11 +83,11 @@ def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, sha
 
     `indices_N`: the flat indices of the changes in the whole tensor.  Raises as `changed`.
     """
-    positions, before, after = _look(_words(base), changes)
+    positions, before, after = _words_at(_words(base), changes)
     return fingerprint_update(share, torch.from_numpy(indices_N).to(positions.device), before, after)
 
 
-def _look(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _words_at(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Positions that change, and the words there before and after."""
     if changes.positions_N.size and int(changes.positions_N[-1]) >= words.numel():
         raise ContentError(f"position {int(changes.positions_N[-1])} of a tensor of {words.numel()} elements")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, flushed to the disk, renamed."""
+"""Files that are whole or not there: written under another name, flushed to the disk, renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S = 0.02
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file and flush it to the disk; what was there is gone.  Raises `OSError`."""
+    """Write a file and flush it to the disk; a file that was there is replaced.  Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with open(descriptor, "wb", buffering=0) as file:
         _write_all(file, chunks)
@@ -38,9 +38,9 @@ def flush(path: Path) -> None:
 
 def replace_durably(path: Path, content: bytes) -> None:
     """The file has the old or the new content at any time, and the new one after this.  Raises `OSError`."""
-    aside = path.with_name(path.name + ".tmp")
-    write_new(aside, [content])
-    aside.replace(path)
+    temporary = path.with_name(path.name + ".tmp")
+    write_new(temporary, [content])
+    temporary.replace(path)
     sync_folder(path.parent)
 
 

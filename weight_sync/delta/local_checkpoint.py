@@ -3,8 +3,8 @@
     lock -> finish what a crash left -> plan: nearest start, chain of deltas -> write the new files into next/, verified
          -> state: "applying" -> rename them into place -> state: applied
 
-Before "applying" is written, whatever goes wrong leaves the old version as it was; afterwards everything that is needed
-lies flushed on the disk, and the next call (or this one) goes forward from there, without the source.  The disk must
+Before "applying" is written, a failure leaves the old version as it was; afterwards everything that is needed is
+flushed to the disk, and the next call (or this one) rolls forward from there, without the source.  The disk must
 hold the files that change twice.
 """
 
@@ -172,7 +172,7 @@ def patched_in(deltas: Sequence[VersionFolder]) -> set[str]:
 
 
 def _is_at(applied: LocalVersion | None, version: int, source: Path, base: Path) -> bool:
-    """Whether the local checkpoint holds this version, and of this publication, as far as that can be told."""
+    """Whether the local checkpoint holds this version, of this publication where that is known."""
     if applied is None or applied.version != version:
         return False
     if applied.identity is None:
@@ -184,7 +184,7 @@ def _is_at(applied: LocalVersion | None, version: int, source: Path, base: Path)
     try:
         return read_version(source, version).identity == applied.identity
     except WeightRequestError:
-        return True  # no longer published: the checksums of the deltas on top of it tell
+        return True  # no longer published: the checksums of the deltas on top of it are compared
 
 
 def _like(base: Path) -> Check:

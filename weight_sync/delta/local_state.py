@@ -1,4 +1,4 @@
-"""What `.weight_sync/state.json` of a local checkpoint says: the version that is there, and one being put in place.
+"""The file `.weight_sync/state.json` of a local checkpoint: the version that is there, and one being moved into place.
 
     state.json   version, identity, source_dir, files; `applying`: the same of the version that `next/` holds
     lock         held while the folder changes (exclusive) or is read (shared)

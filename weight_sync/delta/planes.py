@@ -3,7 +3,7 @@
     gaps        distance to the next changed element, a byte each; 255 means: 255 further, and read on
     directions  one bit a change: away from zero (0) or towards it (1)
     strides     which changes are larger than one step: gaps again, counted in changes
-    magnitudes  of these, the size of the step less two, a byte each; 255 means: look in `wide`
+    magnitudes  of these, the size of the step less two, a byte each; 255 means: it is in `wide`
     wide        step sizes that do not fit, or all differences of a dense tensor, as words, first bytes first
 
 A tensor of which so much changed that this is no shorter than its bytes is written densely: the difference of every

@@ -89,20 +89,20 @@ def _publish(
     base = version - 1 if base_version is None else base_version
     weight_map = {}
     source.mkdir(parents=True, exist_ok=True)
-    aside = source / f".{target.name}.{os.getpid()}"
-    aside.mkdir()
+    temporary = source / f".{target.name}.{os.getpid()}"
+    temporary.mkdir()
     try:
         for number, (content, tensors) in enumerate(zip(files, names)):
             file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            write_new(aside / file_name, [content])
+            write_new(temporary / file_name, [content])
             weight_map.update(dict.fromkeys(tensors, file_name))
         metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **described}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map})
-        write_new(aside / INDEX_FILE, [index.encode()])
-        sync_folder(aside)
-        aside.rename(target)
+        write_new(temporary / INDEX_FILE, [index.encode()])
+        sync_folder(temporary)
+        temporary.rename(target)
         sync_folder(source)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,18 +40,11 @@ _COMPRESSION = "zstd"
 _IDENTITY_BYTES = 4096  # of the content
 
 
-class TensorPatch(Protocol):
-    """How one tensor of a version is made from the same tensor of the base version."""
-
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The new content.  Raises `BaseMismatchError` or `ContentError` if it is not what it should be."""
-
-
 @dataclass(frozen=True)
 class VersionFolder:
     """A published version.  `base_version` None: a full one.
 
-    `identity` tells two publications under one number apart.
+    `identity` differs between two publications under one number.
     """
 
     path: Path
@@ -100,7 +93,7 @@ def version_path(source: Path, version: int) -> Path:
 
 
 def read_version(source: Path, version: int) -> VersionFolder:
-    """What a published version says of itself.
+    """Read a published version's own description.
 
     Raises `WeightRequestError` when it is missing or in a form that is not known, `ContentError` when it is damaged or
     lies outside of `source`.
@@ -133,7 +126,7 @@ def read_version(source: Path, version: int) -> VersionFolder:
 
 
 def patched_names(folder: VersionFolder) -> set[str]:
-    """The tensors of which a delta version tells; every file that its index names, and no other, is there and whole.
+    """The tensors that a delta version changes; every file that its index names, and no other, is there and whole.
 
     Nothing is unpacked.  Raises `WeightRequestError`, `ContentError`, `TransportError`.
     """
@@ -169,7 +162,7 @@ def chain_of(
 ) -> tuple[list[VersionFolder], VersionFolder | None, int]:
     """The deltas that lead to `target`, in order; the full version that they start from, or None; its number.
 
-    Goes back from `target` until `stop(version)` says that this one is at hand, or a full version is found; version 0
+    Goes back from `target` until `stop(version)` is true of one, or a full version is found; version 0
     is never read: it is the engine's own checkpoint.  Raises as `read_version`.
     """
     deltas: list[VersionFolder] = []
@@ -230,12 +223,15 @@ class _FramePatch:
     delta: TensorDelta
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
+        """Raises `BaseMismatchError` for a wrong base, `ContentError`."""
         try:
             return self.delta.apply(base)
-        except ContentError as error:
-            raise ContentError(f"{self.path}: {error}") from None
-        except BaseMismatchError as error:
-            raise BaseMismatchError(f"{self.path}: {error}") from None
+        except (ContentError, BaseMismatchError) as error:
+            raise type(error)(f"{self.path}: {error}") from None
+
+
+TensorPatch = BytePatch | _FramePatch
+"""How one tensor of a version is made from the same tensor of the base version."""
 
 
 def _number(path: Path, metadata: dict[str, Any], key: str) -> int:

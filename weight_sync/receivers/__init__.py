@@ -1,1 +1,1 @@
-"""Receivers: one transport a file; each yields named tensors and knows nothing of transactions."""
+"""Receivers: one transport a file; each yields named tensors."""

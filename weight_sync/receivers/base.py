@@ -1,23 +1,23 @@
 """`BucketSource`: what a transport offers to the updater.
 
-A transport is one file beside this one.  It turns one control call into wire tensors and knows nothing of what becomes
-of them: names, shapes, coverage, versions and commits are the transaction's business.
+A transport is one file beside this one.  It turns one control call into wire tensors.  The transaction checks names,
+shapes, coverage and versions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from weight_sync.errors import UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
+from weight_sync.loading import ProvenPart
 from weight_sync.process_group import WeightUpdateGroups
-from weight_sync.staging import ProvenPart
+from weight_sync.stored_tensors import StoredTensor, check_total, read_in_parts
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
@@ -30,7 +30,7 @@ class Receiver:
     """The rank that receives, as a transport needs it.
 
     `timeout_s`: deadline of one bucket.  `memory`: kept from call to call; None: the call's own.  `whole`: nothing is
-    handed on before everything is there.
+    delivered before everything has arrived.
     """
 
     device: torch.device
@@ -44,16 +44,16 @@ class Receiver:
 class BucketSource:
     """The tensors of one control call.  Used once: `announce`, then `receive`.
 
-    `must_drain`: a refused call is still received, and thrown away: its sender sends before it can be told.
+    `must_drain`: a refused call is still received, and discarded: its sender sends before it can learn of the refusal.
     """
 
     must_drain = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """The wire tensors that are known to come, by any names; empty where only receiving tells.
+        """The wire tensors that will come, by any names; empty where only receiving them shows.
 
-        Reads and checks what can be without taking memory for the content.  Raises `WeightRequestError` and its kinds,
-        also for more than `max_bytes` of content.
+        Reads and checks all that is possible without taking memory for the content.  Raises `WeightRequestError` and
+        its kinds, also for more than `max_bytes` of content.
         """
         raise NotImplementedError
 
@@ -66,15 +66,61 @@ class BucketSource:
         raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Tell the sender, if it can be told, and let go of what is held.
+        """Notify the sender, where that is possible, and release what is held.
 
         Called at most once, after any failure of the call, also of `announce` and `receive`.  Raises nothing; every
         wait has a deadline.
         """
 
 
+class StoredSource(BucketSource):
+    """A call whose tensors are known, and lie in storages, before any of them is read.
+
+    `_release`: gives up what is held; it may be called again.
+    """
+
+    _tensors: Sequence[StoredTensor] = ()
+    _release: Callable[[], object]
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        """Every tensor of the call.  Raises `WeightRequestError`; what is held is released then."""
+        try:
+            tensors = self._parse()
+            check_total(tensors, max_bytes)
+            self._check_storages()
+        except WeightRequestError:
+            self._release()
+            raise
+        self._tensors = tensors
+        return [tensor.meta for tensor in tensors]
+
+    def receive(self) -> Iterator[Named]:
+        """A few tensors a bucket.
+
+        Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone), `TransportError` (CUDA
+        memory cannot be opened).
+        """
+        try:
+            yield from read_in_parts(self._tensors)
+        finally:
+            self._tensors = ()
+            self._release()
+
+    def refuse(self, reason: str) -> None:
+        """Release what is held.  The sender learns of the failure by the call's answer."""
+        self._tensors = ()
+        self._release()
+
+    def _parse(self) -> Sequence[StoredTensor]:
+        """The call's tensors.  Raises `WeightRequestError`."""
+        raise NotImplementedError
+
+    def _check_storages(self) -> None:
+        """Whether what holds the tensors can be read.  Raises `WeightRequestError`."""
+
+
 class RefusedSource(BucketSource):
-    """A call that is refused for what it asks: nothing of it is received.
+    """A call whose arguments are refused: nothing of it is received.
 
     As its broadcast may be on its way, the group is left, or all (None).
     """
@@ -120,14 +166,3 @@ def deliver(
             refusal = error
     if refusal is not None:
         raise refusal
-
-
-def turn_away(source: BucketSource, refusal: Exception, max_bytes: int) -> NoReturn:
-    """Receive a call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
-    try:
-        source.announce(max_bytes)
-        deliver(source, lambda _: None, refusal)
-    except Exception as error:
-        source.refuse(str(error))
-        raise
-    raise refusal

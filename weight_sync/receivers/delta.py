@@ -1,9 +1,9 @@
 """Broadcast deltas, over what the model holds.
 
     bytes -> index checked against the model -> on every rank, for its part of each tensor: share of the fingerprint
-             before and after -> one exchange: they add up to what the delta says -> changes applied aside, part by part
+             before and after -> one exchange: they add up to what the delta states -> changes staged, part by part
 
-A rank needs no more of a tensor than its part, and nothing is given before all of a frame is proved on all ranks.
+A rank needs no more of a tensor than its part, and nothing is delivered before all of a frame is proved on all ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest
-from weight_sync.rank_parts import Exchange, Held, alone, share_of, tell_all, whole_fingerprint
+from weight_sync.loading import ProvenPart, split_wire
+from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
-from weight_sync.staging import ProvenPart, split_wire
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
@@ -59,7 +59,7 @@ class DeltaSource(BucketSource):
         return ()
 
     def receive(self) -> Iterator[ProvenPart]:
-        """A bucket for each tensor, nothing of which is given before the whole frame fits what all ranks hold.
+        """A bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
         staged for another placement, and for tensors that the model does not have what `split_wire` raises.
@@ -76,7 +76,7 @@ class DeltaSource(BucketSource):
             raise TransactionStateError(
                 "a delta goes where its base lies, and this update adopts a placement: begin with base_digest"
             )
-        held = tell_all((self._shares(delta) for delta in deltas.values()), self._exchange)
+        held = gather_places((self._shares(delta) for delta in deltas.values()), self._exchange)
         for delta, places in zip(deltas.values(), held, strict=True):
             _check(delta.entry, places)
         for name, delta in deltas.items():
@@ -108,7 +108,7 @@ def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
 
 
 def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
-    """Whether every tensor of a frame is one of the model's, and the digests of a whole version are what they say.
+    """Whether every tensor of a frame is one of the model's, and the digests of a whole version are right.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError`, `WeightRequestError` for a tensor that the
     model splits, `BaseMismatchError` for a digest.

@@ -16,9 +16,8 @@ from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_fold
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
-from weight_sync.ledger import WeightLedger
+from weight_sync.loading import WeightLedger, split_wire
 from weight_sync.receivers.base import BucketSource
-from weight_sync.staging import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
@@ -45,6 +44,7 @@ class DiskSource(BucketSource):
         self._complete = complete
         self._timeout_s = timeout_s
         self._folder: CheckpointFolder | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
         self._lock = ExitStack()
         self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
 
@@ -61,6 +61,7 @@ class DiskSource(BucketSource):
                 self._folder = self._folder.only(self._names)
             metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
             total = sum(meta.nbytes for meta in metas)
+            self._dtypes = {meta.name: meta.dtype for meta in metas}
             if total > max_bytes:
                 raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
         except BaseException:
@@ -73,11 +74,10 @@ class DiskSource(BucketSource):
         assert self._folder is not None, "announce comes first"
         with self._lock:
             for name, tensor in self._folder.read():
-                meta = TensorMeta(name, tensor.dtype, tuple(tensor.shape))
-                yield [(name, tensor.to(_model_dtype(self._weights, meta)))]
+                yield [(name, tensor.to(self._dtypes[name]))]
 
     def close(self) -> None:
-        """Let the folder go where the content was not asked for."""
+        """Unlock the folder where its content was not received."""
         self._lock.close()
 
     def _hold(self) -> None:
@@ -102,22 +102,16 @@ def check_against_model(
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
     types), `CoverageError` (repeated or, if `complete`, missing).
     """
-    split = split_wire(weights, metas, cast=True)
-    ledger = WeightLedger(weights.metas())
-    for meta, pieces in zip(metas, split, strict=True):
+    found, ledger = [], WeightLedger(weights.metas())
+    for meta, pieces in zip(metas, split_wire(weights, metas, cast=True), strict=True):
         for piece in pieces:
             ledger.record(meta.name, piece.name)
+        wanted = {weights.metas()[piece.name].dtype for piece in pieces}
+        is_cast = len(wanted) == 1 and all(dtype.is_floating_point for dtype in (meta.dtype, *wanted))
+        if wanted != {meta.dtype} and not is_cast:
+            names = " and ".join(sorted(map(dtype_name, wanted)))
+            raise DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}")
+        found.append(TensorMeta(meta.name, wanted.pop(), meta.shape))
     if complete:
         ledger.settle()
-    return [TensorMeta(meta.name, _model_dtype(weights, meta), meta.shape) for meta in metas]
-
-
-def _model_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype:
-    """Raises `DtypeMismatchError`."""
-    wanted = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
-    if wanted == {meta.dtype}:
-        return meta.dtype
-    if len(wanted) != 1 or not (meta.dtype.is_floating_point and next(iter(wanted)).is_floating_point):
-        names = " and ".join(sorted(map(dtype_name, wanted)))
-        raise DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}")
-    return wanted.pop()
+    return found

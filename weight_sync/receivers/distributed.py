@@ -3,12 +3,12 @@
     null                a broadcast per tensor, in list order
     flattened_bucket    one broadcast: all tensors end to end
     pieces              the same bytes, a broadcast for every few tensors (`cut_pieces` with `PIECE_BYTES`): while a
-                        piece is looked at and written the next ones come, into others of three areas
+                        piece is checked and written the next ones come, into others of three areas
     packed              the same, in vLLM's buffers (`cut_packed` with the size that the call names)
 
 gloo does not compare the two ends of a broadcast.  A message shorter than the receiver's buffer counts as received
 and leaves the rest of the buffer untouched; a longer one ends the receiving process.  So with gloo every message is
-received into a larger area, and marks tell afterwards how long it was:
+received into a larger area, and marks show afterwards how long it was:
 
     |<------------- announced ------------->|<----------------- slack ----------------->|
     |                            canary 16 B| 0xFF x 4096 |    (memory never touched)    |
@@ -16,8 +16,8 @@ received into a larger area, and marks tell afterwards how long it was:
 
 The slack is address space, not memory, until a message runs into it.  It must be small where a member passes messages
 on, as gloo passes on whole receive areas.  Members of a group of 4 or more do, all but the last, so there messages are
-tried out: one member that gets its own from rank 0 and passes nothing on receives first, with all the slack, and tells
-the others, who have not begun, whether it was long.  If it was, all leave the group: nobody could pass it on.
+probed: one member that gets its own from rank 0 and passes nothing on receives first, with all the slack, and tells the
+others, which have not begun, whether it was long.  If it was, all leave the group: none of them could pass it on.
 
 A message that is longer than the announced and the slack ends the process, and with it the engine.
 """
@@ -45,9 +45,9 @@ FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"
 PACKED = "packed"
 PIECE_BYTES = 16 << 20
-"""Few enough to stay in a processor's cache from one look to the next."""
+"""Few enough to stay in a processor's cache from one pass to the next."""
 NUM_AREAS = 3
-"""One that is looked at, one that fills, one that is ready for the next: with two, either side waits for the other."""
+"""One that is checked, one that fills, one that is ready for the next: with two, either side waits for the other."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -115,7 +115,7 @@ class DistributedSource(BucketSource):
 
     def refuse(self, reason: str) -> None:
         """The call failed.  If it was never received, its broadcast may be on its way all the same, and would be taken
-        for what the next call announces: the group is left, which a sender that waits in it notices at once.
+        for what the next call announces: the group is left, which ends the wait of a sender in it at once.
         """
         if not self._is_begun:
             with suppress(UnknownGroupError):
@@ -161,9 +161,9 @@ def receive_distributed(
     """Take part in the broadcasts of one bucket; (name, tensor) in list order, in one part, or one for each broadcast.
 
     The tensors are views of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
-    part is asked for.  `timeout_s` is the deadline of the whole bucket.  Whoever cannot use a part asks for the others
-    nevertheless, or the sender waits.  Raises `ContentError` when a message was shorter or longer
-    than announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
+    part is asked for.  `timeout_s` is the deadline of the whole bucket.  A caller that cannot use a part must ask for
+    the others nevertheless, or the sender waits.  Raises `ContentError` when a message was shorter or longer than
+    announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
     """
     deadline = time.monotonic() + timeout_s
     memory = Areas() if memory is None else memory
@@ -216,9 +216,9 @@ def _all_at_once(
 
 
 class _Drain:
-    """After a wrong message the sender may be waiting in the rest: take it, but not for long, as there may be no rest.
+    """After a wrong message, drain the rest with a short timeout: the sender may wait in it, or there may be none.
 
-    `wrong`: the first.
+    `wrong`: the first error.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -252,8 +252,8 @@ class _ReceiveArea:
     ) -> None:
         self._group = group
         self._marked = group.backend == "gloo"  # NCCL needs equal counts on both ends
-        self._taster = _taster(group.world_size) if self._marked else None
-        self._has_slack = self._taster in (None, group.rank)
+        self._probing_member = _probing_member(group.world_size) if self._marked else None
+        self._has_slack = self._probing_member in (None, group.rank)
         slack = 0
         if self._marked:
             slack = max(_SLACK, total) if self._has_slack else _MARK_BYTES
@@ -273,13 +273,15 @@ class _ReceiveArea:
         canary, mark = self._set_marks(offset, end, _last_of(message.metas))
         limit = None
         if not self._has_slack:
-            assert self._taster is not None
+            assert self._probing_member is not None
             limit = end + _MARK_BYTES
-            if self._group.hear(self._taster, deadline):
+            if self._group.receive_number(self._probing_member, deadline):
                 self._group.broken = True
                 raise _too_long(what, content)
         work = self._group.start_broadcast(self._bytes[offset:limit], _left(deadline))
-        return _Message(self._group, work, content, what, canary, mark, tells=self._taster == self._group.rank)
+        return _Message(
+            self._group, work, content, what, canary, mark, reports=self._probing_member == self._group.rank
+        )
 
     def _set_marks(self, offset: int, end: int, last: TensorMeta | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         mark = self._bytes[end : end + _MARK_BYTES]
@@ -294,7 +296,7 @@ class _ReceiveArea:
 
 @dataclass(frozen=True)
 class _Message:
-    """On its way into `content`, with marks at its end.  `tells`: the other receivers hear whether it was too long."""
+    """On its way into `content`, with marks at its end.  `reports`: to the other receivers, whether it was too long."""
 
     group: GroupHandle
     work: dist.Work
@@ -302,16 +304,16 @@ class _Message:
     what: str
     canary: torch.Tensor | None
     mark: torch.Tensor | None
-    tells: bool = False
+    reports: bool = False
 
     def finish(self, deadline: float) -> torch.Tensor:
         """The message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
         self.group.finish(self.work, deadline)
         is_long = self.mark is not None and bool((self.mark != 0xFF).any())
-        if self.tells:
+        if self.reports:
             for member in range(1, self.group.world_size):
                 if member != self.group.rank:
-                    self.group.tell(member, int(is_long), deadline)
+                    self.group.send_number(member, int(is_long), deadline)
             self.group.broken = self.group.broken or is_long
         if is_long:
             raise _too_long(self.what, self.content)
@@ -320,11 +322,11 @@ class _Message:
         return self.content
 
 
-def _taster(world_size: int) -> int | None:
-    """The member that receives first; None where nobody passes messages on.
+def _probing_member(world_size: int) -> int | None:
+    """The member that receives first; None where no member passes messages on.
 
-    gloo's member v passes on to v + 2**k, for every 2**k > v: the highest power of two passes on to nobody, and gets
-    its own from rank 0.
+    gloo's member v passes on to v + 2**k, for every 2**k > v: the highest power of two passes on to none, and gets its
+    own from rank 0.
     """
     return None if world_size <= _LARGEST_FLAT_WORLD else 1 << ((world_size - 1).bit_length() - 1)
 

@@ -1,13 +1,13 @@
 """Receives tensors as a worker of checkpoint-engine does: one conversation about a shared buffer that is filled anew.
 
-The sender is told of a failure while it sends: its next message is answered with the reason, and so is every further
-one until it gives up, says the end, or is gone.  Otherwise it would wait for ever, as its socket has no deadline.
+The sender learns of a failure while it sends: its next message is answered with the reason, and so is every further
+one until it gives up, sends the end, or disconnects.  Otherwise it would wait for ever, as its socket has no deadline.
 
-What is copied out of the buffer is the transaction's: the sender may fill the buffer again as soon as it is answered.
+The transaction keeps its own copy of the buffer's content: the sender may fill the buffer again once it is answered.
 
 Verified with buffers in CPU shared memory.  Handles of CUDA memory are opened by `cuda_ipc`.
 
-What is said is `ipc_messages`' business.
+The messages are those of `ipc_messages`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ENDPOINT = re.compile(r"ipc://[\x21-\x7e]{1,100}")
 _LINGER_MS = 1000
 _HANDSHAKE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LOST = zmq.EVENT_DISCONNECTED
-TOLD_S = 60.0
-"""How long a sender that has been told of a failure may take for its next message."""
+AFTER_ERROR_S = 60.0
+"""How long a sender that got an error may take for its next message."""
 GRACE_S = 10.0
-"""Time past the call's deadline in which a sender can still be told."""
+"""Time past the call's deadline in which a sender can still get the error."""
 
 _CPU_NAMES = ("cpu", "cpu-0")  # ours: the package names no CPU
 
@@ -72,38 +72,38 @@ class IpcSource(BucketSource):
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
         """A few tensors at a time; a bucket is answered when its last tensor has been taken.
 
-        Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender is
-        gone, silent, or gives up).  `refuse` must follow, also where the caller gives up.
+        Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender has
+        disconnected, is silent, or gives up).  `refuse` must follow, also where the caller gives up.
         """
         assert self._endpoint is not None
-        self._over = True  # should nobody be there
+        self._over = True  # in case nobody listens
         self._peer = IpcPeer(self._endpoint, self._deadline, MAX_MESSAGE_BYTES, self._waits)
         self._over = False
         yield from self._buckets(self._peer)
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
         self._peer.answer()
-        if not self._going_on(read_end(self._peer.receive())):
+        if not self._unless_given_up(read_end(self._peer.receive())):
             raise WeightRequestError("the sender goes on after the end")
         self._peer.answer()
-        self._hang_up()
+        self._close()
 
     def refuse(self, reason: str) -> None:
-        """Answer whatever the sender says with the reason until it stops; returns when it knows or cannot be told."""
+        """Answer every message of the sender with the reason; returns when it has stopped or cannot be reached."""
         try:
             if self._endpoint is not None and not self._over:
                 with contextlib.suppress(WeightSyncError):
-                    self._tell(reason or "the engine refused the weight update")
+                    self._send_error(reason or "the engine refused the weight update")
         finally:
-            self._hang_up()
+            self._close()
 
     def _buckets(self, peer: IpcPeer) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
         """Up to the first end, which is not answered here; the buffer is held no longer than that."""
-        buffer = self._going_on(read_handle(peer.receive(), self._device))
+        buffer = self._unless_given_up(read_handle(peer.receive(), self._device))
         left = self._max_bytes
         try:
             peer.answer()
-            while (tensors := self._going_on(read_bucket(peer.receive(), buffer))) is not None:
+            while (tensors := self._unless_given_up(read_bucket(peer.receive(), buffer))) is not None:
                 check_total(tensors, left)
                 left -= sum(tensor.meta.nbytes for tensor in tensors)
                 yield from read_in_parts(tensors)
@@ -113,14 +113,14 @@ class IpcSource(BucketSource):
             for segment in buffer.segments:
                 release_torch_shared_file(segment)
 
-    def _going_on(self, message: Message | SenderFailure) -> Message:
-        """The message, unless the sender gives up with it: nothing more is said then."""
+    def _unless_given_up(self, message: Message | SenderFailure) -> Message:
+        """The message.  Raises `TransportError` where the sender gives up with it; the conversation is over then."""
         if isinstance(message, SenderFailure):
             self._over = True
             raise TransportError(f"the sender gave up: {message.text}")
         return message
 
-    def _tell(self, reason: str) -> None:
+    def _send_error(self, reason: str) -> None:
         if self._peer is None:
             self._peer = IpcPeer(self._endpoint or "", self._deadline, MAX_MESSAGE_BYTES, self._waits)
         peer = self._peer
@@ -129,7 +129,7 @@ class IpcSource(BucketSource):
                 peer.answer(reason)
             if self._num_ends == 2:
                 return
-            peer.deadline = self._patience()
+            peer.deadline = self._retry_deadline()
             try:
                 message = read_end(peer.receive())
             except WeightRequestError:
@@ -138,10 +138,10 @@ class IpcSource(BucketSource):
                 return
             self._num_ends += message
 
-    def _patience(self) -> float:
-        return min(time.monotonic() + TOLD_S, self._deadline + GRACE_S)
+    def _retry_deadline(self) -> float:
+        return min(time.monotonic() + AFTER_ERROR_S, self._deadline + GRACE_S)
 
-    def _hang_up(self) -> None:
+    def _close(self) -> None:
         self._over = True
         if self._peer is not None:
             self._peer.close()
@@ -151,12 +151,12 @@ class IpcSource(BucketSource):
 class IpcPeer:
     """The answering end of a conversation over a Unix socket, with a deadline on every wait.
 
-    A REP socket by itself waits for ever, also for a peer that is gone.  A monitor tells when the connection is made
+    A REP socket by itself waits for ever, also for a peer that has died.  A monitor reports when the connection is made
     and when it is lost, so a dead peer is noticed at once and a silent one at the deadline.
 
-    Whoever listens at `endpoint` has `CONNECT_S` to accept it.  Not thread-safe.
+    The peer at `endpoint` has `CONNECT_S` to accept the connection.  Not thread-safe.
 
-    `patience` may end its waits.  Raises `WeightRequestError` (no such kind of address), `TransportError` (nobody
+    `patience` cancels its waits.  Raises `WeightRequestError` (no such kind of address), `TransportError` (nobody
     listens).
     """
 
@@ -184,11 +184,11 @@ class IpcPeer:
             raise
 
     def receive(self) -> memoryview:
-        """The next message.  Raises `TransportError`: nothing came in time, or the peer is gone or sent too much."""
+        """The next message.  Raises `TransportError`: nothing came in time, the peer disconnected or sent too much."""
         while True:
             left_s = self.deadline - time.monotonic()
             if left_s <= 0:
-                raise TransportError(f"the sender at {self._endpoint} has said nothing until the deadline")
+                raise TransportError(f"the sender at {self._endpoint} has sent nothing until the deadline")
             self._wait(0.0 if self._lost else left_s)
             if self._socket.poll(0):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -197,16 +197,18 @@ class IpcPeer:
                     raise WeightRequestError(f"a message has {len(frames)} parts")
                 return memoryview(frames[0].bytes)
             if self._lost:
-                raise TransportError(f"the sender at {self._endpoint} is gone, or sent more than a message may hold")
+                raise TransportError(
+                    f"the sender at {self._endpoint} has disconnected, or sent more than a message may hold"
+                )
 
     def answer(self, text: str = "") -> None:
-        """Answer the last message; empty text means that all is well.  A peer that is gone gets nothing."""
+        """Answer the last message; empty text means success.  A peer that has disconnected gets nothing."""
         assert self.owes_answer
         self.owes_answer = False
         self._socket.send(text.encode(), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Send what is left, for a second at most, and hang up."""
+        """Send what is left, for a second at most, and close the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
@@ -225,7 +227,7 @@ class IpcPeer:
             self._wait(left_s)
 
     def _wait(self, seconds: float) -> None:
-        """Until a message or news of the connection, or for a moment; note the news.  Raises as `Patience.check`."""
+        """Wait for a message or a change of the connection, at most `POLL_S`.  Raises as `Patience.check`."""
         self._patience.check()
         ready = dict(self._poller.poll(max(1, int(min(seconds, POLL_S) * 1000))))
         if self._monitor in ready:

@@ -6,13 +6,11 @@ The form without pickle.  Each tensor is a view of the call's bytes, or read onc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import torch
-
 from weight_sync.errors import WeightRequestError
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import StoredSource
 from weight_sync.safetensors_file import parse_header
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.stored_tensors import (
@@ -20,19 +18,16 @@ from weight_sync.stored_tensors import (
     SegmentStorage,
     Storage,
     StoredTensor,
-    check_total,
     contiguous_place,
     name_tensor,
-    read_in_parts,
 )
-from weight_sync.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 16 << 20
 UNLINK_PREFIX = "lockstep_"
-"""Of names that a call may have removed: other shared memory of this machine is none of its business."""
+"""Of names that a call may have removed: other shared memory of this machine is left alone."""
 
 
-class SafetensorsSource(BucketSource):
+class SafetensorsSource(StoredSource):
     """One call's tensors: `content` is the file, or the segment that holds it.
 
     A segment is read and left alone; with `unlink` its name, which must begin with `UNLINK_PREFIX`, is removed once it
@@ -41,39 +36,15 @@ class SafetensorsSource(BucketSource):
 
     def __init__(self, content: bytearray | SharedSegment, *, unlink: bool = False) -> None:
         self._content = content
-        self._tensors: Sequence[StoredTensor] = ()
         self._unlink = unlink
         self._release: Callable[[], object] = _nothing
 
-    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the file.  Raises `WeightRequestError`."""
-        tensors = self._parse()
-        try:
-            check_total(tensors, max_bytes)
-        except WeightRequestError:
-            self._release()
-            raise
-        self._tensors = tensors
-        return [tensor.meta for tensor in tensors]
-
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A few tensors a bucket.
-
-        Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone).
-        """
-        try:
-            yield from read_in_parts(self._tensors)
-        finally:
-            self._tensors = ()
-            self._release()
-
     def refuse(self, reason: str) -> None:
         """The call failed: remove the segment's name now if that was asked for."""
-        self._tensors = ()
         if self._unlink and self._release is _nothing:
             with suppress(WeightRequestError):
                 self._parse()
-        self._release()
+        super().refuse(reason)
 
     def _parse(self) -> Sequence[StoredTensor]:
         storage = self._storage()
@@ -99,4 +70,4 @@ class SafetensorsSource(BucketSource):
 
 
 def _nothing() -> None:
-    """What is let go where nothing is held."""
+    """What there is to release where nothing is held."""

@@ -7,13 +7,13 @@ Where the content is: in the payload itself; in shared memory that torch made wi
 in CUDA memory by IPC handle, where this process sees that device.  The strategy "file_descriptor", torch's default on
 Linux, hands descriptors over a connection that only processes of one family can open: refused, with what to do.
 
-Pickles are `payload_reader`'s, names `torch_payload`'s.
+`payload_reader` reads the pickles, `torch_payload` resolves their names.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,26 @@ import torch
 from weight_sync.cuda_ipc import require_cuda
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Record
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import StoredSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
     MAX_NAME_LENGTH,
     StoredTensor,
     TensorPlace,
-    check_total,
     contiguous_place,
     name_tensor,
-    read_in_parts,
     require_apart,
 )
-from weight_sync.tensor_meta import TensorMeta
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
 
 FLATTENED = "flattened_bucket"
 
 
-class TensorSource(BucketSource):
+class TensorSource(StoredSource):
     """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.  `is_shared`: several ranks
     read the same one.
 
-    Shared memory is let go when the content is read or refused, at the latest with the source itself.
+    Shared memory is released when the content is read or refused, at the latest with the source itself.
     """
 
     def __init__(
@@ -55,35 +52,7 @@ class TensorSource(BucketSource):
         self._ranks = ranks
         self._is_shared = is_shared
         self._reader = TorchPayload()
-        self._tensors: Sequence[StoredTensor] = ()
         self._release = weakref.finalize(self, _release_all, self._reader.segments)
-
-    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the payload.  Raises `WeightRequestError`; then shared memory is let go."""
-        try:
-            tensors = self._parse()
-            check_total(tensors, max_bytes)
-            self._check_storages()
-        except WeightRequestError:
-            self._release()
-            raise
-        self._tensors = tensors
-        return [tensor.meta for tensor in tensors]
-
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A few tensors a bucket.  Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone),
-        `TransportError` (CUDA memory cannot be opened).
-        """
-        try:
-            yield from read_in_parts(self._tensors)
-        finally:
-            self._tensors = ()
-            self._release()
-
-    def refuse(self, reason: str) -> None:
-        """The call failed: let go of shared memory now.  Its sender hears of it by the call's answer."""
-        self._tensors = ()
-        self._release()
 
     def _parse(self) -> list[StoredTensor]:
         if self._load_format not in (None, FLATTENED):

@@ -2,22 +2,21 @@
 
     plan      what is sent: names, dtypes, and which part of which of the trainer's tensors each one is
     shards    which trainer rank holds what of it
-    ranks     what trainer ranks do together, with deadlines
+    ranks     collectives of the trainer ranks, with deadlines
     gather    a bucket's bytes on the sending rank; fingerprints
     link      one engine: its group, its calls, a bucket on its way
-    fleet     many engines: who takes part, what one's failure means for the others, the end in two phases
-    update    one transaction as a context manager
+    update    one transaction on many engines, as a context manager: who takes part, what one's failure means for the
+              others, the end in two phases
     sender    `WeightSender`, which joins all this
 
 Needs torch only.
 """
 
 from weight_sync.sender.control import EngineControl, EngineError
-from weight_sync.sender.fleet import OnEngineFailure
 from weight_sync.sender.plan import NamedTensors, named_tensors_of, split_fused_experts
 from weight_sync.sender.report import EngineReport, ProgressBar, RefreshReport
 from weight_sync.sender.sender import WeightSender
-from weight_sync.sender.update import WeightUpdate
+from weight_sync.sender.update import OnEngineFailure, WeightUpdate
 
 __all__ = [
     "EngineControl",

@@ -1,4 +1,4 @@
-"""`EngineControl`: the engine's control calls as a sender asks for them; what refusals say, and `EngineError`.
+"""`EngineControl`: the engine's control calls that a sender makes; how refusals are read, and `EngineError`.
 
 An HTTP client satisfies the protocol.
 """
@@ -51,7 +51,7 @@ class EngineControl(Protocol):
     def abort_weight_update(self, *, update_id: str) -> Mapping[str, Any]: ...
 
     def weight_update(self, *, update_id: str) -> Mapping[str, Any]:
-        """What became of an update: its `outcome`, with the answer of its end where that is `committed`."""
+        """The `outcome` of an update, with the answer of its end where that is `committed`."""
 
 
 def refusal(call: Future[Any]) -> BaseException | None:
@@ -69,7 +69,7 @@ def was_refused(error: BaseException) -> bool:
 
 
 class EngineError(WeightSyncError):
-    """Engines failed a refresh, or a rendezvous.  `failures`: what each of them said, or how it fell silent.
+    """Engines failed a refresh, or a rendezvous.  `failures`: the error of each of them, or its missed deadline.
 
     `committed`: engines that have the new version all the same, as the failure came after their commit.  `unknown`:
     engines that did not answer whether they do; `weight_update(update_id)` asks them again.

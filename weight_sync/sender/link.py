@@ -1,6 +1,6 @@
 """One engine as the sender sees it: the group that both are in, control calls in threads, a bucket on its way.
 
-Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks nobody else's.
+Each engine has a group of its own with the sender, so that an engine that dies or hangs breaks no other one's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.waiting import in_thread
 
 GRACE_S = 2.0
-"""Over a deadline, for an answer that says more than that it passed."""
+"""Over a deadline, for the engine's own error, which says more than that the deadline passed."""
 _SETTLE_S = 0.5
 
 
@@ -138,7 +138,7 @@ class EngineLink:
         if group is None:
             return
         group.broken = True
-        # The engine may have left already, hang, or be gone.  If it hangs, leaving waits for the broadcast's deadline.
+        # The engine may have left, hang, or have died.  If it hangs, leaving waits for the broadcast's deadline.
         wait([self.call("destroy_weights_update_group", group_name=group.name)], timeout=GRACE_S)
         wait([in_thread(group.destroy)], timeout=GRACE_S)
 
@@ -153,7 +153,6 @@ class Sending:
         self.call = call
         self._works: list[dist.Work] = []
         self._deadline = time.monotonic() + link.timeout_s
-        self._give_up = self._deadline
         self._broke: TransportError | None = None
         self._reason_deadline = 0.0
         self._is_sent = False
@@ -184,10 +183,10 @@ class Sending:
                 self._fail(TransportError(f"the engine took a bucket, but did not answer {within}"))
         elif all(work.is_completed() for work in self._works):
             self._finish_broadcast()
-        elif now > self._give_up:
+        elif now > self._deadline:
             self._break(TransportError(f"the engine did not take a bucket within {self.link.timeout_s:g} s"))
-        elif self._give_up == self._deadline and refusal(self.call) is not None:
-            self._give_up = min(now + _SETTLE_S, self._deadline)  # refused after it was received: soon done then
+        elif refusal(self.call) is not None:
+            self.shorten_deadline(_SETTLE_S)  # refused after it was received: soon done then
         return self._failure is not None
 
     @property
@@ -195,10 +194,9 @@ class Sending:
         """Whether the engine has taken up this bucket: it has the first piece, or answered."""
         return self._failure is not None or self.call.done() or any(work.is_completed() for work in self._works[:1])
 
-    def hurry(self, within_s: float) -> None:
-        """Move the deadline up."""
+    def shorten_deadline(self, within_s: float) -> None:
+        """Give the bucket no longer than `within_s` seconds from now."""
         self._deadline = min(self._deadline, time.monotonic() + within_s)
-        self._give_up = min(self._give_up, self._deadline)
 
     @property
     def failure(self) -> BaseException | None:

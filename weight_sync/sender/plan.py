@@ -1,7 +1,7 @@
 """What a refresh sends: tensors by checkpoint name, each a part of one of the trainer's tensors.
 
 Reads models and state dicts, whole or sharded (DTensor), without copying anything: the cast to the engine's dtype
-happens when a bucket is made.  Does not know engines, buckets or trainer ranks.
+happens when a bucket is made.
 
 Shapes: E logical experts, I expert width, D hidden.
 """
@@ -139,7 +139,7 @@ def _is_fused(name: str) -> bool:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that are one in memory.
 
-    Told by storage, not by address: a rank whose shard is empty has no address, and all ranks must come to the same
+    By storage, not by address: a rank whose shard is empty has no address, and all ranks must come to the same
     answer.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

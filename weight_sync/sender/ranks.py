@@ -1,8 +1,7 @@
-"""What the ranks of a sharded trainer do together, each step with a deadline.
+"""Collectives of the ranks of a sharded trainer, each with a deadline.
 
-Every step is a collective in which all ranks take part in the same order; rank 0 of the group is the one that talks to
-engines.  Before bytes move, the ranks agree that all of them are well, so that a rank that failed never leaves the
-others waiting in a collective.
+All ranks take part in the same order; rank 0 of the group is the one that talks to engines.  Before bytes move, the
+ranks agree that none of them has failed, so that a rank that failed never leaves the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weight_sync.errors import TransportError, WeightRequestError
 T = TypeVar("T")
 
 _POLL_S = 0.0005
-_OTHERS_PATIENCE = 4
+_OTHERS_DEADLINES = 4
 """How many of the sender's own deadlines another rank waits for it: it asks the engines up to three things in a row."""
 
 
@@ -42,9 +41,9 @@ class TrainerRanks:
             raise WeightRequestError("this process is not in the given group of trainer ranks")
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(self._global_ranks)
-        self._timeout_s = timeout_s if self.is_sender else _OTHERS_PATIENCE * timeout_s
+        self._timeout_s = timeout_s if self.is_sender else _OTHERS_DEADLINES * timeout_s
         self._broken: str | None = None
-        self._is_over = False  # a failure has been agreed on: nobody waits for another word
+        self._is_over = False  # a failure has been agreed on: no rank waits any more
 
     @property
     def is_sender(self) -> bool:
@@ -57,7 +56,7 @@ class TrainerRanks:
         return self._global_ranks.index(global_rank)
 
     def jointly(self, work: Callable[[], T]) -> T:
-        """The result of `work`, once it went well on all ranks.
+        """The result of `work`, once it succeeded on all ranks.
 
         Raises what it raised here, or `TransportError` if another rank failed or did not come in time.
         """
@@ -67,20 +66,20 @@ class TrainerRanks:
         except Exception as error:
             failure = error
         try:
-            all_well = self._agree(failure is None)
+            all_ok = self._agree(failure is None)
         except TransportError as error:
             raise (failure or error) from None
         if failure is not None:
             raise failure
-        if not all_well:
+        if not all_ok:
             raise TransportError("another trainer rank failed; its own error says why")
         return result
 
-    def tell(self, is_well: bool) -> None:
-        """Say to the ranks that wait in `jointly` how this one fared.  One that is gone is no error: it is too late."""
+    def report_status(self, ok: bool) -> None:
+        """Report to the ranks that wait in `jointly` whether this one succeeded.  One that has left is no error."""
         if self._broken is None and not self._is_over:
             with contextlib.suppress(TransportError):
-                self._agree(is_well)
+                self._agree(ok)
 
     def to_sender(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         """Bytes of every rank on the sending rank; None on the others.
@@ -107,8 +106,8 @@ class TrainerRanks:
             total += part  # wraps
         return [value & ((1 << 64) - 1) for value in total.tolist()]
 
-    def _agree(self, is_well: bool) -> bool:
-        failed = torch.tensor([0 if is_well else 1], dtype=torch.int32, device=self.device)
+    def _agree(self, ok: bool) -> bool:
+        failed = torch.tensor([0 if ok else 1], dtype=torch.int32, device=self.device)
         self._wait(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group, async_op=True))
         self._is_over = bool(failed.item())
         return not self._is_over

@@ -17,9 +17,9 @@ class EngineReport:
 
     num_bytes: int = 0  # that it took
     seconds: float = 0.0  # from begin until it answered for the last time
-    stall_seconds: float | None = None  # that its steps stood still for the commit, as it says itself
+    stall_seconds: float | None = None  # for which the commit held its steps, as it reports
     committed: bool = False
-    unknown: bool = False  # it may have committed all the same: it did not say
+    unknown: bool = False  # it may have committed all the same: it did not answer
     error: str | None = None  # why it was left out
 
 
@@ -40,7 +40,7 @@ class RefreshReport:
 
     @property
     def left_out(self) -> list[str]:
-        """Engines that do not have this version, or do not say."""
+        """Engines that do not have this version, or did not answer whether they do."""
         return [name for name, engine in self.engines.items() if not engine.committed]
 
 

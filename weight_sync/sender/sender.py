@@ -1,7 +1,6 @@
 """`WeightSender`: refreshes engines from a trainer's model, state dict or sharded model.
 
-Needs torch only.  Engines are reached through `EngineControl`, which an HTTP client satisfies.  Knows tensors by their
-checkpoint names.  Does not know HTTP or training.
+Needs torch only.  Engines are reached through `EngineControl`, which an HTTP client satisfies.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint_hex
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.control import EngineControl, EngineError
-from weight_sync.sender.fleet import Fleet, OnEngineFailure
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.plan import TensorPlan, TensorSource, plan_tensors
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.report import RefreshReport
-from weight_sync.sender.update import Progress, WeightUpdate
+from weight_sync.sender.update import OnEngineFailure, Progress, WeightUpdate
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 
@@ -37,7 +35,7 @@ class WeightSender:
     arguments; rank 0 of `trainer_group` (None: the default group) sends, and the others give no engines.
 
     `timeout_s`: deadline of a rendezvous, of a bucket, of a call, and of what trainer ranks do together.  A refresh
-    that an engine holds up fails within it, plus at most 15 s in which engines are asked why and told to abort.
+    that an engine holds up fails within it, plus at most 15 s in which engines are asked why and requested to abort.
     `on_engine_failure`: one engine that fails ends the refresh on all (`abort_all`), or is left out and reported, while
     the others take the new version (`leave_out`).
     """
@@ -131,9 +129,9 @@ class WeightSender:
         The next bucket is gathered and packed while this one is broadcast.  Memory on the sending rank: two buckets,
         and a third where tensors are sharded; a bucket is `bucket_bytes`, or the largest tensor if that is larger.
 
-        Raises `EngineError` with what each failed engine said; `WeightRequestError`; `TransportError` when trainer
+        Raises `EngineError` with each failed engine's error; `WeightRequestError`; `TransportError` when trainer
         ranks lost one another.  Unless `EngineError.committed` says otherwise no engine has the new version then, and
-        all that could be told have dropped it; the error carries notes on those that could not.
+        all that could be reached have dropped it; the error carries notes on those that could not.
         """
         start = time.perf_counter()
         plan = plan_tensors(source, dtype, split_experts)
@@ -154,7 +152,7 @@ class WeightSender:
         else:
             for bucket in buckets:
                 gatherer.gather(bucket, None)
-            ranks.jointly(_nothing)  # what the engines said in the end
+            ranks.jointly(_nothing)  # the engines' final answers
         complete = with_manifest and fingerprints.keys() == plan.parts.keys()
         return RefreshReport(
             weight_version,
@@ -208,7 +206,7 @@ class WeightSender:
         return TrainerRanks(self._trainer_group, sharded[0].to_local().device, self._timeout_s)
 
     def _gatherer(self, plan: TensorPlan, ranks: TrainerRanks | None) -> Gatherer:
-        """After the checks that need nobody else."""
+        """After the checks that this rank can make alone."""
         sends = ranks is None or ranks.is_sender
         if sends and not self.connected:
             raise TransactionStateError("not connected; connect first")
@@ -220,8 +218,7 @@ class WeightSender:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
         fields = {"update_id": uuid.uuid4().hex} | fields
-        fleet = Fleet(self._links, self._policy, fields["update_id"])
-        return WeightUpdate(fleet, self._device, fields, num_bytes, progress)
+        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress)
 
     def _lead(
         self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], ranks: TrainerRanks | None
@@ -235,12 +232,12 @@ class WeightSender:
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
             if ranks is not None:
-                ranks.tell(False)
+                ranks.report_status(False)
             raise
         if any(engine.error is not None for engine in update.engines.values()):
             self._areas.clear()
         if ranks is not None:
-            ranks.tell(True)
+            ranks.report_status(True)
 
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:
         """Room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""
@@ -263,4 +260,4 @@ def _manifest_entry(meta: TensorMeta, fingerprints: Mapping[str, int]) -> dict[s
 
 
 def _nothing() -> None:
-    """What a rank has to do that waits for the others."""
+    """The work of a rank that only waits for the others."""

@@ -1,7 +1,7 @@
-"""Which trainer rank holds which box of a tensor, told from its DTensor placements without asking anybody.
+"""Which trainer rank holds which box of a tensor, derived from its DTensor placements without communication.
 
 A box is a (start, stop) for each dimension of the whole tensor.  `Shard` splits as `torch.chunk` does; where a mesh
-dimension replicates, the rank at its coordinate 0 speaks for all.
+dimension replicates, the rank at its coordinate 0 sends for all.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def holdings(name: str, tensor: torch.Tensor, rank_of: Callable[[int], int]) -> 
         _require_fit(name, tensor, _box_at(tensor, mine))
     held = []
     for coordinate in torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).view(-1, mesh.ndim).tolist():
-        speaks = all(at == 0 for at, placement in zip(coordinate, tensor.placements) if type(placement) is Replicate)
+        sends = all(at == 0 for at, placement in zip(coordinate, tensor.placements) if type(placement) is Replicate)
         box = _box_at(tensor, coordinate)
-        if speaks and all(stop > start for start, stop in box):
+        if sends and all(stop > start for start, stop in box):
             held.append(Holding(rank_of(int(mesh[tuple(coordinate)])), box))
     return held
 
