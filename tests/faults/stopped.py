@@ -1,11 +1,9 @@
 """Ranks that stop and go on (SIGSTOP, SIGCONT) and ranks that die (SIGKILL), at each point of each weight verb.
 
 Each rank is the worker process of a server, with its deadlines shortened; this process is the main process of it.  A
-rank stops itself where it was told to, and is let go on before the deadline of the others or after it, or kills itself.
-Then there are two ways to be right: all ranks serve one version, in force by the answer to the verb, and take a good
-refresh; or the engine has ended with a reason.  Nothing takes longer than `LIMIT_S`.
-
-Knows processes, signals and verbs.  Does not know the engine's inner parts, but for the places of the points.
+rank stops itself at the point for which it is armed, and goes on before the deadline of the others or after it, or it
+kills itself.  Then there are two ways to be right: all ranks serve one version, in force by the answer to the verb, and
+take a good refresh; or the engine has ended with a reason.  Nothing takes longer than `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,8 +54,10 @@ from rollout.model_executor.model_state import ModelState
 from rollout.scheduler.scheduler import Scheduler
 from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo, harness_settings
 from tests.faults.engines import Outcome, Wrong
+from tests.faults.injections import hook
 from tests.faults.killed import forkserver
 from tests.faults.matrix import Played
+from tests.faults.wrong_engines import wrong_engines
 
 How = Literal["stops for a moment", "stops for long", "dies"]
 HOWS: tuple[How, ...] = ("stops for a moment", "stops for long", "dies")
@@ -397,12 +397,11 @@ def play_all(zoo: Zoo, layout: str, chosen: Callable[[StopCell], bool], wrong: s
 
 
 def _rank_main(config: str, armed: Any, wrong: str | None) -> None:
-    from tests.faults.wrong_ranks import WRONG_RANKS  # it knows this module
-
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it has to say is a message
+    kept = ExitStack()  # for the life of the process
     if wrong is not None:
-        WRONG_RANKS[wrong]()
+        kept.enter_context(wrong_engines("stopped")[wrong]())
     _set_traps(armed)
     worker.CONSEQUENCE_WAIT_S = 0.1
     build = worker.build_scheduler
@@ -426,15 +425,7 @@ def _set_traps(armed: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
 
     def trap(owner: Any, name: str, before: str | None, after: str | None) -> None:
-        original = getattr(owner, name)
-
-        def trapped(*arguments: Any, **named: Any) -> Any:
-            at(before or "")
-            result = original(*arguments, **named)
-            at(after or "")
-            return result
-
-        setattr(owner, name, trapped)
+        hook(owner, name, lambda _: at(before or ""), lambda: at(after or "")).start()
 
     trap(WeightQueue, "_start", "taken", None)
     trap(RankConsensus, "run", "at work", None)

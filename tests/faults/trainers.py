@@ -4,9 +4,7 @@
 
 All its calls carry the id of its update; those of a second trainer none.
 A trainer whose calls are refused goes on regardless: an engine must not rely on its manners.  Only one that was killed
-says no more.
-
-Knows the order of a refresh and where a fault comes into it.  Does not know which faults there are.
+sends nothing more.
 """
 
 from __future__ import annotations
@@ -16,22 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     ManifestEntry,
+    PullWeightsReqInput,
     UpdateWeightsFromDiskReqInput,
 )
+from tests.announcements import manifest_of
 from tests.faults.contents import Tensors, Version
 from tests.faults.engines import Engine, Wrong
 from tests.faults.pulls import Publisher
 from tests.faults.transports import SENDS, Call, Damage, Named
 from tests.scheduler_harness import Result
-from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import dtype_name
 
 Point = Literal["first", "middle", "last", "between", "verify", "commit"]
 """A bucket, the gap between the two halves of end, or one of the two."""
@@ -75,7 +71,7 @@ class Trainer:
         self.transport = transport
         self.rider: Result | None = None
         self.gone = False
-        self._publisher = Publisher(engine) if transport == PULL else None
+        self._publisher = Publisher(engine.scratch, engine.zoo.contents[0]) if transport == PULL else None
         self._base: Tensors = {}
 
     # --- a good one -----------------------------------------------------------------------------------------------
@@ -137,7 +133,7 @@ class Trainer:
             BeginWeightUpdateReqInput,
             update_id=self._update_id,
             weight_version=target.label,
-            manifest=[_manifest_entry(name, tensor) for name, tensor in named],
+            manifest=[ManifestEntry(**entry) for entry in manifest_of(named)],
         )
 
     def _send(self, bucket: Named, target: Version, sabotage: Sabotage | None) -> list[ControlReqOutput]:
@@ -154,10 +150,11 @@ class Trainer:
         self, named: Named, label: str, damage: Damage | None = None, update_id: str | None = None
     ) -> list[ControlReqOutput]:
         """One bucket; no answer when the sender died before it could call."""
-        call = SENDS[self.transport](self.engine, Call(named, self._base, damage))
-        if call is None:
+        sent = SENDS[self.transport](self.engine, Call(self.engine.number(), named, self._base, damage))
+        if sent is None:
             return []
-        return [self.engine.call(call[0], weight_version=label, update_id=update_id, **call[1])]
+        verb, fields = sent
+        return [self.engine.call(verb, weight_version=label, update_id=update_id, **fields)]
 
     def _end(self, phase: Literal["verify", "commit"]) -> list[ControlReqOutput]:
         if self.gone:
@@ -203,7 +200,7 @@ class Trainer:
     def _pull_now(self, target: Version, sabotage: Sabotage | None) -> ControlReqOutput:
         engine, publisher = self.engine, self._publisher
         assert publisher is not None
-        verb, fields = publisher.verb()
+        verb, fields = PullWeightsReqInput, publisher.fields
         if sabotage is None:
             return engine.call(verb, weight_version=target.label, **fields)
         self.rider = engine.start_request(1)
@@ -216,12 +213,3 @@ class Trainer:
         if sabotage.twice:
             answer = engine.call(verb, weight_version=target.label, **fields)
         return answer
-
-
-def _manifest_entry(name: str, tensor: torch.Tensor) -> ManifestEntry:
-    return ManifestEntry(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=list(tensor.shape),
-        fingerprint=fingerprint_hex(fingerprint(tensor)),
-    )
