@@ -18,6 +18,7 @@ cells        the faults, and where each can occur
 matrix       runs cells
 killed       trainers that are processes of their own, and are killed
 ranks        engines of one and two ranks that are processes of their own, and are killed, or raise
+live_ranks   the ranks of a server as processes
 stopped      ranks of a server that stop and go on, or die, at each point of each verb
 report       the table
 """

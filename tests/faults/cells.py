@@ -2,10 +2,10 @@
 
 A cell is a fault at a point of a refresh over a transport into an engine of a staging mode.  What may come of it:
 
-    KEPT      the old version serves, bit for bit; where nothing is kept aside, the engine may say that it is poisoned
+    KEPT      the old version serves, bit for bit; in mode in_place the engine may report that it is poisoned
     TAKEN     the refresh is not to be disturbed: the new version serves
     EITHER    one of the two
-    TORN      the old content cannot be put back: the engine must say so
+    TORN      the old content cannot be put back: the engine must report it
     ENDS      whether other ranks have the new version cannot be known: the engine must end with the reason
 """
 
@@ -109,7 +109,7 @@ def _abort_requests(trainer: Trainer) -> None:
 
 
 def _flush(trainer: Trainer) -> None:
-    trainer.engine.call(FlushCacheReqInput)  # refused while a request runs, which is none of the refresh's business
+    trainer.engine.call(FlushCacheReqInput)  # refused while a request runs, which does not concern the refresh
 
 
 def _release(trainer: Trainer) -> None:
@@ -197,7 +197,7 @@ def _faults_of_senders() -> Iterator[Fault]:
     yield replace(_content("repeated", twice=True), on_pull=Fault("repeated", ("last",), "TAKEN", repeated))
     yield replace(_content("reordered", change=changes.exchanged), on_pull=_damage_on_pull("reordered", "reordered"))
     yield _content("renamed", change=changes.renamed)
-    yield _content("NaN planted", change=changes.with_nan, said=True)
+    yield _content("NaN planted", change=changes.with_nan, announced=True)
 
 
 def _faults_of_receivers() -> Iterator[Fault]:
@@ -216,8 +216,8 @@ def _faults_of_receivers() -> Iterator[Fault]:
     full = Fault("disk full", BUCKETS, "KEPT", Sabotage("first", inject=injections.disk_full))
     yield replace(full, stagings=("journal",))
     yield replace(full, transports=(PULL,), on_pull=full)
-    gone = _damage_on_pull("file gone before it is read", "vanished")
-    yield replace(gone, transports=("disk", PULL), on_pull=gone)
+    vanished = _damage_on_pull("file gone before it is read", "vanished")
+    yield replace(vanished, transports=("disk", PULL), on_pull=vanished)
     going = Fault("file vanishes while it is read", BUCKETS, "KEPT", Sabotage("first", inject=injections.files_vanish))
     on_pull = replace(going, points=("middle",), verdict="EITHER")  # deltas may have been read by then
     yield replace(going, transports=("disk", PULL), on_pull=on_pull)

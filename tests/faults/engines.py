@@ -1,7 +1,7 @@
 """An engine under test, and the version that it serves.
 
 Serving means three things at once: what it answers to a fixed request, under which label, and which bits lie in
-memory.  They must all be of one version, or the engine must say that it is poisoned, in all three places.
+memory.  They must all be of one version, or the engine must report that it is poisoned, in all three places.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Engine(RefreshHarness):
         return self.results[rid]
 
     def settle(self) -> None:
-        """Whatever a fault left: generation goes on, and the update that is still open, if any, is over."""
+        """After a fault: abort the update that is still open, and continue generation."""
         update = self.call(GetStateReqInput).data["weight_update"]
         if update["open"]:
             self.call(AbortWeightUpdateReqInput, update_id=update["update_id"])

@@ -113,7 +113,7 @@ class Sender:
         self.receive()
 
     def receive(self) -> Any:
-        """What the process says.  Raises `Wrong` when it says nothing."""
+        """A message of the process.  Raises `Wrong` when none comes."""
         if not self._pipe.poll(_TIMEOUT_S):
             raise Wrong("the sender's process is silent")
         return self._pipe.recv()

@@ -100,10 +100,10 @@ def _exchange(files: Sequence[Path], part: float) -> None:
     """Two files take each other's names; in a single file, two tensors each other's content."""
     if len(files) > 1:
         at = min(int(part * len(files)), len(files) - 2)
-        aside = files[at].with_suffix(".aside")
-        files[at].rename(aside)
+        other = files[at].with_suffix(".other")
+        files[at].rename(other)
         files[at + 1].rename(files[at])
-        aside.rename(files[at + 1])
+        other.rename(files[at + 1])
         return
     with safe_open(files[0], "pt") as opened:
         sums = opened.metadata()

@@ -203,7 +203,7 @@ class RankedEngine:
 
     def _send(self, named: list[tuple[str, torch.Tensor]], point: str) -> list[str]:
         def broadcast() -> None:
-            with suppress(TransportError):  # a rank is dead: the answers tell
+            with suppress(TransportError):  # a rank is dead: the answers show it
                 self._group.finish(self._group.start_broadcast(pack(named)), time.monotonic() + _ENGINE_TIMEOUT_S)
 
         fields = bucket_fields(named, self._group.name, FLATTENED_BUCKET)

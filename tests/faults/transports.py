@@ -42,7 +42,7 @@ Damage = Literal[
     "flipped",  # one bit
     "truncated",  # half of it comes
     "killed",  # the sender dies in the middle
-    "failed",  # the sender says that it failed; ipc
+    "failed",  # the sender reports a failure of its own; ipc
     "vanished",  # files are removed before they are read
     "reordered",  # files, or tensors in them, take each other's places; published versions
 ]
@@ -188,7 +188,7 @@ def ipc(engine: RefreshHarness, call: Call) -> Verb:
 
 
 class _Killed(Exception):
-    """The sender says no more."""
+    """The sender sends nothing more."""
 
 
 def _damaged_message(server: ParameterServerStandIn, message: Any, damage: Damage | None) -> Any:

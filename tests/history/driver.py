@@ -155,7 +155,7 @@ class Driver(RefreshHarness):
         return bool(self._posted or self._taken)
 
     def post_weights(self, sent: Sent, verb: type[ControlReqInput], **fields: Any) -> None:
-        """Send a weight verb; `sent` says what it really is."""
+        """Send a weight verb; `sent` is what it really brings."""
         self._posted.append((self.post(verb, **fields), sent))
 
     def finish_weights(self, seam: Callable[[], None]) -> None:

@@ -148,7 +148,7 @@ class Machine:
                 self._finish()
 
     def conclude(self) -> None:
-        """Whatever happened: the engine goes on, answers everything, and takes a good refresh."""
+        """After any history: the engine goes on, answers everything, and takes a good refresh."""
         driver = self.driver
         self._resume()
         self._clear()
@@ -214,7 +214,7 @@ class Machine:
             raise Violation("generation does not continue")
 
     def _clear(self) -> None:
-        """Abort what is open, whoever began it."""
+        """Abort the update that is open, if any."""
         draft = self.driver.expected.draft
         if draft is not None:
             self.driver.post_weights(SentAbort(draft.update_id), AbortWeightUpdateReqInput, update_id=draft.update_id)

@@ -51,7 +51,7 @@ def _delta(driver: Driver, call: Call) -> Verb | None:
 
 def _tensor(driver: Driver, call: Call) -> Verb | None:
     if call.damage == "killed":
-        return transports.tensor_safetensors(driver, call)  # the engine looks for memory that is not there any more
+        return transports.tensor_safetensors(driver, call)  # of memory that does not exist any more
     return (_any_form if _is_plain(call) else transports.tensor_pickle)(driver, call)
 
 
