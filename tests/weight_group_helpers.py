@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from tests.announcements import bucket_fields
 from tests.logical_weights_fake import FakeWeights
 from tests.weight_engine_process import Engine
 from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
-from weight_sync.tensor_meta import dtype_name
 
 TIMEOUT_S = 20.0
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -54,15 +54,7 @@ def in_background(call: Callable[[], Any]) -> Callable[[float], BaseException | 
 
 def announce(engine: Engine, group: GroupHandle, named: Named, **more: Any) -> Callable[[float], BaseException | None]:
     """Tell the engine that `named` comes; broadcasting is left to the test."""
-    arguments = {
-        "names": [name for name, _ in named],
-        "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
-        "shapes": [list(tensor.shape) for _, tensor in named],
-        "group_name": group.name,
-        "load_format": None,
-        "weight_version": None,
-        **more,
-    }
+    arguments = {**bucket_fields(named, group.name, None), "weight_version": None, **more}
     return in_background(lambda: engine.update_weights_from_distributed(**arguments))
 
 

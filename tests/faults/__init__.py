@@ -1,16 +1,24 @@
-"""The fault matrix: every fault of a weight refresh, wherever it can occur, and what the engine serves afterwards.
+"""The fault engine of weight refresh: transports, faults and wrong engines, and the matrix of all faults.
 
-contents     versions of a small model, and what an engine that was started with each of them answers
-engines      a real scheduler with a real model; what it serves, and which version that is
-transports   the ways by which weights come, and what can happen to their bytes
+Shared with the histories (`tests.history`):
+
+contents     versions of small models, and what an engine that was started with one of them answers
+harness      a real scheduler whose weight updates a test delivers
+transports   the transports, and what can happen to the bytes on them
 pulls        versions that are published, and what can happen to them
+changes      what can be wrong with the tensors that are sent
 injections   what goes wrong inside the engine
+wrong_engines  engines and ranks that break one rule each, and which suite must notice each
+
+The matrix, every fault at every point of a refresh, and what the engine serves afterwards:
+
+engines      the engine under test; what it serves, and which version that is
 trainers     a refresh as a trainer does it, with a fault in it
 cells        the faults, and where each can occur
 matrix       runs cells
 killed       trainers that are processes of their own, and are killed
 ranks        engines of one and two ranks that are processes of their own, and are killed, or raise
+live_ranks   the ranks of a server as processes
 stopped      ranks of a server that stop and go on, or die, at each point of each verb
 report       the table
-wrong_engines, wrong_ranks  engines and ranks that break one rule each, for the matrix to catch
 """

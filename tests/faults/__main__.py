@@ -30,9 +30,9 @@ def run(
     transports: Sequence[str],
     stagings: Sequence[StagingMode],
     chosen: Callable[[str], bool],
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> dict[str, list[Played]]:
-    """What came of every cell, by the title of its table; `chosen` decides by the name of a fault."""
+    """The outcome of every cell, by the title of its table; `chosen` decides by the name of a fault."""
     played: dict[str, list[Played]] = {
         "One rank": [],
         "Trainers that are processes": [],
@@ -46,7 +46,7 @@ def run(
             if transport in killed.TRANSPORTS:
                 few = [cell for cell in killed.cells(staging, transport) if chosen(cell.fault.title)]
                 processes += play_all(zoo, scratch, few, killed.ProcessTrainer)
-        say(f"{transport}: {len(main) + len(processes)} cells so far")
+        progress(f"{transport}: {len(main) + len(processes)} cells so far")
     if "flattened" in transports:
         for num_ranks in (1, 2):
             for staging in stagings:
@@ -56,7 +56,7 @@ def run(
     if "tensor safetensors" in transports and "host" in stagings:
         for layout in stopped.LAYOUTS:
             stopping += stopped.play_all(zoo, layout, lambda cell: chosen(cell.title))
-            say(f"ranks that stop or die, {layout}: {len(stopping)} cells so far")
+            progress(f"ranks that stop or die, {layout}: {len(stopping)} cells so far")
     order: dict[str, int] = {}
     for number, fault in enumerate(FAULTS):
         order.setdefault(fault.title, number)
@@ -78,13 +78,13 @@ def main() -> int:
     torch.set_num_threads(1)
     start = time.monotonic()
 
-    def say(line: str) -> None:
+    def progress(line: str) -> None:
         print(f"{line}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="lockstep-faults-") as folder:
         zoo = Zoo(Path(folder) / "contents")
         transports, stagings = args.transport or TRANSPORTS, args.staging or STAGINGS
-        played = run(zoo, Path(folder), transports, stagings, lambda title: args.fault in title, say)
+        played = run(zoo, Path(folder), transports, stagings, lambda title: args.fault in title, progress)
     tables = [table(part, title) for title, part in played.items() if part]
     everything = [cell for part in played.values() for cell in part]
     return 1 if print_report(tables, everything, time.monotonic() - start, Console(width=WIDTH)) else 0

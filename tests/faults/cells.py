@@ -2,13 +2,11 @@
 
 A cell is a fault at a point of a refresh over a transport into an engine of a staging mode.  What may come of it:
 
-    KEPT      the old version serves, bit for bit; where nothing is kept aside, the engine may say that it is poisoned
+    KEPT      the old version serves, bit for bit; in mode in_place the engine may report that it is poisoned
     TAKEN     the refresh is not to be disturbed: the new version serves
     EITHER    one of the two
-    TORN      the old content cannot be put back: the engine must say so
+    TORN      the old content cannot be put back: the engine must report it
     ENDS      whether other ranks have the new version cannot be known: the engine must end with the reason
-
-Knows faults.  Does not know how a cell is played.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import torch
 
 from rollout.core.io_struct import (
     AbortReqInput,
@@ -32,10 +28,10 @@ from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
 )
-from tests.faults import injections
+from tests.faults import changes, injections
 from tests.faults.engines import Engine, Outcome, Wrong
 from tests.faults.trainers import BUCKETS, PULL, TRANSPORTS, Point, Sabotage, Trainer
-from tests.faults.transports import Damage, Named
+from tests.faults.transports import Damage
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER
 from weight_sync.staging import StagingMode
@@ -97,33 +93,6 @@ class Cell:
         return f"{self.fault.title} | {self.point} | {self.transport} | {self.staging}"
 
 
-# --- what is sent ------------------------------------------------------------------------------------------------
-
-
-def _rename(named: Named) -> Named:
-    (name, tensor), rest = named[0], named[1:]
-    return [(f"{name}.other", tensor), *rest]
-
-
-def _plant_nan(named: Named) -> Named:
-    (name, tensor), rest = named[0], named[1:]
-    planted = tensor.clone()
-    planted.view(-1)[-1] = torch.nan
-    return [(name, planted), *rest]
-
-
-def _exchange(named: Named) -> Named:
-    """Two tensors of one shape under each other's name, as when a list and its tensors are in different orders."""
-    first: dict[tuple[int, ...], int] = {}
-    for at, (name, tensor) in enumerate(named):
-        other = first.setdefault(tuple(tensor.shape), at)
-        if other != at:
-            changed = list(named)
-            changed[other], changed[at] = (named[other][0], tensor), (name, named[other][1])
-            return changed
-    raise AssertionError("no two tensors of one shape")
-
-
 # --- what happens meanwhile --------------------------------------------------------------------------------------
 
 
@@ -140,7 +109,7 @@ def _abort_requests(trainer: Trainer) -> None:
 
 
 def _flush(trainer: Trainer) -> None:
-    trainer.engine.call(FlushCacheReqInput)  # refused while a request runs, which is none of the refresh's business
+    trainer.engine.call(FlushCacheReqInput)  # refused while a request runs, which does not concern the refresh
 
 
 def _release(trainer: Trainer) -> None:
@@ -226,9 +195,9 @@ def _faults_of_senders() -> Iterator[Fault]:
     yield _content("truncated", damage="truncated")
     repeated = Sabotage("last", twice=True)
     yield replace(_content("repeated", twice=True), on_pull=Fault("repeated", ("last",), "TAKEN", repeated))
-    yield replace(_content("reordered", change=_exchange), on_pull=_damage_on_pull("reordered", "reordered"))
-    yield _content("renamed", change=_rename)
-    yield _content("NaN planted", change=_plant_nan, said=True)
+    yield replace(_content("reordered", change=changes.exchanged), on_pull=_damage_on_pull("reordered", "reordered"))
+    yield _content("renamed", change=changes.renamed)
+    yield _content("NaN planted", change=changes.with_nan, announced=True)
 
 
 def _faults_of_receivers() -> Iterator[Fault]:
@@ -247,8 +216,8 @@ def _faults_of_receivers() -> Iterator[Fault]:
     full = Fault("disk full", BUCKETS, "KEPT", Sabotage("first", inject=injections.disk_full))
     yield replace(full, stagings=("journal",))
     yield replace(full, transports=(PULL,), on_pull=full)
-    gone = _damage_on_pull("file gone before it is read", "vanished")
-    yield replace(gone, transports=("disk", PULL), on_pull=gone)
+    vanished = _damage_on_pull("file gone before it is read", "vanished")
+    yield replace(vanished, transports=("disk", PULL), on_pull=vanished)
     going = Fault("file vanishes while it is read", BUCKETS, "KEPT", Sabotage("first", inject=injections.files_vanish))
     on_pull = replace(going, points=("middle",), verdict="EITHER")  # deltas may have been read by then
     yield replace(going, transports=("disk", PULL), on_pull=on_pull)

@@ -1,7 +1,4 @@
-"""Versions of a small model, and what an engine that was started with each of them answers to one fixed request.
-
-Knows checkpoints.  Does not know refreshes.
-"""
+"""Versions of small models, and what an engine that was started with one of them answers to a fixed request."""
 
 from __future__ import annotations
 
@@ -21,10 +18,13 @@ NEW_TOKENS = 4
 NUM_CONTENTS = 3
 DTYPE = "bfloat16"
 
-_SHAPE: dict[str, Any] = {
+MATRIX_SHAPE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "layers": 2, "dense_first": 1, "heads": 2, "kv_heads": 1, "head_dim": 16,
     "intermediate_size": 32, "experts": 4, "top_k": 2, "moe_intermediate_size": 32, "context_length": 64,
-    "dtype": DTYPE,
+}  # fmt: skip
+HISTORY_SHAPE: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 16, "layers": 2, "dense_first": 0, "heads": 2, "kv_heads": 1, "head_dim": 8,
+    "intermediate_size": 16, "experts": 4, "top_k": 2, "moe_intermediate_size": 8, "context_length": 64,
 }  # fmt: skip
 
 
@@ -45,26 +45,26 @@ class Answer:
     prompt_logprobs: tuple[float | None, ...]
 
 
-class Zoo:
-    """`contents[i]` differ in every tensor; the first is that of `checkpoints[0]`, and so on.
+class Contents:
+    """Random contents of one shape, `contents[i]`, that differ in every tensor; `checkpoints[i]` holds the i-th."""
 
-    `answers[i]`: of an engine that was started with content i and never refreshed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        specs = [CheckpointSpec(seed=seed, **_SHAPE) for seed in range(NUM_CONTENTS)]
+    def __init__(self, folder: Path, shape: dict[str, Any], dtype: str, count: int) -> None:
+        specs = [CheckpointSpec(seed=seed, dtype=dtype, **shape) for seed in range(count)]  # type: ignore[arg-type]
         self.checkpoints = [make_checkpoint(folder / f"content{spec.seed}", spec) for spec in specs]
         self.contents: list[Tensors] = [dict(random_weights(spec)) for spec in specs]
-        self.answers = [ask(new_harness(checkpoint), "cold") for checkpoint in self.checkpoints]
+
+
+class Zoo(Contents):
+    """The matrix's.  `answers[i]`: of an engine that was started with content i and never refreshed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, MATRIX_SHAPE, DTYPE, NUM_CONTENTS)
+        self.answers = [ask(Harness(checkpoint, **harness_settings()), "cold") for checkpoint in self.checkpoints]
         assert len({answer.logprobs for answer in self.answers}) == NUM_CONTENTS
 
 
-def new_harness(checkpoint: Path, **settings: Any) -> Harness:
-    """An engine of the fixed settings, whose log-probabilities do not depend on the batch."""
-    return Harness(checkpoint, **harness_settings() | settings)
-
-
 def harness_settings() -> dict[str, Any]:
+    """Of the matrix's engines."""
     return {
         "dtype": DTYPE,
         "max_total_tokens": 512,

@@ -1,17 +1,13 @@
-"""An engine under test, and what it serves: a real scheduler with a real model, turned by the test.
+"""An engine under test, and the version that it serves.
 
 Serving means three things at once: what it answers to a fixed request, under which label, and which bits lie in
-memory.  They must all be of one version, or the engine must say that it is poisoned, in all three places.
-
-Knows engines and versions.  Does not know transports or faults.
+memory.  They must all be of one version, or the engine must report that it is poisoned, in all three places.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +21,10 @@ from rollout.core.io_struct import (
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import AbortWeightUpdateReqInput
 from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings
-from tests.local_refresh import updater_of
-from tests.scheduler_harness import Harness, Result
+from tests.faults.harness import RefreshHarness
+from tests.scheduler_harness import Result
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import parts_of
-from weight_sync.waiting import DEFAULT_LEASE_S
 
 Outcome = Literal["old", "new", "POISONED", "ENDED"]
 
@@ -41,44 +36,22 @@ class Wrong(Exception):
     """The engine did what no engine may do."""
 
 
-class Engine(Harness):
-    """`in_force`: the version that serves, as the matrix has last established it.
-
-    `at_clean_up` takes what is to be done between cells.
-    """
+class Engine(RefreshHarness):
+    """`in_force`: the version that serves, as the matrix has last established it."""
 
     def __init__(self, zoo: Zoo, staging: StagingMode, scratch: Path) -> None:
         super().__init__(
             zoo.checkpoints[0],
+            staging,
+            scratch,
             **harness_settings(),
-            weight_version="v0",
-            weight_staging=staging,
             weight_journal_dir=str(scratch),
             weight_update_timeout=WEIGHT_UPDATE_TIMEOUT_S,
             enable_memory_saver=True,
         )
         self.zoo = zoo
-        self.staging = staging
-        self.scratch = scratch
         self.in_force = Version("v0", 0)
-        self.updater = updater_of(self)
-        self.weights = self.scheduler.runner.state.model.weights
-        self.now = 0.0  # of the clock that leases go by
-        self.updater._clock = lambda: self.now
         self.updater.groups._timeout_s = DEADLINE_S  # torch may take seconds to look up a host's name
-        self._numbers = itertools.count(1)
-        self._exit = ExitStack()
-
-    def at_clean_up(self, call: Callable[[], Any]) -> None:
-        self._exit.callback(call)
-
-    def clean_up(self) -> None:
-        """Between cells."""
-        self._exit.close()
-
-    def number(self) -> int:
-        """One that was not given before."""
-        return next(self._numbers)
 
     def next_version(self, offset: int) -> Version:
         """A new label for the content `offset` further than the one in force."""
@@ -104,11 +77,6 @@ class Engine(Harness):
             if not ran and not condition():
                 time.sleep(0.0002)
 
-    def lapse(self) -> None:
-        """More time than a lease passes without a call."""
-        self.now += 2 * DEFAULT_LEASE_S
-        self.tick()
-
     def require_closed(self) -> None:
         """Raises `Wrong` while an update is open."""
         if self.call(GetStateReqInput).data["weight_update"]["open"]:
@@ -124,7 +92,7 @@ class Engine(Harness):
         return self.results[rid]
 
     def settle(self) -> None:
-        """Whatever a fault left: generation goes on, and the update that is still open, if any, is over."""
+        """After a fault: abort the update that is still open, and continue generation."""
         update = self.call(GetStateReqInput).data["weight_update"]
         if update["open"]:
             self.call(AbortWeightUpdateReqInput, update_id=update["update_id"])

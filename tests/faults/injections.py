@@ -1,51 +1,87 @@
-"""What goes wrong inside the engine while it carries out one call: writes that fail, votes that are lost, full disks.
+"""What goes wrong inside the engine while it carries out a call: writes that fail, votes that are lost, full disks.
 
-Each is a context: the engine is as it was after it.  Knows the engine's inner parts.  Does not know trainers.
+Each is a context, after which the engine is as it was.  The matrix puts each at one point of a refresh; histories
+(`FAILURES`) around a whole one, in which it happens once and is noted in `RefreshHarness.failed`.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from rollout.control import weight_disk
 from tests.faults.engines import Engine
+from tests.faults.harness import RefreshHarness
 from tests.faults.transports import remove_files
 from weight_sync.errors import StagingError
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.shadow import ShadowStaging
+from weight_sync.staging import StagingMode
 from weight_sync.updater import WeightUpdater
 
 _STAGINGS = {"host": ShadowStaging, "device": ShadowStaging, "journal": JournalStaging, "in_place": InPlaceStaging}
 BUCKETS = ("first", "middle", "last")
+# On what came, and on what was written.
 _VOTES = {"verify": "_vote", "commit": "_commit_vote"}
-"""On what came, and on what was written."""
 
 
 class Injected(RuntimeError):
     """Raised where a fault was put."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A method that carries out a step of a refresh.  From its `call`-th call on something has been done already."""
+
+    owner: Any
+    name: str
+    call: int = 1
+
+
+def place_of(step: str, staging: StagingMode) -> Place:
+    """`step`: a bucket, "verify" or "commit"."""
+    of_mode = _STAGINGS[staging]
+    if step in BUCKETS:
+        return Place(of_mode, "write", 2)
+    if step == "verify":
+        return Place(of_mode, "prepare")
+    return Place(of_mode, "exchange", 2) if of_mode is ShadowStaging else Place(of_mode, "commit")
+
+
+def hook(
+    owner: Any, name: str, before: Callable[[int], Any] = lambda _: None, after: Callable[[], Any] = lambda: None
+) -> Any:
+    """A patch of a method; `before` is given the number of the call, from 1."""
+    original = getattr(owner, name)
+    numbers = itertools.count(1)
+
+    def hooked(*arguments: Any, **named: Any) -> Any:
+        before(next(numbers))
+        result = original(*arguments, **named)
+        after()
+        return result
+
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return mock.patch.object(owner, name, staticmethod(hooked) if is_static else hooked)
+
+
 def raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
     """In the middle of a bucket; while the commit is prepared; half-way through the commit."""
-    staging = _STAGINGS[engine.staging]
-    if point in BUCKETS:
-        return _raises_at(staging, "write", _nth_write(engine, point))
-    if point == "verify":
-        return _raises_at(staging, "prepare", 1)
-    if staging is ShadowStaging:
-        return _raises_at(staging, "exchange", 2, is_static=True)
-    return _raises_at(staging, "commit", 1)
+    place = place_of(point, engine.staging)
+    return _raises_at(replace(place, call=_nth_write(engine, point)) if point in BUCKETS else place)
 
 
 def derived_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
     """After all tensors are written, once."""
-    return _raises_at(engine.weights, "recompute_derived", 1)
+    return _raises_at(Place(engine.weights, "recompute_derived"))
 
 
 def restore_raising(engine: Engine, point: str) -> Any:
@@ -62,9 +98,20 @@ def restore_raising(engine: Engine, point: str) -> Any:
     return injected()
 
 
-def vote_lost(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """Another rank is not well."""
-    return mock.patch.object(engine.updater, _VOTES[point], lambda mine: False)
+def vote_lost(engine: RefreshHarness, point: str) -> AbstractContextManager[Any]:
+    """Another rank is not well, once."""
+    name = _VOTES[point]
+    vote = getattr(engine.updater, name)
+    is_lost = False
+
+    def lost(mine: bool) -> bool:
+        nonlocal is_lost
+        if is_lost or not mine:
+            return vote(mine)
+        is_lost, engine.failed = True, f"vote_{point}"
+        return False
+
+    return mock.patch.object(engine.updater, name, lost)
 
 
 def vote_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
@@ -74,6 +121,39 @@ def vote_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
         raise TimeoutError("a rank did not vote")
 
     return mock.patch.object(engine.updater, _VOTES[point], vote)
+
+
+@contextmanager
+def second_write_raising(engine: RefreshHarness, *, restoring_too: bool) -> Iterator[None]:
+    """The second write into the model, or exchange with it.  `restoring_too`: until the verb is answered nothing that
+    was written can be put back either."""
+    name = "restore" if restoring_too else "write"
+    numbers = itertools.count(1)
+
+    def restore(_: int) -> None:
+        if restoring_too and engine.failed == name:
+            raise Injected("restoring was made to fail")
+
+    def write(_: int) -> None:
+        restore(0)
+        if next(numbers) == 2:
+            engine.failed = name
+            raise Injected("a write was made to fail")
+
+    with (
+        hook(ShadowStaging, "exchange", write),
+        hook(engine.weights, "write", write),
+        hook(engine.weights, "restore", restore),
+    ):
+        yield
+
+
+FAILURES: dict[str, Callable[[RefreshHarness], AbstractContextManager[Any]]] = {
+    "vote_verify": lambda engine: vote_lost(engine, "verify"),
+    "vote_commit": lambda engine: vote_lost(engine, "commit"),
+    "write": lambda engine: second_write_raising(engine, restoring_too=False),
+    "restore": lambda engine: second_write_raising(engine, restoring_too=True),
+}
 
 
 def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
@@ -125,21 +205,14 @@ def _nth_write(engine: Engine, point: str) -> int:
     return {"first": 1, "middle": count // 2, "last": count}[point]
 
 
-@contextmanager
-def _raises_at(owner: Any, name: str, count: int, is_static: bool = False) -> Iterator[None]:
-    """The `count`-th call of a method raises, instead of doing anything."""
-    original = getattr(owner, name)
-    calls = 0
+def _raises_at(place: Place) -> AbstractContextManager[Any]:
+    """The `call`-th call of the method raises, instead of doing anything."""
 
-    def wrong(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            raise Injected(f"{name} was made to fail")
-        return original(*arguments)
+    def before(number: int) -> None:
+        if number == place.call:
+            raise Injected(f"{place.name} was made to fail")
 
-    with mock.patch.object(owner, name, staticmethod(wrong) if is_static else wrong):
-        yield
+    return hook(place.owner, place.name, before)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 The engine is this process's, the control calls too; the process killed is the one that the tensors come from.  A good
 refresh afterwards is that of a new process.
-
-Knows processes.  What serves afterwards is `matrix`'s to judge.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class ProcessTrainer(Trainer):
         engine = self.engine
         if self._sender is None:
             self._sender = IpcSender() if self.transport == "ipc" else GroupSender(engine)
-        call = Call(named, self._base)
+        call = Call(engine.number(), named, self._base)
         verb, fields = self._sender.start(engine, self.transport, call, stops=damage == "killed")
         request_id = engine.post(verb, weight_version=label, update_id=update_id, **fields)
         engine.tick()
@@ -115,7 +113,7 @@ class Sender:
         self.receive()
 
     def receive(self) -> Any:
-        """What the process says.  Raises `Wrong` when it says nothing."""
+        """A message of the process.  Raises `Wrong` when none comes."""
         if not self._pipe.poll(_TIMEOUT_S):
             raise Wrong("the sender's process is silent")
         return self._pipe.recv()

@@ -1,8 +1,6 @@
-"""Plays cells, and says what came of each.
+"""Plays cells and judges the outcome of each.
 
-    fault -> whoever died is over its lease -> what serves?  -> a good refresh over the same transport -> what serves?
-
-Knows cells and engines.  Does not know the table.
+fault -> a dead trainer's lease expires -> what serves?  -> a good refresh over the same transport -> what serves?
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tests.scheduler_harness import Result
 
 @dataclass(frozen=True)
 class Played:
-    """`outcome` None: `wrong` says why the cell is."""
+    """`outcome` None: the cell is wrong, and `wrong` is the reason."""
 
     fault: str
     point: str
@@ -63,7 +61,7 @@ def play_all(
         if engine is not None:
             engine.clean_up()
         if wrong is not None or outcome == "ENDED":
-            engine = None  # and it may hang, so nothing more is asked of it
+            engine = None  # it may hang
         seconds = time.perf_counter() - start
         yield Played(cell.fault.title, cell.point, cell.transport, cell.staging, outcome, wrong, seconds)
     if engine is not None:
@@ -74,16 +72,16 @@ def play(engine: Engine, trainer: Trainer, cell: Cell) -> Outcome:
     """One cell.  Raises `Wrong`."""
     old, new = engine.in_force, engine.next_version(1)
     trainer.fail(new, cell.sabotage)
-    if trainer.gone:
+    if trainer.is_dead:
         engine.lapse()
         engine.require_closed()
     engine.settle()
-    rider = trainer.rider
-    if rider is not None:
-        engine.finish(rider)
+    request = trainer.request
+    if request is not None:
+        engine.finish(request)
     outcome = engine.outcome(old, new)
-    if rider is not None:
-        _check_rider(engine, cell, rider, old, new, outcome)
+    if request is not None:
+        _check_request(engine, cell, request, old, new, outcome)
     if outcome not in cell.allowed:
         raise Wrong(f"{outcome} serves, and not {' or '.join(sorted(cell.allowed))}")
     engine.in_force = new if outcome == "new" else old
@@ -101,9 +99,9 @@ def good_refresh(engine: Engine, trainer: Trainer, offset: int = 1) -> None:
     engine.in_force = good
 
 
-def _check_rider(engine: Engine, cell: Cell, rider: Result, old: Version, new: Version, outcome: Outcome) -> None:
-    """The request that was under way: of one version, or aborted by what aborts requests, or refused as poisoned."""
-    record = rider.finished
+def _check_request(engine: Engine, cell: Cell, request: Result, old: Version, new: Version, outcome: Outcome) -> None:
+    """The request that was running: of one version, or aborted by what aborts requests, or refused as poisoned."""
+    record = request.finished
     assert record is not None
     if record.reason.status_code == 503 and outcome == "POISONED":
         return
@@ -111,4 +109,4 @@ def _check_rider(engine: Engine, cell: Cell, rider: Result, old: Version, new: V
         return
     labels = {span.version for span in record.weight_versions}
     version = new if labels == {new.label} else old
-    engine.require_answer(rider, version)
+    engine.require_answer(request, version)

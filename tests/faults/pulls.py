@@ -1,63 +1,72 @@
-"""`/pull_weights`: versions published one on top of the other, in each encoding by turns, and what can happen to them.
-
-Knows published folders.  Does not know which faults there are.
-"""
+"""`/pull_weights`: versions published one on top of the other, and what can happen to them."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rollout.core.weight_io_struct import PullWeightsReqInput
-from tests.faults.contents import Tensors
-from tests.faults.engines import Engine
-from tests.faults.transports import Damage, Verb
+from tests.faults.transports import Damage
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_bytes, publish_encoded
 from weight_sync.delta.version_dir import version_path
 
-ENCODINGS = ("xor", "overwrite", "ulp-gap")
-_FRAME_BYTES = 16 << 10  # several frames, so several files
+Encoding = Literal["xor", "overwrite", "ulp-gap"]
+ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "ulp-gap")
+_FRAME_BYTES = 16 << 10  # of small models several frames, so several files
 
 
 class Publisher:
-    """What one trainer publishes for one engine.  Version 0 is the engine's own checkpoint."""
+    """What one trainer publishes in `folder/source`, and an engine pulls to `folder/local`.
 
-    def __init__(self, engine: Engine) -> None:
-        self.source = engine.scratch / "source"
-        self.local = engine.scratch / "local"
-        self.source.mkdir()
-        self._versions: list[Tensors] = [engine.zoo.contents[0]]
+    `tensors`: of version `last`; version 0 is the engine's own checkpoint.
+    """
 
-    @property
-    def last(self) -> int:
-        return len(self._versions) - 1
+    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], frame_bytes: int = _FRAME_BYTES) -> None:
+        self.source = folder / "source"
+        self.local = folder / "local"
+        self.source.mkdir(parents=True, exist_ok=True)
+        self.last = 0
+        self.tensors = self._before = tensors
+        self._frame_bytes = frame_bytes
+        self._whole: dict[Path, dict[str, bytes]] = {}  # of versions that were damaged: their files
 
-    def publish(self, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """One more version.  A tensor that the last one does not have changes from zeros."""
-        number, last = len(self._versions), self._versions[-1]
-        old = {name: last.get(name, torch.zeros_like(tensor)) for name, tensor in tensors.items()}
-        encoding = ENCODINGS[number % len(ENCODINGS)]
+    def publish(self, tensors: Mapping[str, torch.Tensor], encoding: Encoding | None = None) -> Path:
+        """One more version, in an encoding by turns.  A tensor that the last one does not have changes from zeros."""
+        number = self.last + 1
+        old = {name: self.tensors.get(name, torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+        encoding = encoding or ENCODINGS[number % len(ENCODINGS)]
         if encoding == "ulp-gap":
-            delta = DeltaEncoder(old.items(), frame_bytes=_FRAME_BYTES).encode(tensors.items())
+            delta = DeltaEncoder(old.items(), frame_bytes=self._frame_bytes).encode(tensors.items())
             folder = publish_encoded(self.source, number, delta)
         else:
             folder = publish_bytes(self.source, number, old, tensors, encoding=encoding)
-        self._versions.append(dict(tensors))
+        self.last, self._before, self.tensors = number, self.tensors, dict(tensors)
         return folder
 
     def retract(self) -> None:
         """What was published last was never accepted: the next one takes its number."""
-        shutil.rmtree(version_path(self.source, self.last), ignore_errors=True)
-        self._versions.pop()
+        folder = version_path(self.source, self.last)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._whole.pop(folder, None)
+        self.last, self.tensors = self.last - 1, self._before
+
+    def repair(self) -> None:
+        """Publish again what was damaged."""
+        for folder, files in self._whole.items():
+            folder.mkdir(exist_ok=True)
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+        self._whole.clear()
 
     def damage(self, folder: Path, damage: Damage, part: float) -> None:
         """Damage a published version at `part` (0..1) of its content."""
+        self._whole[folder] = {file.name: file.read_bytes() for file in folder.iterdir()}
         if damage == "killed":
             folder.rename(folder.with_name(f".{folder.name}.1"))  # what a publisher has made before it publishes
             return
@@ -76,8 +85,10 @@ class Publisher:
             content[at] ^= 1
             file.write_bytes(content)
 
-    def verb(self) -> Verb:
-        return PullWeightsReqInput, {
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the call that pulls the last version."""
+        return {
             "local_checkpoint_dir": str(self.local),
             "source_dir": str(self.source),
             "target_version": self.last,
@@ -89,10 +100,10 @@ def _exchange(files: Sequence[Path], part: float) -> None:
     """Two files take each other's names; in a single file, two tensors each other's content."""
     if len(files) > 1:
         at = min(int(part * len(files)), len(files) - 2)
-        aside = files[at].with_suffix(".aside")
-        files[at].rename(aside)
+        other = files[at].with_suffix(".other")
+        files[at].rename(other)
         files[at + 1].rename(files[at])
-        aside.rename(files[at + 1])
+        other.rename(files[at + 1])
         return
     with safe_open(files[0], "pt") as opened:
         sums = opened.metadata()

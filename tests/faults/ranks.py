@@ -1,17 +1,14 @@
 """Engines of one and two ranks that are processes of their own: a rank raises, or is killed, at each step of a refresh.
 
 Each rank is a `WeightUpdater` over the small fake model; the ranks vote over gloo, with a deadline, and receive the
-tensors over a group with the trainer, which is this process.  What a rank holds is told by the bits of its memory.  A
+tensors over a group with the trainer, which is this process.  What a rank holds is found in the bits of its memory.  A
 rank that was killed takes its engine with it: the survivor must be at one version until then, and the new engine,
 started with the old version, must take a refresh.
-
-Knows updaters and processes.  Does not know schedulers.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import multiprocessing
 import os
 import signal
@@ -25,19 +22,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tests.announcements import bucket_fields
 from tests.faults.engines import Outcome, Wrong
+from tests.faults.injections import Place, hook, place_of
 from tests.faults.killed import forkserver
 from tests.faults.matrix import Played
 from tests.logical_weights_fake import FakeWeights, version
 from tests.loopback_updater import broadcast_source
 from weight_sync.bucket import pack
 from weight_sync.errors import TransportError, WeightSyncError
-from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 from weight_sync.receivers.distributed import FLATTENED_BUCKET
-from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
-from weight_sync.tensor_meta import dtype_name
 from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
 
@@ -207,16 +203,10 @@ class RankedEngine:
 
     def _send(self, named: list[tuple[str, torch.Tensor]], point: str) -> list[str]:
         def broadcast() -> None:
-            with suppress(TransportError):  # a rank is dead: the answers tell
+            with suppress(TransportError):  # a rank is dead: the answers show it
                 self._group.finish(self._group.start_broadcast(pack(named)), time.monotonic() + _ENGINE_TIMEOUT_S)
 
-        fields = {
-            "names": [name for name, _ in named],
-            "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
-            "shapes": [list(tensor.shape) for _, tensor in named],
-            "group_name": self._group.name,
-            "load_format": FLATTENED_BUCKET,
-        }
+        fields = bucket_fields(named, self._group.name, FLATTENED_BUCKET)
         return self.ask_all("receive", broadcast, point=point, fields=fields)
 
     def _tell(self, rank: int, verb: str, arguments: dict[str, Any]) -> None:
@@ -269,7 +259,7 @@ class _Rank:
         self._ranks = ranks
         self._weights = FakeWeights(_OLD)
         self._votes = self._vote_group(vote_port) if ranks > 1 else None
-        self._set_traps()
+        self._set_traps(staging)
         self._updater = WeightUpdater(
             self._weights, device="cpu", timeout_s=_ENGINE_TIMEOUT_S, vote=self._vote, staging=staging
         )
@@ -315,28 +305,14 @@ class _Rank:
     def _vote_group(self, port: int) -> GroupHandle:
         return init_process_group("127.0.0.1", port, self._number, self._ranks, f"votes-{port}", "gloo", _DEADLINE_S)
 
-    def _set_traps(self) -> None:
-        self._trap(WeightTransaction, "__init__", lambda: "begin")
-        for staging in (ShadowStaging, JournalStaging, InPlaceStaging):
-            self._trap(staging, "write", lambda: self.bucket, from_call=2)
-            self._trap(staging, "prepare", lambda: "verify")
-        self._trap(ShadowStaging, "exchange", lambda: "commit", from_call=2, is_static=True)
-        for in_model in (JournalStaging, InPlaceStaging):
-            self._trap(in_model, "commit", lambda: "commit")
+    def _set_traps(self, staging: StagingMode) -> None:
+        """For the life of the process."""
+        hook(WeightTransaction, "__init__", lambda _: self.trap.at("begin")).start()
+        for step, now in (("first", lambda: self.bucket), ("verify", lambda: "verify"), ("commit", lambda: "commit")):
+            self._trap(place_of(step, staging), now)
 
-    def _trap(
-        self, owner: Any, name: str, step: Callable[[], str], from_call: int = 1, is_static: bool = False
-    ) -> None:
-        """Before the method; from its `from_call`-th call on, so that something has been done already."""
-        original = getattr(owner, name)
-        calls = itertools.count(1)
-
-        def trapped(*arguments: Any, **named: Any) -> Any:
-            if next(calls) >= from_call:
-                self.trap.at(step())
-            return original(*arguments, **named)
-
-        setattr(owner, name, staticmethod(trapped) if is_static else trapped)
+    def _trap(self, place: Place, step: Callable[[], str]) -> None:
+        hook(place.owner, place.name, lambda number: self.trap.at(step()) if number >= place.call else None).start()
 
 
 def _rank_main(pipe: Connection, rank: int, ranks: int, staging: StagingMode, vote_port: int) -> None:

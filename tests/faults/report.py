@@ -1,7 +1,4 @@
-"""The table: a row for each fault and point, a column for each transport, in it what served afterwards.
-
-Knows what was played.  Does not know how.
-"""
+"""The table: a row for each fault and point, a column for each transport, in it what served afterwards."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ WIDTH = 150
 
 
 def table(played: Sequence[Played], title: str) -> Table:
-    """Points of one fault that look the same share a row."""
+    """Points of one fault with the same outcomes share a row."""
     columns = list(dict.fromkeys(cell.transport for cell in played))
     grid = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for name in ("fault", "at", *columns):
-        grid.add_column(name.replace("_", " ").replace(" ", "\n"), no_wrap=True)
+    for header in ("fault", "at", *columns):
+        grid.add_column(header.replace("_", " ").replace(" ", "\n"), no_wrap=True)
     for fault in dict.fromkeys(cell.fault for cell in played):
-        said = fault
+        name = fault
         for points, row in _rows([cell for cell in played if cell.fault == fault], columns):
-            grid.add_row(said, ", ".join(points), *row)
-            said = ""
+            grid.add_row(name, ", ".join(points), *row)
+            name = ""
     return grid
 
 

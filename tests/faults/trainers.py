@@ -4,9 +4,7 @@
 
 All its calls carry the id of its update; those of a second trainer none.
 A trainer whose calls are refused goes on regardless: an engine must not rely on its manners.  Only one that was killed
-says no more.
-
-Knows the order of a refresh and where a fault comes into it.  Does not know which faults there are.
+sends nothing more.
 """
 
 from __future__ import annotations
@@ -16,22 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     ManifestEntry,
+    PullWeightsReqInput,
     UpdateWeightsFromDiskReqInput,
 )
+from tests.announcements import manifest_of
 from tests.faults.contents import Tensors, Version
 from tests.faults.engines import Engine, Wrong
 from tests.faults.pulls import Publisher
 from tests.faults.transports import SENDS, Call, Damage, Named
 from tests.scheduler_harness import Result
-from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import dtype_name
 
 Point = Literal["first", "middle", "last", "between", "verify", "commit"]
 """A bucket, the gap between the two halves of end, or one of the two."""
@@ -45,14 +41,14 @@ TRANSPORTS = (*SENDS, PULL)
 class Sabotage:
     """What goes wrong at `point`.
 
-    `change`: the tensors that are sent; `said`: the manifest was made of them.  `damage`: their bytes.  `twice`: the
+    `change`: the tensors that are sent; `announced`: the manifest has them too.  `damage`: their bytes.  `twice`: the
     bucket comes once more.  `inject`: in the engine, while it carries out the call.  `event`: after the call, or, for a
-    pull, in the middle of it.  `dies`: the trainer says no more.
+    pull, in the middle of it.  `dies`: the trainer sends nothing more.
     """
 
     point: Point
     change: Callable[[Named], Named] | None = None
-    said: bool = False
+    announced: bool = False
     damage: Damage | None = None
     twice: bool = False
     inject: Callable[[Engine, Point], AbstractContextManager[Any]] | None = None
@@ -67,22 +63,22 @@ class Sabotage:
 class Trainer:
     """One trainer of one engine over one transport, for as long as the engine lives.
 
-    `rider`: a request that is under way when the fault comes.
+    `request`: one that is running when the fault comes.  `is_dead`: the trainer sends nothing more.
     """
 
     def __init__(self, engine: Engine, transport: str) -> None:
         self.engine = engine
         self.transport = transport
-        self.rider: Result | None = None
-        self.gone = False
-        self._publisher = Publisher(engine) if transport == PULL else None
+        self.request: Result | None = None
+        self.is_dead = False
+        self._publisher = Publisher(engine.scratch, engine.zoo.contents[0]) if transport == PULL else None
         self._base: Tensors = {}
 
     # --- a good one -----------------------------------------------------------------------------------------------
 
     def refresh(self, target: Version) -> None:
         """Without a fault.  Raises `Wrong` when it is refused."""
-        self.gone, self.rider = False, None
+        self.is_dead, self.request = False, None
         self._base = self.engine.zoo.contents[self.engine.in_force.content]
         if self.transport == PULL:
             answers = [self._pull(target, None)]
@@ -100,7 +96,7 @@ class Trainer:
 
     def fail(self, target: Version, sabotage: Sabotage) -> list[ControlReqOutput]:
         """With a fault; the engine's answers."""
-        self.gone, self.rider = False, None
+        self.is_dead, self.request = False, None
         self._base = self.engine.zoo.contents[self.engine.in_force.content]
         if self.transport == PULL:
             return [self._pull(target, sabotage)]
@@ -127,7 +123,7 @@ class Trainer:
         return answers
 
     def _announced(self, buckets: list[Named], sabotage: Sabotage | None) -> list[Named]:
-        if sabotage is None or sabotage.change is None or not sabotage.said or sabotage.point not in BUCKETS:
+        if sabotage is None or sabotage.change is None or not sabotage.announced or sabotage.point not in BUCKETS:
             return buckets
         hit = BUCKETS.index(sabotage.point)
         return [sabotage.change(bucket) if number == hit else bucket for number, bucket in enumerate(buckets)]
@@ -137,16 +133,16 @@ class Trainer:
             BeginWeightUpdateReqInput,
             update_id=self._update_id,
             weight_version=target.label,
-            manifest=[_manifest_entry(name, tensor) for name, tensor in named],
+            manifest=[ManifestEntry(**entry) for entry in manifest_of(named)],
         )
 
     def _send(self, bucket: Named, target: Version, sabotage: Sabotage | None) -> list[ControlReqOutput]:
         answers: list[ControlReqOutput] = []
         for time in range(2 if sabotage is not None and sabotage.twice else 1):
-            if not self.gone:
+            if not self.is_dead:
                 sent = bucket if sabotage is None or sabotage.change is None else sabotage.change(bucket)
                 damage = sabotage.damage if sabotage is not None and time == 0 else None
-                self.gone = self.gone or (damage == "killed")
+                self.is_dead = self.is_dead or (damage == "killed")
                 answers += self.send(sent, target.label, damage, self._update_id)
         return answers
 
@@ -154,28 +150,29 @@ class Trainer:
         self, named: Named, label: str, damage: Damage | None = None, update_id: str | None = None
     ) -> list[ControlReqOutput]:
         """One bucket; no answer when the sender died before it could call."""
-        call = SENDS[self.transport](self.engine, Call(named, self._base, damage))
-        if call is None:
+        sent = SENDS[self.transport](self.engine, Call(self.engine.number(), named, self._base, damage))
+        if sent is None:
             return []
-        return [self.engine.call(call[0], weight_version=label, update_id=update_id, **call[1])]
+        verb, fields = sent
+        return [self.engine.call(verb, weight_version=label, update_id=update_id, **fields)]
 
     def _end(self, phase: Literal["verify", "commit"]) -> list[ControlReqOutput]:
-        if self.gone:
+        if self.is_dead:
             return []
         return [self.engine.call(EndWeightUpdateReqInput, phase=phase, update_id=self._update_id)]
 
     @contextmanager
     def _at(self, point: Point, sabotage: Sabotage | None) -> Iterator[Sabotage | None]:
-        """The fault, if it is at this point: what is injected is in force meanwhile, what happens, happens after it."""
-        if sabotage is None or sabotage.point != point or self.gone:
+        """The fault, if it is at this point: what is injected lasts meanwhile, the event comes after it."""
+        if sabotage is None or sabotage.point != point or self.is_dead:
             yield None
             return
-        self.rider = self.engine.start_request(1)
+        self.request = self.engine.start_request(1)
         with nullcontext() if sabotage.inject is None else sabotage.inject(self.engine, point):
             yield sabotage
         if sabotage.event is not None:
             sabotage.event(self)
-        self.gone = self.gone or sabotage.dies
+        self.is_dead = self.is_dead or sabotage.dies
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -196,17 +193,17 @@ class Trainer:
         if sabotage is not None and sabotage.damage is not None:
             publisher.damage(folder, sabotage.damage, part)
         answer = self._pull_now(target, sabotage)
-        if sabotage is not None and (sabotage.damage is not None or (change is not None and not sabotage.said)):
+        if sabotage is not None and (sabotage.damage is not None or (change is not None and not sabotage.announced)):
             publisher.retract()
         return answer
 
     def _pull_now(self, target: Version, sabotage: Sabotage | None) -> ControlReqOutput:
         engine, publisher = self.engine, self._publisher
         assert publisher is not None
-        verb, fields = publisher.verb()
+        verb, fields = PullWeightsReqInput, publisher.fields
         if sabotage is None:
             return engine.call(verb, weight_version=target.label, **fields)
-        self.rider = engine.start_request(1)
+        self.request = engine.start_request(1)
         with nullcontext() if sabotage.inject is None else sabotage.inject(engine, sabotage.point):
             request_id = engine.post(verb, weight_version=target.label, **fields)
             if sabotage.event is not None:
@@ -216,12 +213,3 @@ class Trainer:
         if sabotage.twice:
             answer = engine.call(verb, weight_version=target.label, **fields)
         return answer
-
-
-def _manifest_entry(name: str, tensor: torch.Tensor) -> ManifestEntry:
-    return ManifestEntry(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=list(tensor.shape),
-        fingerprint=fingerprint_hex(fingerprint(tensor)),
-    )

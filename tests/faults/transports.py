@@ -1,22 +1,21 @@
-"""The ways by which a bucket reaches the engine, and what can happen to its bytes on the way.
+"""The transports by which a bucket reaches the engine, and what can happen to its bytes on the way.
 
-A transport turns a call's tensors into a weight verb, and makes the engine's side of it find them.  The sender's end is
-played in this process; trainers that are processes of their own are `killed`'s.
-
-Knows bytes.  Does not know which faults there are, or what they should come to.
+A transport turns a call's tensors into a weight verb and gives the engine's side of it something to find.  The sender's
+end is played in this process; trainers that are processes of their own are in `killed`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
 import torch
+import zmq
 from safetensors.torch import save, save_file
 
 from rollout.core.message import ControlReqInput
@@ -26,8 +25,9 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from tests.faults.contents import Tensors
-from tests.faults.engines import Engine
+from tests import sglang_payloads
+from tests.announcements import bucket_fields
+from tests.faults.harness import RefreshHarness
 from tests.parameter_server_stand_in import ParameterServerStandIn
 from weight_sync.bucket import pack
 from weight_sync.delta.encoder import DeltaEncoder
@@ -35,25 +35,37 @@ from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.delta import DELTA
 from weight_sync.receivers.distributed import FLATTENED_BUCKET
-from weight_sync.tensor_meta import dtype_name
 
 Named = list[tuple[str, torch.Tensor]]
 Verb = tuple[type[ControlReqInput], dict[str, Any]]
-Damage = Literal["flipped", "truncated", "killed", "vanished", "reordered"]  # the last two of files only
+Damage = Literal[
+    "flipped",  # one bit
+    "truncated",  # half of it comes
+    "killed",  # the sender dies in the middle
+    "failed",  # the sender reports a failure of its own; ipc
+    "vanished",  # files are removed before they are read
+    "reordered",  # files, or tensors in them, take each other's places; published versions
+]
 _IPC_BUCKET_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors that one verb is to bring.  `base`: what the engine holds, for deltas."""
+    """Tensors that one verb is to bring.
 
+    `number`: of the call; what is sent by turns goes by it.  `base`: what the engine holds, for deltas.  `seam` is
+    called in the middle of the transfer, where the transport has one.
+    """
+
+    number: int
     named: Named
-    base: Tensors
+    base: Mapping[str, torch.Tensor] = field(default_factory=dict)
     damage: Damage | None = None
+    seam: Callable[[], None] = lambda: None
 
 
-Send = Callable[[Engine, Call], Verb | None]
-"""The verb that brings a call's tensors, without its `weight_version`; None: the sender died before it could call."""
+Send = Callable[[RefreshHarness, Call], Verb | None]
+"""Returns the verb that brings a call's tensors, without `weight_version`; None: the sender died before its call."""
 
 
 # --- update_weights_from_distributed -----------------------------------------------------------------------------
@@ -62,78 +74,92 @@ Send = Callable[[Engine, Call], Verb | None]
 class PlayedGroup(GroupHandle):
     """A joined group in which the sender's broadcasts are already under way."""
 
-    def __init__(self, name: str, messages: list[torch.Tensor], damage: Damage | None) -> None:
+    def __init__(self, name: str, messages: list[torch.Tensor], call: Call) -> None:
         super().__init__(name, rank=1, world_size=2, backend="gloo", timeout_s=1.0, process_group=None)
         self.messages = messages
-        self._hit = len(messages) // 2 if damage is not None else -1
-        self._damage = damage
+        self._call = call
         self._count = 0
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> Any:
         message = self.messages[self._count]
-        if self._count == self._hit:
-            if self._damage == "killed":
+        if self._count == len(self.messages) // 2:
+            self._call.seam()
+            if self._call.damage == "killed":
                 self.broken = True
                 raise TransportError(f"broadcast in group {self.name!r} failed: the peer is gone")
-            message = _damaged(message, self._damage)
+            message = _damaged(message, self._call.damage)
         self._count += 1
-        tensor[: message.numel()].copy_(message)  # gloo does not tell how long a message was
+        tensor[: message.numel()].copy_(message)  # gloo does not say how long a message was
         return None
 
     def finish(self, work: Any, deadline: float) -> None:
         """The message was there at once."""
 
 
-def distributed(engine: Engine, call: Call) -> Verb:
+def distributed(engine: RefreshHarness, call: Call) -> Verb:
     """A broadcast per tensor."""
-    return _broadcast(engine, call.named, [pack([item]) for item in call.named], None, call.damage)
+    return _broadcast(engine, call, call.named, [pack([item]) for item in call.named], None)
 
 
-def flattened(engine: Engine, call: Call) -> Verb:
-    return _broadcast(engine, call.named, [pack(call.named)], FLATTENED_BUCKET, call.damage)
+def flattened(engine: RefreshHarness, call: Call) -> Verb:
+    return _broadcast(engine, call, call.named, [pack(call.named)], FLATTENED_BUCKET)
 
 
-def delta(engine: Engine, call: Call) -> Verb:
-    """A frame over what is in force.  What the engine does not have is a delta over zeros."""
-    base = [(name, call.base.get(name, torch.zeros_like(tensor))) for name, tensor in call.named]
+def delta(engine: RefreshHarness, call: Call) -> Verb:
+    """A frame over `base`.  What that lacks, or has in another form, is a delta over zeros."""
+    base = [
+        (name, call.base[name] if _is_alike(call.base.get(name), tensor) else torch.zeros_like(tensor))
+        for name, tensor in call.named
+    ]
     (payload,) = DeltaEncoder(base).encode(call.named).payloads()
     frame = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return _broadcast(engine, [("delta", frame)], [frame], DELTA, call.damage)
+    return _broadcast(engine, call, [("delta", frame)], [frame], DELTA)
 
 
 def _broadcast(
-    engine: Engine, named: Named, messages: list[torch.Tensor], load_format: str | None, damage: Damage | None
+    engine: RefreshHarness, call: Call, named: Named, messages: list[torch.Tensor], load_format: str | None
 ) -> Verb:
-    group_name = f"group{engine.number()}"
-    engine.updater.groups._groups[group_name] = PlayedGroup(group_name, messages, damage)
-    return UpdateWeightsFromDistributedReqInput, {
-        "names": [name for name, _ in named],
-        "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
-        "shapes": [list(tensor.shape) for _, tensor in named],
-        "group_name": group_name,
-        "load_format": load_format,
-    }
+    group_name = f"group{call.number}"
+    engine.updater.groups._groups[group_name] = PlayedGroup(group_name, messages, call)
+    return UpdateWeightsFromDistributedReqInput, bucket_fields(named, group_name, load_format)
+
+
+def _is_alike(base: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return base is not None and base.dtype == tensor.dtype and base.shape == tensor.shape
 
 
 # --- update_weights_from_tensor ----------------------------------------------------------------------------------
 
 
-def tensor_pickle(engine: Engine, call: Call) -> Verb | None:
+def tensor_pickle(engine: RefreshHarness, call: Call) -> Verb | None:
+    return _payload(call, pickle.dumps(call.named))
+
+
+def tensor_flattened(engine: RefreshHarness, call: Call) -> Verb | None:
+    """SGLang's flattened bucket, pickled."""
+    with sglang_payloads.classes_in(sglang_payloads.BUCKET_MODULES[0]):
+        content = pickle.dumps(sglang_payloads.flattened(call.named))
+    return _payload(call, content, load_format=FLATTENED_BUCKET)
+
+
+def tensor_inline(engine: RefreshHarness, call: Call) -> Verb | None:
+    """Safetensors in the call."""
+    return _payload(call, save(dict(call.named)), format="safetensors")
+
+
+def _payload(call: Call, content: bytes, **fields: Any) -> Verb | None:
     if call.damage == "killed":
         return None
-    content = torch.frombuffer(bytearray(pickle.dumps(call.named)), dtype=torch.uint8)
-    payload = bytearray(_damaged(content, call.damage).numpy().tobytes())
-    return UpdateWeightsFromTensorReqInput, {"payload": payload}
+    return UpdateWeightsFromTensorReqInput, {"payload": bytearray(_damaged_bytes(content, call.damage)), **fields}
 
 
-def tensor_safetensors(engine: Engine, call: Call) -> Verb:
+def tensor_safetensors(engine: RefreshHarness, call: Call) -> Verb:
     """In shared memory, which a sender that is killed takes with it."""
-    content = torch.frombuffer(bytearray(save(dict(call.named))), dtype=torch.uint8)
-    content = _damaged(content, call.damage)
-    segment = SharedMemory(create=True, size=content.numel())
+    content = _damaged_bytes(save(dict(call.named)), call.damage)
+    segment = SharedMemory(create=True, size=len(content))
     assert segment.buf is not None
-    segment.buf[: content.numel()] = content.numpy().tobytes()
-    fields = {"format": "safetensors", "shm_name": segment.name, "shm_bytes": content.numel()}
+    segment.buf[: len(content)] = content
+    fields = {"format": "safetensors", "shm_name": segment.name, "shm_bytes": len(content)}
 
     def remove() -> None:
         segment.close()
@@ -149,11 +175,10 @@ def tensor_safetensors(engine: Engine, call: Call) -> Verb:
 # --- update_weights_from_ipc -------------------------------------------------------------------------------------
 
 
-def ipc(engine: Engine, call: Call) -> Verb:
+def ipc(engine: RefreshHarness, call: Call) -> Verb:
     """A parameter server that speaks in a thread of its own, by turns with and without pickles."""
-    number = engine.number()
-    server = ParameterServerStandIn(_IPC_BUCKET_BYTES, "json" if number % 2 else "pickle")
-    server.socket.rcvtimeo = server.socket.sndtimeo = 5000
+    server = ParameterServerStandIn(_IPC_BUCKET_BYTES, "json" if call.number % 2 else "pickle")
+    server.socket.rcvtimeo = server.socket.sndtimeo = engine.sender_timeout_ms
     if call.damage is not None:
         server.rewrite = lambda _, message: _damaged_message(server, message, call.damage)
     thread = Thread(target=_speak, args=(server, call.named), daemon=True)
@@ -163,12 +188,14 @@ def ipc(engine: Engine, call: Call) -> Verb:
 
 
 class _Killed(Exception):
-    """The sender says no more."""
+    """The sender sends nothing more."""
 
 
 def _damaged_message(server: ParameterServerStandIn, message: Any, damage: Damage | None) -> Any:
     if damage == "killed":
         raise _Killed
+    if damage == "failed":
+        return server.encode(RuntimeError("the sender failed"))
     if damage == "truncated":
         encoded = server.encode(message)
         return encoded[: len(encoded) // 2]
@@ -180,7 +207,7 @@ def _damaged_message(server: ParameterServerStandIn, message: Any, damage: Damag
 def _speak(server: ParameterServerStandIn, named: Named) -> None:
     try:
         server.update(named)
-    except (_Killed, RuntimeError, OSError):
+    except (_Killed, RuntimeError, OSError, zmq.ZMQError):
         return  # refused, or the engine has hung up: the engine's answer is what is checked
     finally:
         server.close()
@@ -189,17 +216,17 @@ def _speak(server: ParameterServerStandIn, named: Named) -> None:
 # --- update_weights_from_disk ------------------------------------------------------------------------------------
 
 
-def disk(engine: Engine, call: Call) -> Verb | None:
+def disk(engine: RefreshHarness, call: Call) -> Verb | None:
     """A folder of two files.  A sender that is killed leaves one of them, half-written, and does not call."""
-    folder = engine.scratch / f"call{engine.number()}"
+    folder = engine.scratch / f"call{call.number}"
     folder.mkdir()
     middle = len(call.named) // 2
     for number, part in enumerate((call.named[:middle], call.named[middle:])):
         save_file(dict(part), folder / f"model-{number}.safetensors")
     last = folder / "model-1.safetensors"
     if call.damage in ("flipped", "truncated", "killed"):
-        content = torch.frombuffer(bytearray(last.read_bytes()), dtype=torch.uint8)
-        last.write_bytes(_damaged(content, "flipped" if call.damage == "flipped" else "truncated").numpy().tobytes())
+        how: Damage = "flipped" if call.damage == "flipped" else "truncated"
+        last.write_bytes(_damaged_bytes(last.read_bytes(), how))
     if call.damage == "vanished":
         remove_files(folder)
     return None if call.damage == "killed" else (UpdateWeightsFromDiskReqInput, {"model_path": str(folder)})
@@ -225,6 +252,11 @@ def _damaged(content: torch.Tensor, damage: Damage | None) -> torch.Tensor:
     return content
 
 
+def _damaged_bytes(content: bytes, damage: Damage | None) -> bytes:
+    return _damaged(torch.frombuffer(bytearray(content), dtype=torch.uint8), damage).numpy().tobytes()
+
+
+# Of the matrix's table.
 SENDS: dict[str, Send] = {
     "distributed": distributed,
     "flattened": flattened,

@@ -1,29 +1,91 @@
-"""Engines that break one rule of the transaction each.  The matrix must find every one of them wrong somewhere.
+"""Engines and ranks that break one rule each, and the suites that must notice it.
 
-Each is a context in which the engine's own code is replaced.  Knows the engine's inner parts.
+    "matrix"     the fault matrix finds one of its cells wrong
+    "histories"  a random history fails
+    "stopped"    a server with such ranks fails a cell of `stopped`
+
+Each is a context in which the engine's own code is replaced; nothing else of the engine or of the suite changes.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 from unittest import mock
 
+import torch
+
+from rollout.control import rank_consensus
 from rollout.control.control import Control
+from rollout.control.rank_consensus import PeerRankError, RankConsensus
 from rollout.control.weight_commit import WeightCommit
+from rollout.control.weight_control import WeightControl
+from rollout.distributed.communicator import Communicator, RankLostError
+from rollout.distributed.parallel import Parallel
+from rollout.engine import build
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_state import ModelState, ServingEpoch
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.records import RecordReader
+from rollout.scheduler.req import Req, VersionMarks
+from rollout.scheduler.scheduler import Scheduler
 from tests.faults import engines
 from weight_sync import transaction
 from weight_sync.errors import WeightSyncError
 from weight_sync.loading import check_content
 from weight_sync.transaction import TransactionState, WeightTransaction
+from weight_sync.update_book import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0
+Suite = Literal["matrix", "histories", "stopped"]
+Context = AbstractContextManager[Any]
+Wrong = Callable[[], Context]
+Replacement = tuple[Any, str, Any]
+"""Owner, name, and what stands there instead."""
 
 
-def publishes_before_the_vote() -> AbstractContextManager[Any]:
+@dataclass(frozen=True)
+class Entry:
+    """`noticed_by`: all of them must notice it."""
+
+    wrong: Wrong
+    noticed_by: tuple[Suite, ...]
+
+
+WRONG_ENGINES: dict[str, Entry] = {}
+
+
+def noticed_by(*suites: Suite) -> Callable[[Wrong], Wrong]:
+    """Enters what it decorates in the list."""
+
+    def enter(wrong: Wrong) -> Wrong:
+        WRONG_ENGINES[wrong.__name__] = Entry(wrong, suites)
+        return wrong
+
+    return enter
+
+
+def wrong_engines(suite: Suite) -> dict[str, Wrong]:
+    """Those that a suite must notice."""
+    return {name: entry.wrong for name, entry in WRONG_ENGINES.items() if suite in entry.noticed_by}
+
+
+@contextmanager
+def _replaced(*replacements: Replacement) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+@noticed_by("matrix", "histories")
+def publishes_before_the_vote() -> Context:
     """The new label is in force before all ranks have written."""
     commit = WeightCommit.run
 
@@ -33,25 +95,43 @@ def publishes_before_the_vote() -> AbstractContextManager[Any]:
             state.relabel(self._updater.pending_version or "unnamed")
         return commit(self, **how)
 
-    return mock.patch.object(WeightCommit, "run", wrong)
+    return _replaced((WeightCommit, "run", wrong))
 
 
-def forgives_a_bad_bucket() -> AbstractContextManager[Any]:
-    """A bucket that was refused is forgotten, and what came by the end is put in force."""
+@noticed_by("histories")
+def first_bucket_bumps_the_version() -> Context:
+    """As engines do that take `weight_version` from the first call that carries it."""
+    plan = WeightControl._receive
+
+    def wrong(self: WeightControl, verb: Any) -> Any:
+        if verb.weight_version is not None:
+            state = self._scheduler.runner.state
+            with state.mutate("version update"):
+                state.relabel(verb.weight_version)
+        return plan(self, verb)
+
+    return _replaced((WeightControl, "_receive", wrong))
+
+
+@noticed_by("matrix", "histories")
+def forgives_a_bad_bucket() -> Context:
+    """A bucket that was refused is forgotten, and what came by the end is committed."""
 
     def verify(self: WeightTransaction) -> None:
         self._staging.prepare()
         self._state = TransactionState.VERIFIED
 
-    return mock.patch.multiple(WeightTransaction, fail=lambda self, reason: None, verify=verify)
+    return _replaced((WeightTransaction, "fail", lambda self, reason: None), (WeightTransaction, "verify", verify))
 
 
-def compares_no_fingerprints() -> AbstractContextManager[Any]:
-    return mock.patch.object(transaction, "check_content", lambda named, stated: check_content(named, {}))
+@noticed_by("matrix")
+def compares_no_fingerprints() -> Context:
+    return _replaced((transaction, "check_content", lambda named, stated: check_content(named, {})))
 
 
-def writes_buckets_in_place() -> AbstractContextManager[Any]:
-    """What came serves at once, under the old label."""
+@noticed_by("matrix", "histories")
+def writes_buckets_in_place() -> Context:
+    """As engines do that have no transaction: what came serves at once, under the old label."""
     receive = WeightTransaction.receive
 
     def wrong(self: WeightTransaction, named_tensors: Any) -> None:
@@ -60,16 +140,18 @@ def writes_buckets_in_place() -> AbstractContextManager[Any]:
         for name, tensor in named:
             self._weights.write(name, tensor)
 
-    return mock.patch.object(WeightTransaction, "receive", wrong)
+    return _replaced((WeightTransaction, "receive", wrong))
 
 
-def ignores_the_last_vote() -> AbstractContextManager[Any]:
+@noticed_by("matrix")
+def ignores_the_last_vote() -> Context:
     """What another rank could not write is in force here."""
     commit = WeightTransaction.commit
-    return mock.patch.object(WeightTransaction, "commit", lambda self, vote: commit(self, lambda mine: mine))
+    return _replaced((WeightTransaction, "commit", lambda self, vote: commit(self, lambda mine: mine)))
 
 
-def believes_that_restoring_worked() -> AbstractContextManager[Any]:
+@noticed_by("matrix", "histories")
+def believes_that_restoring_worked() -> Context:
     """A commit that failed without a way back does not stop generation."""
     take_back = WeightTransaction._roll_back
 
@@ -77,15 +159,17 @@ def believes_that_restoring_worked() -> AbstractContextManager[Any]:
         take_back(self, reason)
         self.torn = None
 
-    return mock.patch.object(WeightTransaction, "_roll_back", wrong)
+    return _replaced((WeightTransaction, "_roll_back", wrong))
 
 
-def has_no_leases() -> AbstractContextManager[Any]:
+@noticed_by("matrix")
+def has_no_leases() -> Context:
     """A trainer that died blocks the next one."""
-    return mock.patch.object(WeightUpdater, "expire", lambda self: False)
+    return _replaced((WeightUpdater, "expire", lambda self: False))
 
 
-def lets_a_flush_decide() -> AbstractContextManager[Any]:
+@noticed_by("matrix")
+def lets_a_flush_decide() -> Context:
     """Flushing the cache drops the update that is open."""
     flush = Control._flush_cache
 
@@ -94,15 +178,23 @@ def lets_a_flush_decide() -> AbstractContextManager[Any]:
             self._weights._updater.drop("the cache was flushed")
         return flush(self, verb)
 
-    return mock.patch.object(Control, "_flush_cache", wrong)
+    return _replaced((Control, "_flush_cache", wrong))
 
 
-def takes_every_call() -> AbstractContextManager[Any]:
-    """Whoever sends a bucket, it is of the update that is open."""
-    return mock.patch.object(WeightUpdater, "foreign", lambda *_: None)
+@noticed_by("matrix", "histories")
+def takes_every_call() -> Context:
+    """Every bucket, end and abort is taken as one of the update that is open."""
+    return _replaced((WeightUpdater, "foreign", lambda *_: None))
 
 
-def hangs_when_a_bucket_is_refused() -> AbstractContextManager[Any]:
+@noticed_by("histories")
+def forgets_what_was_lost() -> Context:
+    """What comes after an update was dropped is taken for updates of its own."""
+    return _replaced((UpdateBook, "loss_error", lambda self: None), (UpdateBook, "report_loss", lambda self: None))
+
+
+@noticed_by("matrix")
+def hangs_when_a_bucket_is_refused() -> Context:
     """For longer than the deadline, which is shortened here."""
     receive = WeightUpdater.receive
 
@@ -113,29 +205,112 @@ def hangs_when_a_bucket_is_refused() -> AbstractContextManager[Any]:
             time.sleep(HANG_S)
             raise
 
-    @contextmanager
-    def slow() -> Iterator[None]:
-        with (
-            mock.patch.object(WeightUpdater, "receive", wrong),
-            mock.patch.object(engines, "DEADLINE_S", HANG_S / 2),
-        ):
-            yield
-
-    return slow()
+    return _replaced((WeightUpdater, "receive", wrong), (engines, "DEADLINE_S", HANG_S / 2))
 
 
-WRONG_ENGINES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    wrong.__name__: wrong
-    for wrong in (
-        publishes_before_the_vote,
-        forgives_a_bad_bucket,
-        compares_no_fingerprints,
-        writes_buckets_in_place,
-        ignores_the_last_vote,
-        believes_that_restoring_worked,
-        has_no_leases,
-        lets_a_flush_decide,
-        takes_every_call,
-        hangs_when_a_bucket_is_refused,
-    )
-}
+class _OneNamespace(CacheManager):
+    def attach(self, req: Req, weight_epoch: int) -> None:
+        super().attach(req, 0)
+
+    def share_prompt(self, req: Req, weight_epoch: int) -> None:
+        super().share_prompt(req, 0)
+
+    def detach(self, req: Req, weight_epoch: int) -> None:
+        super().detach(req, 0)
+
+
+@noticed_by("histories")
+def shares_kv_across_versions() -> Context:
+    """The prefix cache knows tokens only, and is not emptied by a refresh."""
+    return _replaced((build, "CacheManager", _OneNamespace), (RadixCache, "retire", lambda self, epoch: None))
+
+
+@noticed_by("histories")
+def recomputes_routes_after_a_retraction() -> Context:
+    """The rows returned are those of the last forward over a token, not of the one that it was sampled by."""
+    save_rows = RecordReader.save_rows
+
+    def wrong(self: RecordReader, req: Req) -> None:
+        save_rows(self, req)
+        req.saved_rows = None
+
+    return _replaced((RecordReader, "save_rows", wrong))
+
+
+@noticed_by("histories")
+def commits_in_the_middle_of_a_step() -> Context:
+    """Between the layers and the output head."""
+    boundary: list[Callable[[], None]] = []
+    logits, connect = ModelRunner.logits, Scheduler.connect
+
+    def connects(self: Scheduler, verbs: Any, queued: Any, between_steps: Sequence[Callable[[], None]]) -> None:
+        def only_when_idle(advance: Callable[[], None]) -> None:
+            if not self.has_work:
+                advance()
+
+        boundary.extend(one for one in between_steps if isinstance(one.__self__, WeightControl))  # type: ignore[attr-defined]
+        connect(self, verbs, queued, [functools.partial(only_when_idle, advance) for advance in between_steps])
+
+    def wrong(self: ModelRunner, hidden_ND: torch.Tensor) -> torch.Tensor:
+        boundary[-1]()
+        return logits(self, hidden_ND)
+
+    return _replaced((Scheduler, "connect", connects), (ModelRunner, "logits", wrong))
+
+
+@noticed_by("histories")
+def shifts_spans_by_one() -> Context:
+    """The token sampled first under new weights is labelled with the old ones."""
+    note = VersionMarks.note
+
+    def wrong(self: VersionMarks, epoch: ServingEpoch, length: int) -> None:
+        note(self, epoch, length + 1 if self.last_version is not None else length)
+
+    return _replaced((VersionMarks, "note", wrong))
+
+
+@noticed_by("histories")
+def kv_claims_to_be_new() -> Context:
+    """All KV is labelled with the version in force."""
+    return _replaced((ModelState, "version_of", lambda self, epoch: self.epoch.weight_version))
+
+
+@noticed_by("stopped")
+def a_vote_that_raises_is_a_no() -> Context:
+    """The old weights are put back, and the rank serves on; nobody compares versions."""
+    vote = RankConsensus.commit_vote
+
+    def wrong(self: RankConsensus, mine: bool) -> bool:
+        try:
+            return vote(self, mine)
+        except RankLostError:
+            return False
+
+    same_mark = (rank_consensus.VerbMark, "__eq__", lambda self, other: True)
+    return _replaced((RankConsensus, "commit_vote", wrong), same_mark, *_survives_lost_groups())
+
+
+@noticed_by("stopped")
+def serves_on_after_a_lost_exchange() -> Context:
+    """It is answered as a failure of the verb, and the engine can never be refreshed again."""
+    run = RankConsensus.run
+
+    def wrong(self: RankConsensus, *arguments: Any) -> Any:
+        try:
+            return run(self, *arguments)
+        except RankLostError as error:
+            raise PeerRankError(str(error), 500) from None
+
+    return _replaced((RankConsensus, "run", wrong), *_survives_lost_groups())
+
+
+def _survives_lost_groups() -> tuple[Replacement, Replacement]:
+    lost = Communicator._lost
+
+    def forgetting(self: Communicator, verb: str, error: RuntimeError) -> RankLostError:
+        raised = lost(self, verb, error)
+        if self.name == "world":
+            self.broken = None
+        return raised
+
+    return (Parallel, "require_whole", lambda self: None), (Communicator, "_lost", forgetting)

@@ -29,13 +29,13 @@ def run(num_histories: int, seed: int, zoo: Zoo) -> None:
     """Play random histories.  Raises `HistoryFailed` for the smallest one found that fails."""
     print(f"{num_histories} histories over {', '.join(TRANSPORTS)}; --seed {seed}", flush=True)
     tally, failed = Tally(), False
-    started = said = time.monotonic()
+    started = reported = time.monotonic()
 
     @hypothesis.seed(seed)
     @settings(max_examples=num_histories, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(histories(tuple(TRANSPORTS), max_actions=24))
     def many(history: History) -> None:
-        nonlocal said, failed
+        nonlocal reported, failed
         try:
             tally.add(play(history, zoo))
         except HistoryFailed as failure:
@@ -43,9 +43,9 @@ def run(num_histories: int, seed: int, zoo: Zoo) -> None:
                 print(f"{failure}\nfailed; looking for a smaller one", file=sys.stderr, flush=True)
             failed = True
             raise
-        if time.monotonic() - said > _REPORT_EVERY_S:
-            said = time.monotonic()
-            print(f"{said - started:.0f} s: {tally}", flush=True)
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            print(f"{reported - started:.0f} s: {tally}", flush=True)
 
     many()
     print(f"all explained, in {time.monotonic() - started:.0f} s: {tally}")

@@ -2,7 +2,7 @@
 
 A `Trace` follows one request from step to step: in which step each of its tokens was sampled, and which version was
 in force when each position's KV was computed.  It sees of the engine how many positions and tokens there are and how
-often the request was retracted; which version was in force it is told by `Expected`.  So a version that the engine
+often the request was retracted; which version was in force comes from `Expected`.  So a version that the engine
 names, and every number that it returns, is a claim to be checked.
 
 KV given up in a retraction begins a new *life* of the request; the record keeps the rows of the first life that
@@ -47,7 +47,7 @@ class Trace:
     lives: list[list[int]] = field(default_factory=lambda: [[]])
     tokens: list[Sampled] = field(default_factory=list)
     is_over: bool = False  # it had to be aborted
-    streamed: list[tuple[int, str]] = field(default_factory=list)  # tokens so far, version said of the last
+    streamed: list[tuple[int, str]] = field(default_factory=list)  # tokens so far, label of the last
 
     def advance(self, expected: Expected, retractions: int, computed: int, tokens: int) -> None:
         """After a step.  `computed`: positions with KV; `tokens`: tokens sampled so far."""
@@ -146,11 +146,11 @@ class Checker:
         return self._reference.forward(sequence[: len(versions)], versions)
 
     def _check_spans(self, result: Result, trace: Trace) -> None:
-        said = _labels(result.finished.weight_versions, len(result.token_ids))  # type: ignore[union-attr]
-        for index, (label, token) in enumerate(zip(said, trace.tokens, strict=True)):
+        claimed = _labels(result.finished.weight_versions, len(result.token_ids))  # type: ignore[union-attr]
+        for index, (label, token) in enumerate(zip(claimed, trace.tokens, strict=True)):
             if label != token.label:
                 known = "" if label in self._expected.labels else ", which was never committed"
-                raise Violation(f"token {index} is said to be of {label}{known}; in force was {token.label}")
+                raise Violation(f"token {index} is labelled {label}{known}; in force was {token.label}")
         for count, label in trace.streamed:
             if count and label != trace.tokens[count - 1].label:
                 raise Violation(f"token {count - 1} was streamed as of {label}, not {trace.tokens[count - 1].label}")
@@ -161,23 +161,23 @@ class Checker:
         for index, token in enumerate(trace.tokens):
             logits = lives[token.life].logits[first + index]
             logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
-            token_id, said = result.token_ids[index], result.logprobs[index]
-            if not self._close(said, float(logprobs[token_id])):
+            token_id, claimed = result.token_ids[index], result.logprobs[index]
+            if not self._close(claimed, float(logprobs[token_id])):
                 raise Violation(
-                    f"token {index} has log-probability {said:.6f}; under {token.label}, with KV of "
+                    f"token {index} has log-probability {claimed:.6f}; under {token.label}, with KV of "
                     f"{_runs(trace.lives[token.life][: first + index + 1])}, it is {float(logprobs[token_id]):.6f}; "
-                    + self._explanation(result, index, temperature, said)
+                    + self._explanation(result, index, temperature, claimed)
                 )
             if not temperature and float(logits.max() - logits[token_id]) > self._tolerance:
                 raise Violation(f"token {index} is not the most probable one")
 
-    def _explanation(self, result: Result, index: int, temperature: float, said: float) -> str:
+    def _explanation(self, result: Result, index: int, temperature: float, claimed: float) -> str:
         """Which single version, if any, would give this log-probability."""
         sequence = result.prompt_ids + result.token_ids[:index]
         for version, content in enumerate(self._expected.versions):
             if content is not None:
                 logits = self._forward(sequence, [version] * len(sequence)).logits[-1] / (temperature or 1.0)
-                if self._close(said, float(logits.log_softmax(-1)[result.token_ids[index]])):
+                if self._close(claimed, float(logits.log_softmax(-1)[result.token_ids[index]])):
                     return f"version {version} alone would give it"
         return "no committed version gives it"
 
@@ -186,11 +186,11 @@ class Checker:
         if scores is None:
             return
         temperature = trace.submit.temperature or 1.0
-        for position, said in enumerate(scores.values[1:], start=scores.start):
+        for position, claimed in enumerate(scores.values[1:], start=scores.start):
             logits = lives[trace_life(trace, position)].logits[position] / temperature
             real = float(logits.log_softmax(-1)[result.prompt_ids[position + 1]])
-            if said is None or not self._close(said, real):
-                raise Violation(f"prompt token {position + 1} has log-probability {said}, not {real:.6f}")
+            if claimed is None or not self._close(claimed, real):
+                raise Violation(f"prompt token {position + 1} has log-probability {claimed}, not {real:.6f}")
 
     def _check_kv_versions(self, result: Result, trace: Trace) -> None:
         record = result.finished
@@ -202,7 +202,7 @@ class Checker:
         everything = [version for life in trace.lives for version in life]
         oldest = record.kv_weight_version_oldest
         if (oldest is None) != (not everything) or (oldest and not self._expected.is_name(oldest, min(everything))):
-            raise Violation(f"the oldest KV is said to be of {oldest}; it is of {min(everything, default=None)}")
+            raise Violation(f"the oldest KV is labelled {oldest}; it is of {min(everything, default=None)}")
 
     def _check_routes(self, result: Result, trace: Trace, lives: list[MixedOutput]) -> None:
         payload = result.finished.routed_experts  # type: ignore[union-attr]
@@ -223,10 +223,10 @@ class Checker:
         return abs(a - b) <= self._tolerance  # false for NaN
 
     def _same_versions(self, what: str, spans: Sequence[VersionSpan], versions: Sequence[int]) -> None:
-        said = _labels(spans, len(versions))
-        for place, (label, version) in enumerate(zip(said, versions, strict=True)):
+        claimed = _labels(spans, len(versions))
+        for place, (label, version) in enumerate(zip(claimed, versions, strict=True)):
             if not self._expected.is_name(label, version):
-                raise Violation(f"{what}: place {place} is said to be of {label}; all are of {_runs(versions)}")
+                raise Violation(f"{what}: place {place} is labelled {label}; all are of {_runs(versions)}")
 
 
 def trace_life(trace: Trace, position: int) -> int:

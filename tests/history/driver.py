@@ -1,8 +1,8 @@
 """A real engine of which the script decides everything that is left to chance elsewhere.
 
 The scheduler's loop is turned by the caller.  What the engine does on its I/O thread runs in the caller's thread too,
-when the script says so; between the parts of a call the script may turn the loop.  Ranks' votes and writes of weights
-fail when they are told to.  So a history always runs the same way.
+when the script says so; between the parts of a call the script may turn the loop.  So a history always runs the same
+way.
 """
 
 from __future__ import annotations
@@ -14,27 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
-
-import torch
 
 from rollout.control import weight_queue
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
-from rollout.engine import build_control
+from tests.faults.harness import RefreshHarness
+from tests.faults.pulls import Publisher
 from tests.history.actions import History, Submit
 from tests.history.checker import Checker, Tally, Trace
 from tests.history.expected import Expected, Sent, SentContinue, Tensors, Violation
-from tests.scheduler_harness import Harness
-from weight_sync.shadow import ShadowStaging
-from weight_sync.tensor_meta import LogicalWeights
-from weight_sync.updater import WeightUpdater
 
-Failure = Literal["vote_verify", "vote_commit", "write", "restore"]
-FAILURES: tuple[Failure, ...] = Failure.__args__  # type: ignore[attr-defined]
 _MAX_TURNS = 2000
-LEASE_S = 600.0
 
 
 class ScriptedExecutor:
@@ -73,123 +65,49 @@ class ScriptedExecutor:
         """Nothing runs here."""
 
 
-class Failures:
-    """Makes one step of a commit fail, once.  `fired`: what has failed since it was last asked."""
-
-    def __init__(self) -> None:
-        self._armed: Failure | None = None
-        self._fired: Failure | None = None
-        self._writes = 0
-
-    def arm(self, failure: Failure | None) -> None:
-        self._armed, self._writes = failure, 0
-
-    def take_fired(self) -> Failure | None:
-        fired, self._fired = self._fired, None
-        return fired
-
-    def vote(self, mine: bool, verifying: bool) -> bool:
-        return mine and not self._fires("vote_verify" if verifying else "vote_commit")
-
-    def before_write(self) -> None:
-        self._writes += 1
-        if self._fired == "restore" or (self._writes == 2 and (self._fires("write") or self._fires("restore"))):
-            raise RuntimeError("a write that was made to fail")
-
-    def _fires(self, failure: Failure) -> bool:
-        if self._armed != failure:
-            return False
-        self._armed, self._fired = None, failure
-        return True
-
-
-class FailingWeights:
-    """The model's logical weights, with writes that can fail."""
-
-    def __init__(self, weights: LogicalWeights, failures: Failures) -> None:
-        self._weights = weights
-        self._failures = failures
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._weights, name)
-
-    def write(self, name: str, source: torch.Tensor) -> None:
-        self._failures.before_write()
-        self._weights.write(name, source)
-
-
-class Driver(Harness):
+class Driver(RefreshHarness):
     """One engine through one history; its requests are traced, and checked when they finish.
 
-    A context: the script's hands are in the engine only inside it.
+    A context: the engine is under the script's control only inside it.
     """
 
-    updater: WeightUpdater
+    sender_timeout_ms = 2000
 
     def __init__(self, checkpoint: Path, content: Tensors, history: History) -> None:
-        self.failures = Failures()
         self.executor = ScriptedExecutor(self._take_up)
         self.expected = Expected(content, "v0", history.staging)
         self.traces: dict[str, Trace] = {}
-        self.now = 0.0  # of the clock that leases go by
-        self.published: list[Tensors] = [content]  # versions of a source folder, the first the checkpoint
-        self.damaged: dict[Path, bytes] = {}  # files of it, and what they should be
         self._checked: set[str] = set()
         self._posted: deque[tuple[str, Sent]] = deque()  # weight verbs that the engine has not taken up
         self._taken: dict[str, Sent] = {}
-        self._patches = ExitStack()
-        with self._patches:
-            self.scratch = Path(self._patches.enter_context(tempfile.TemporaryDirectory()))
-            self._patch(build_control, "WeightUpdater", self._make_updater(build_control.WeightUpdater))
-            self._patch(weight_queue, "ThreadPoolExecutor", lambda *_, **__: self.executor)
-            self._patch(ShadowStaging, "exchange", staticmethod(self._make_exchange(ShadowStaging.exchange)))
+        self._script = ExitStack()
+        with self._script:
+            scratch = Path(self._script.enter_context(tempfile.TemporaryDirectory()))
+            executor = mock.patch.object(weight_queue, "ThreadPoolExecutor", lambda *_, **__: self.executor)
+            self._script.enter_context(executor)
             super().__init__(
                 checkpoint,
+                history.staging,
+                scratch,
                 dtype=history.dtype,
-                weight_version="v0",
                 skip_tokenizer_init=True,
                 max_total_tokens=history.pool,
                 chunked_prefill_size=history.chunk,
                 disable_radix_cache=not history.radix,
                 max_running_requests=6,
                 context_length=64,
-                weight_staging=history.staging,
                 weight_update_timeout=5.0,
             )
-            self._patches = self._patches.pop_all()
+            self._script = self._script.pop_all()
+        self.publisher = Publisher(scratch, content)
         self.checker = Checker(self.scheduler.runner.state.model.config, self.expected, history.dtype)
 
     def __enter__(self) -> Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._patches.close()
-
-    def at_exit(self, call: Callable[[], object]) -> None:
-        """Last registered, first called."""
-        self._patches.callback(call)
-
-    def _patch(self, owner: Any, name: str, replacement: Any) -> None:
-        self._patches.enter_context(mock.patch.object(owner, name, replacement))
-
-    def _make_exchange(self, exchange: Callable[..., None]) -> Callable[..., None]:
-        def made(live: torch.Tensor, aside: torch.Tensor) -> None:
-            self.failures.before_write()
-            exchange(live, aside)
-
-        return made
-
-    def _make_updater(self, updater_class: type[WeightUpdater]) -> Callable[..., WeightUpdater]:
-        def make(weights: LogicalWeights, **settings: Any) -> WeightUpdater:
-            settings["clock"] = lambda: self.now
-            settings["vote"] = lambda mine: self.failures.vote(mine, verifying=True)
-            settings["commit_vote"] = lambda mine: self.failures.vote(mine, verifying=False)
-            failing: Any = FailingWeights(weights, self.failures)
-            settings["target"] = lambda _: failing
-            self.updater = updater_class(failing, **settings)
-            return self.updater
-
-        return make
+        self.clean_up()
+        self._script.close()
 
     def tally(self) -> Tally:
         """Of this history, now that it is over."""
@@ -225,6 +143,10 @@ class Driver(Harness):
                 self.checker.check(result, self.traces[rid])
         return ran
 
+    def lapse(self) -> None:
+        self.expected.lapse()
+        super().lapse()
+
     # --- weight verbs ---------------------------------------------------------------------------------------------
 
     @property
@@ -233,7 +155,7 @@ class Driver(Harness):
         return bool(self._posted or self._taken)
 
     def post_weights(self, sent: Sent, verb: type[ControlReqInput], **fields: Any) -> None:
-        """Send a weight verb; `sent` says what it really is."""
+        """Send a weight verb; `sent` is what it really brings."""
         self._posted.append((self.post(verb, **fields), sent))
 
     def finish_weights(self, seam: Callable[[], None]) -> None:
@@ -265,7 +187,7 @@ class Driver(Harness):
         sent = self._taken.pop(answer.request_id, None)
         if sent is not None:
             poisoned = self.scheduler.serving.poisoned
-            self.expected.finish(answer, self.failures.take_fired(), poisoned)
+            self.expected.finish(answer, self.take_failed(), poisoned)
             if isinstance(sent, SentContinue) and answer.success and sent.below is not None:
                 for trace in self.traces.values():
                     trace.abort_below(self.expected.labels[sent.below])

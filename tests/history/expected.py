@@ -1,7 +1,6 @@
 """What each weight verb must answer, and which version is in force: the contract of a refresh, in a page.
 
-Told what was really sent and what was made to fail; never asks the engine.  Knows verbs, drafts and versions; does not
-know requests.
+It follows from what was really sent and what was made to fail; the engine is never asked.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Expected:
         self.draft: Draft | None = None
         self._all = frozenset(content)
         self._is_lost = False  # an update was dropped by no call of its sender, and nobody has started anew
-        self._untold = False  # and nobody was told of that
+        self._unreported = False  # and no answer has reported it
         self._part: tuple[str, int, frozenset[str]] = ("", -1, frozenset())  # label, version, what came by itself
         self._started: tuple[Sent, bool, str | None, int] | None = None  # settles a transaction; refused; pauses
 
@@ -138,19 +137,19 @@ class Expected:
     def pause(self) -> None:
         self.paused = True
         self.num_pauses += 1
-        self._is_lost = self._untold = False
+        self._is_lost = self._unreported = False
 
     def lapse(self) -> None:
         """More time than a lease has passed without a verb."""
-        self._drop(untold=True)
+        self._drop(unreported=True)
 
     def start(self, sent: Sent, paused: bool) -> None:
         """The engine takes up a verb; what it means depends on the state now."""
         settles, refused = False, None
         if isinstance(sent, SentContinue):
             settles = self.draft is not None and self.draft.implicit
-            if not settles and self._untold:
-                refused, self._untold = "of a loss nobody was told", False
+            if not settles and self._unreported:
+                refused, self._unreported = "a loss was not reported yet", False
         elif not isinstance(sent, SentBegin):
             refused = self._foreign(sent)
         if isinstance(sent, SentTensors) and refused is None:
@@ -179,12 +178,12 @@ class Expected:
     def _open_for(self, sent: SentTensors, paused: bool) -> tuple[bool, str | None]:
         """Open a draft for a call that needs one of its own; whether the call also settles it, or why it must not."""
         if self._is_stale(sent):
-            self._drop(untold=True)
+            self._drop(unreported=True)
         if self.draft is not None:
             return False, None
         settles = sent.is_refresh or not paused
         if settles and not sent.is_refresh and self._is_lost:
-            self._untold = False
+            self._unreported = False
             return False, "it may be a part of a refresh that was lost"
         names = self._all if sent.is_refresh or not settles else None
         self.draft = Draft(None, names, implicit=True, alone=settles and not sent.is_refresh, pause=self.num_pauses)
@@ -212,7 +211,7 @@ class Expected:
         if self.poisoned != (poisoned is not None):
             raise Violation(f"after {type(sent).__name__} the weights are {'' if self.poisoned else 'not '}poisoned")
         if pauses != self.num_pauses:
-            self._is_lost = self._untold = False  # a pause that came meanwhile is a new start
+            self._is_lost = self._unreported = False  # a pause that came meanwhile is a new start
         self.num_refusals += not answer.success
         self.num_poisonings += healthy and self.poisoned
         if isinstance(sent, SentContinue) and answer.success:
@@ -229,14 +228,14 @@ class Expected:
             if sent.base is not None and (self.poisoned or sent.base != self.label):
                 return f"{sent.base} is not in force"
             self.draft = Draft(sent.label, sent.names, False, sent.update_id, stated=sent.stated)
-            self._is_lost = self._untold = False
+            self._is_lost = self._unreported = False
         elif isinstance(sent, SentEnd):
-            self._untold = self._untold and draft is not None
+            self._unreported = self._unreported and draft is not None
             reason = None if sent.phase == "commit" else self._verify(None, failed, sent)
             return reason if reason or sent.phase == "verify" else self._commit(answer, failed)
         elif isinstance(sent, SentAbort):
             if draft is None:
-                self._is_lost = self._untold = False
+                self._is_lost = self._unreported = False
                 return "no refresh is open"
             self._drop(lost=sent.update_id is None)
         elif isinstance(sent, SentRelabel):
@@ -281,17 +280,17 @@ class Expected:
         return None
 
     def _break(self, draft: Draft, reason: str) -> None:
-        """The draft can never be committed; where nothing was kept, the old content is gone."""
+        """The draft can never be committed; where nothing was kept, the old content is lost."""
         self.poisoned |= self._staging == "in_place" and bool(draft.staged)
         draft.broken = reason
         draft.staged.clear()
 
-    def _drop(self, *, lost: bool = True, untold: bool = False) -> None:
+    def _drop(self, *, lost: bool = True, unreported: bool = False) -> None:
         """`lost`: not by a call that is certainly its sender's."""
         if self.draft is not None:
             self._break(self.draft, "dropped")
             if lost:
-                self._is_lost, self._untold = True, untold
+                self._is_lost, self._unreported = True, unreported
         self.draft = None
 
     def _verify(self, reason: str | None, failed: str | None, sent: Sent) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from rollout.core.weight_io_struct import (
     ManifestEntry,
     UpdateWeightVersionReqInput,
 )
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint, random_weights
+from tests.announcements import manifest_of
+from tests.faults import changes
+from tests.faults.contents import HISTORY_SHAPE, Contents
+from tests.faults.injections import FAILURES
+from tests.faults.transports import Call, Damage, Named, Verb
 from tests.history.actions import (
     DTYPES,
     Abort,
@@ -35,8 +40,8 @@ from tests.history.actions import (
     AnyAction,
     Begin,
     Continue,
-    Dtype,
     End,
+    Fault,
     Flush,
     History,
     Lapse,
@@ -48,7 +53,7 @@ from tests.history.actions import (
     encode,
 )
 from tests.history.checker import Tally
-from tests.history.driver import FAILURES, LEASE_S, Driver
+from tests.history.driver import Driver
 from tests.history.expected import (
     SentAbort,
     SentBegin,
@@ -59,19 +64,22 @@ from tests.history.expected import (
     Tensors,
     Violation,
 )
-from tests.history.transports import TRANSPORTS, Call, Named, Transport
-from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import dtype_name, parts_of
+from tests.history.transports import TRANSPORTS, Transport
+from weight_sync.tensor_meta import parts_of
+from weight_sync.waiting import DEFAULT_LEASE_S
 
-_SHAPE: dict[str, Any] = {
-    "hidden_size": 16, "layers": 2, "dense_first": 0, "heads": 2, "kv_heads": 1, "head_dim": 8,
-    "intermediate_size": 16, "experts": 4, "top_k": 2, "moe_intermediate_size": 8, "context_length": 64,
-    "vocab_size": 300,
-}  # fmt: skip
 NUM_CONTENTS = 4
 _MAX_TICKS = 3000
 # What a version on disk, which is whole by nature, cannot have wrong with it.
 _NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "repeated")
+_CHANGES: dict[Fault | None, changes.Change] = {
+    "nan": changes.with_nan,  # found where content is checked
+    "flipped": changes.with_value(0.5),
+    "renamed": changes.renamed,
+    "reshaped": changes.reshaped,
+    "retyped": changes.retyped,
+    "missing": changes.missing,
+}
 
 
 class HistoryFailed(AssertionError):
@@ -79,24 +87,18 @@ class HistoryFailed(AssertionError):
 
 
 class Zoo:
-    """By dtype: a checkpoint, and `NUM_CONTENTS` random contents of its shape that differ in every tensor; the first
-    is the checkpoint's.
-    """
+    """By dtype: `NUM_CONTENTS` contents of one shape."""
 
     def __init__(self, folder: Path) -> None:
-        self.checkpoints: dict[Dtype, Path] = {}
-        self.contents: dict[Dtype, list[Tensors]] = {}
-        for dtype in DTYPES:
-            specs = [CheckpointSpec(seed=seed, dtype=dtype, **_SHAPE) for seed in range(NUM_CONTENTS)]
-            self.checkpoints[dtype] = make_checkpoint(folder / dtype, specs[0])
-            self.contents[dtype] = [dict(random_weights(spec)) for spec in specs]
+        self.by_dtype = {dtype: Contents(folder / dtype, HISTORY_SHAPE, dtype, NUM_CONTENTS) for dtype in DTYPES}
 
 
 def play(history: History, zoo: Zoo) -> Tally:
     """Play and check."""
     try:
-        contents = zoo.contents[history.dtype]
-        with Driver(zoo.checkpoints[history.dtype], contents[0], history) as driver:
+        zoo_of_dtype = zoo.by_dtype[history.dtype]
+        contents = zoo_of_dtype.contents
+        with Driver(zoo_of_dtype.checkpoints[0], contents[0], history) as driver:
             machine = Machine(driver, contents)
             for action in history.actions:
                 machine.play(action)
@@ -138,9 +140,7 @@ class Machine:
                 chosen = rids[action.index % len(rids)] if rids and action.index >= 0 else ""
                 driver.channel.inbox.append(AbortReqInput(rids=[chosen], abort_all=action.index < 0))
             case Lapse():
-                driver.now += 2 * LEASE_S
-                driver.expected.lapse()
-                driver.tick()
+                driver.lapse()
             case Refresh():
                 self._refresh(action)
             case _:
@@ -148,7 +148,7 @@ class Machine:
                 self._finish()
 
     def conclude(self) -> None:
-        """Whatever happened: the engine goes on, answers everything, and takes a good refresh."""
+        """After any history: the engine goes on, answers everything, and takes a good refresh."""
         driver = self.driver
         self._resume()
         self._clear()
@@ -214,7 +214,7 @@ class Machine:
             raise Violation("generation does not continue")
 
     def _clear(self) -> None:
-        """Abort what is open, whoever began it."""
+        """Abort the update that is open, if any."""
         draft = self.driver.expected.draft
         if draft is not None:
             self.driver.post_weights(SentAbort(draft.update_id), AbortWeightUpdateReqInput, update_id=draft.update_id)
@@ -235,16 +235,15 @@ class Machine:
             self.play(Pause(action.pause))
         if action.bracket:
             self._clear()
-        driver.failures.arm(action.fault if action.fault in FAILURES else None)  # type: ignore[arg-type]
-        goes_on = self._transfer(action) and action.fault != "no_end"
-        if goes_on and action.bracket:
-            for phase in ("verify", "commit") if action.phased else (None,):
-                sent = SentEnd(phase, self._update_id)  # type: ignore[arg-type]
-                driver.post_weights(sent, EndWeightUpdateReqInput, phase=phase, update_id=self._update_id)
-                self._finish()
-        if action.fault != "no_end" and action.pause is not None:
-            self._resume()
-        driver.failures.arm(None)
+        with FAILURES[action.fault](driver) if action.fault in FAILURES else nullcontext():
+            goes_on = self._transfer(action) and action.fault != "no_end"
+            if goes_on and action.bracket:
+                for phase in ("verify", "commit") if action.phased else (None,):
+                    sent = SentEnd(phase, self._update_id)  # type: ignore[arg-type]
+                    driver.post_weights(sent, EndWeightUpdateReqInput, phase=phase, update_id=self._update_id)
+                    self._finish()
+            if action.fault != "no_end" and action.pause is not None:
+                self._resume()
         while self._meanwhile:
             self.play(self._meanwhile.popleft())
 
@@ -280,13 +279,11 @@ class Machine:
         driver = self.driver
         self._num_calls += 1
         if faulty is not None and not (transport.is_pull and faulty.fault in _NOT_IN_A_VERSION):
-            named, refused = _with_fault(named, faulty, first, transport.casts)
+            named, refused = _with_fault(named, faulty.fault, first, transport.casts)
         else:
             refused = None
-        fault = faulty.fault if faulty is not None and faulty.fault in ("died", "cut") else None
-        call = Call(self._num_calls, named, fault, self._seam)  # type: ignore[arg-type]
-        verb, fields = transport.make(driver, call)
-        tensors = driver.published[-1] if transport.is_pull else dict(named)
+        verb, fields = self._make(transport, named, None if faulty is None else faulty.fault)
+        tensors = driver.publisher.tensors if transport.is_pull else dict(named)
         if transport.casts:
             tensors = {name: tensor.to(first[1].dtype) for name, tensor in tensors.items()}
         if refused is None and not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -296,61 +293,49 @@ class Machine:
         driver.post_weights(sent, verb, weight_version=label, update_id=self._update_id, **fields)
         self._finish()
 
+    def _make(self, transport: Transport, named: Named, fault: Fault | None) -> Verb:
+        driver = self.driver
+        damage: dict[Fault | None, Damage] = {"died": transport.died, "cut": "truncated"}
+        base = driver.expected.versions[driver.expected.current] or {}
+        made = transport.make(driver, Call(self._num_calls, named, base, damage.get(fault), self._seam))
+        assert made is not None, "histories go by what the engine answers"
+        return made
+
     def _begin(self, action: Refresh, label: str | None, named: Named) -> None:
         fields: dict[str, Any] = {"weight_version": label, "coverage": "full" if action.part == 1 else "partial"}
         announced = frozenset(name for name, _ in named) if action.part == 1 or action.manifest else None
         if action.manifest:
-            fields["manifest"] = [_manifest_entry(name, tensor) for name, tensor in named]
+            fields["manifest"] = [ManifestEntry(**entry) for entry in manifest_of(named)]
         stated = dict(named) if action.manifest else {}
         base = "nowhere" if action.fault == "wrong_base" else None
         if action.named or announced is None:
             self._num_ids += 1
             self._update_id = f"u{self._num_ids}"
-        fields |= {"base_version": base, "lease_s": LEASE_S, "update_id": self._update_id}
+        fields |= {"base_version": base, "lease_s": DEFAULT_LEASE_S, "update_id": self._update_id}
         sent = SentBegin(label, announced, base, self._update_id, stated)
         self.driver.post_weights(sent, BeginWeightUpdateReqInput, **fields)
         self._finish()
 
 
-def _manifest_entry(name: str, tensor: torch.Tensor) -> ManifestEntry:
-    return ManifestEntry(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=list(tensor.shape),
-        fingerprint=fingerprint_hex(fingerprint(tensor)),
-    )
-
-
 def _with_fault(
-    named: Named, action: Refresh, first: tuple[str, torch.Tensor], casts: bool
+    named: Named, fault: Fault | None, first: tuple[str, torch.Tensor], casts: bool
 ) -> tuple[Named, str | None]:
     """The call as it is really sent, and why the engine must refuse it.
 
     `first`: a tensor of the first call; `casts`: the transport takes other floating-point types.
     """
-    (name, tensor), rest = named[0], named[1:]
-    match action.fault:
-        case "nan":
-            return [(name, _with_value(tensor, float("nan"))), *rest], None  # found by who looks at the content
-        case "flipped":
-            return [(name, _with_value(tensor, 0.5)), *rest], None
+    name = named[0][0]
+    refused: str | None = None
+    match fault:
         case "renamed":
-            return [(name + ".other", tensor), *rest], f"{name}.other is unknown"
+            refused = f"{name}.other is unknown"
         case "reshaped":
-            return [(name, tensor.unsqueeze(0)), *rest], f"{name} has another shape"
+            refused = f"{name} has another shape"
         case "retyped":
-            return [*rest, (name, tensor.half())], None if casts else f"{name} has another dtype"
+            refused = None if casts else f"{name} has another dtype"
         case "repeated":
-            twice = f"{first[0]} comes twice" if any(first[0] == other for other, _ in named) else None
-            return [*named, first], twice
-        case "missing":
-            return rest, None
+            refused = f"{first[0]} comes twice" if any(first[0] == other for other, _ in named) else None
+            return [*named, first], refused
         case "died" | "cut":
-            return named, f"the transport {action.fault}"
-    return named, None
-
-
-def _with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    changed = tensor.clone()
-    changed.view(-1)[-1] = value
-    return changed
+            refused = f"the transport {fault}"
+    return _CHANGES[fault](named) if fault in _CHANGES else named, refused

@@ -14,9 +14,10 @@ from tests.faults.contents import Zoo
 from tests.faults.matrix import play_all
 from tests.faults.report import table
 from tests.faults.trainers import TRANSPORTS
-from tests.faults.wrong_engines import WRONG_ENGINES
+from tests.faults.wrong_engines import wrong_engines
 from weight_sync.staging import StagingMode
 
+WRONG_ENGINES = wrong_engines("matrix")
 STRIDE = 7  # of cells that differ in transport and staging mode only, one of so many
 
 

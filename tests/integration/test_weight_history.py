@@ -9,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from msgspec import structs
 
+from tests.faults.cells import STAGINGS
+from tests.faults.injections import FAILURES
+from tests.faults.wrong_engines import wrong_engines
 from tests.history.actions import (
     DTYPES,
     Dtype,
@@ -25,11 +28,13 @@ from tests.history.actions import (
 from tests.history.checker import Tally
 from tests.history.machine import HistoryFailed, Zoo, play
 from tests.history.transports import TRANSPORTS
-from tests.history.wrong_variants import WRONG_VARIANTS
 from tests.tiers import examples, in_the_gate
+from weight_sync.staging import StagingMode
 
 NUM_HISTORIES = examples(400, gate=40)
 NUM_TO_CATCH = 600  # histories within which a wrong variant must be noticed; most are within a hundred
+
+WRONG_VARIANTS = wrong_engines("histories")
 
 _quiet = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -80,6 +85,16 @@ def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: s
     )
     tally = play(decode(encode(history)), zoo)
     assert tally.commits == 2 and tally.refusals == 0 and tally.tokens == 28
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_every_failure_is_injected(zoo: Zoo, failure: str, staging: StagingMode) -> None:
+    """What the random histories rely on: in every staging mode the refresh is refused, and poisons where it must."""
+    refresh = Refresh("distributed", content=1, fault=failure, pause="retract")  # type: ignore[arg-type]
+    tally = play(History([Submit([1, 2, 3], new=8), refresh, Steps(3)], staging=staging), zoo)
+    assert tally.refusals and tally.commits == 1  # of the refresh with which every history ends
+    assert tally.poisonings == (failure == "restore" or staging == "in_place")
 
 
 @pytest.mark.parametrize("turns", range(6))

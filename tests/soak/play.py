@@ -1,7 +1,4 @@
-"""One layout for some time: a server, its clients, its trainer and strangers; rounds of work with rest between them.
-
-Knows who takes part and in which order.  What is right or wrong is theirs to say.
-"""
+"""One layout for some time: a server, its clients, its trainer and strangers; rounds of work with rest between them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The table of a soak: what was played, what came of it, and what is wrong.
-
-Knows what was played.  Does not know how.
-"""
+"""The table of a soak: what was played, what came of it, and what is wrong."""
 
 from __future__ import annotations
 

@@ -22,18 +22,18 @@ import httpx
 import torch
 
 from rollout.client import RolloutClient
+from tests.announcements import bucket_fields, manifest_of
 from tests.soak.calls import RECEIVE_FAILED, Calls, Ended, Noted
 from tests.soak.in_force import InForce, Possible, Tensors, exactly
 from tests.soak.samples import Violation
 from tests.soak.strangers import PAUSE_MODES, Strangers, resume
 from tests.soak.traffic import Traffic
-from tests.soak.transports import Folders, Named, Transports, announced
+from tests.soak.transports import Folders, Named, Transports
 from tests.trainer_process import TrainerProcess
 from weight_sync.errors import TransportError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import WeightSender
 from weight_sync.sender.control import EngineError
-from weight_sync.tensor_meta import dtype_name
 
 Content = dict[str, torch.Tensor]
 
@@ -241,7 +241,7 @@ class Trainer:
                 if attempt.note(joined) and attempt.note(self._calls.post("/begin_weight_update", begin)):
                     body = trainer.send([name for name, _ in first]) | identity
                     attempt.note(self._calls.post("/update_weights_from_distributed", body))
-                    body |= {name: announced(second, "", None)[name] for name in ("names", "dtypes", "shapes")}
+                    body |= {name: bucket_fields(second, "", None)[name] for name in ("names", "dtypes", "shapes")}
                     timer = threading.Timer(0.1, trainer.kill)
                     timer.start()
                     answer = self._calls.post("/update_weights_from_distributed", body, may=RECEIVE_FAILED)
@@ -370,15 +370,7 @@ def _damaged(content: Content, fault: str | None, rng: random.Random) -> Content
 
 def _manifest(content: Content, wrong: bool) -> list[dict[str, Any]]:
     """`wrong`: one fingerprint is not that of its tensor."""
-    entries = [
-        {
-            "name": name,
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "fingerprint": fingerprint_hex(fingerprint(tensor)),
-        }
-        for name, tensor in content.items()
-    ]
+    entries = manifest_of(content.items())
     if wrong:
         entries[0]["fingerprint"] = fingerprint_hex(fingerprint(next(iter(content.values()))) ^ 1)
     return entries

@@ -16,29 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import torch
 import zmq
 from safetensors.torch import save, save_file
 
+from tests.announcements import bucket_fields
+from tests.faults.pulls import Encoding, Publisher
 from tests.parameter_server_stand_in import ParameterServerStandIn, file_system_sharing
 from tests.soak.calls import RECEIVE_FAILED, Calls
 from tests.tensor_sender import make_payload
 from weight_sync.bucket import pack
-from weight_sync.delta.encoder import DeltaEncoder
-from weight_sync.delta.publisher import publish_bytes, publish_encoded
-from weight_sync.delta.version_dir import version_path
+from weight_sync.delta.encoder import FRAME_BYTES, DeltaEncoder
 from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
-from weight_sync.tensor_meta import dtype_name
 
 Tensors = Mapping[str, torch.Tensor]
 Named = Sequence[tuple[str, torch.Tensor]]
 Fields = Mapping[str, Any]  # weight_version, update_id
 Send = Callable[[Named, Fields], httpx.Response]
-Encoding = Literal["xor", "overwrite", "ulp-gap"]
 
 GROUP_TIMEOUT_S = 15.0
 MOST_JOINS = 3
@@ -57,7 +55,7 @@ class Group:
     def send(self, messages: Sequence[torch.Tensor], named: Named, load_format: str | None, fields: Fields) -> Any:
         """The answer to a bucket that is announced as `named` and broadcast as `messages`."""
         handle = self._joined()
-        body = announced(named, handle.name, load_format) | dict(fields)
+        body = bucket_fields(named, handle.name, load_format) | dict(fields)
         answer = self._pool.submit(self._calls.post, "/update_weights_from_distributed", body, RECEIVE_FAILED)
         works = [handle.start_broadcast(message, GROUP_TIMEOUT_S) for message in messages]
         try:
@@ -99,17 +97,6 @@ class Group:
             return handle
         handle.destroy()
         return None
-
-
-def announced(named: Named, group_name: str, load_format: str | None) -> dict[str, Any]:
-    """The body of a bucket by broadcast."""
-    return {
-        "names": [name for name, _ in named],
-        "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
-        "shapes": [list(tensor.shape) for _, tensor in named],
-        "group_name": group_name,
-        "load_format": load_format,
-    }
 
 
 class Transports:
@@ -197,9 +184,11 @@ class Folders:
         self._calls = calls
         self._model = model
         self._scratch = scratch
-        self._source, self._local = scratch / "source", scratch / "local"
-        self.published: Tensors = tensors
-        self._version = 0
+        self._publisher = Publisher(scratch, tensors, FRAME_BYTES)
+
+    @property
+    def published(self) -> Tensors:
+        return self._publisher.tensors
 
     def load(self, tensors: Tensors, label: str, *, damaged: bool = False) -> httpx.Response:
         """update_weights_from_disk.  `damaged`: of a file that was not written to its end."""
@@ -220,21 +209,12 @@ class Folders:
 
     def pull(self, tensors: Tensors, label: str, encoding: Encoding, *, damaged: bool = False) -> httpx.Response:
         """pull_weights of one more published version.  `damaged`: its file is cut, and it is withdrawn afterwards."""
-        number, old = self._version + 1, self.published
-        if encoding == "ulp-gap":
-            publish_encoded(self._source, number, DeltaEncoder(old.items()).encode(tensors.items()))
-        else:
-            publish_bytes(self._source, number, old, tensors, encoding=encoding)
-        folder = version_path(self._source, number)
+        folder = self._publisher.publish(tensors, encoding)
         if damaged:
-            file = max(folder.iterdir(), key=lambda path: path.stat().st_size)
-            file.write_bytes(file.read_bytes()[:-100])
-        body = {"local_checkpoint_dir": str(self._local), "source_dir": str(self._source), "target_version": number}
-        answer = self._calls.post("/pull_weights", body | {"update_memory": True, "weight_version": label})
+            self._publisher.damage(folder, "truncated", part=0.5)
+        answer = self._calls.post("/pull_weights", self._publisher.fields | {"weight_version": label})
         if damaged:
-            shutil.rmtree(folder)
-        else:
-            self._version, self.published = number, tensors
+            self._publisher.retract()
         return answer
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named, new_updater
-from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError
+from weight_sync.errors import ContentError, TransactionStateError, TransportError
 
 # --- 48: memory ---------------------------------------------------------------------------------------------------
 
@@ -102,9 +102,13 @@ def test_52_tokenspeed_672_an_end_after_a_failed_chunk_publishes_nothing() -> No
 
 
 @pytest.mark.parametrize("place", range(11))
-def test_53_unirl_480_a_failed_write_is_taken_back(place: int) -> None:
-    """At every tensor in turn, with that tensor half written.  Right: the old bytes.  Wrong: two policies."""
-    weights, updater = _ready_to_commit()
+def test_53_unirl_480_a_failed_write_is_rolled_back(place: int) -> None:
+    """At every tensor in turn, with that tensor half written: the mode that writes tensors as they come.
+
+    Where they are exchanged at the commit: `test_a_write_that_fails_anywhere_restores_every_bit`.
+    """
+    weights = FakeWeights(seed=1)
+    updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="journal")
     old, writes = weights.snapshot(), []
 
     def fail(name: str) -> None:
@@ -112,15 +116,13 @@ def test_53_unirl_480_a_failed_write_is_taken_back(place: int) -> None:
         if len(writes) == place + 1:
             raise OSError("no such luck")
 
+    updater.begin("v2")
     weights.fault = fail
-    try:
-        updater.commit()
-    except CommitError as error:
-        assert error.restored
-        assert weights.snapshot() == old
-    else:
-        weights.fault = lambda name: None
-        assert serves_one_version(weights)
+    with pytest.raises(OSError, match="no such luck"):
+        updater.send(list(version(2).items()))
+    with pytest.raises(TransactionStateError):
+        updater.verify()
+    assert len(writes) > place and weights.snapshot() == old and updater.torn is None
 
 
 @pytest.mark.mutant
@@ -130,15 +132,6 @@ def test_53_writing_without_a_way_back_is_caught() -> None:
     for name, tensor in list(version(2).items())[:4]:
         weights.write(name, tensor)
     assert not serves_one_version(weights)
-
-
-def _ready_to_commit() -> tuple[FakeWeights, LoopbackUpdater]:
-    weights = FakeWeights(seed=1)
-    updater = new_updater(weights)
-    updater.begin("v2")
-    updater.send(list(version(2).items()))
-    updater.verify()
-    return weights, updater
 
 
 def test_55_skyrl_1605_a_second_begin_is_refused_and_harms_nothing() -> None:

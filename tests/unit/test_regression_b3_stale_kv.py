@@ -26,8 +26,7 @@ from rollout.core.weight_io_struct import (
     EndWeightUpdateReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.scheduler.cache_manager import CacheManager
+from tests.faults.wrong_engines import WRONG_ENGINES
 from tests.late_loop import loop  # noqa: F401
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
@@ -82,8 +81,8 @@ def refresh_in_place(harness: Harness, trainer: LoopbackTrainer) -> None:
     assert harness.control(ContinueGenerationReqInput).success
 
 
-def run_over_a_refresh(folder: Path, trainer: LoopbackTrainer) -> tuple[Result, Result]:
-    """A request that was under way in an in-place refresh, and the same prompt once more after it."""
+def run_over_a_refresh(folder: Path, trainer: LoopbackTrainer) -> tuple[Result, Result, Result]:
+    """A request that was under way in an in-place refresh, and the same prompt twice more after it."""
     harness = engine(folder)
     harness.generate([PROMPT], {"max_new_tokens": 4})  # the prefix is cached under v1
     running = harness.submit(PROMPT, params={"max_new_tokens": 40})
@@ -91,29 +90,27 @@ def run_over_a_refresh(folder: Path, trainer: LoopbackTrainer) -> tuple[Result, 
         harness.tick()
     refresh_in_place(harness, trainer)
     (again,) = harness.generate([PROMPT], {"max_new_tokens": 8})
-    return harness.results[running], again
+    (hit,) = harness.generate([PROMPT], {"max_new_tokens": 8})
+    return harness.results[running], again, hit
 
 
 def test_63_miles_2783_prefix_kv_of_old_weights_is_never_matched(
     folders: tuple[Path, Path], trainer: LoopbackTrainer
 ) -> None:
-    running, again = run_over_a_refresh(folders[0], trainer)
+    """Neither that of a request which ended before the refresh, nor of one that ran across it."""
+    running, again, hit = run_over_a_refresh(folders[0], trainer)
     assert [version for version, _, _ in running.versions] == ["v1", "v2"]
     assert "v1" in kv_versions(running), "a request that kept old KV says so"
     assert again.finished is not None and again.finished.cached_tokens == 0
     assert is_of(folders[1], again) and kv_versions(again) == {"v2"}
+    assert hit.finished is not None and hit.finished.cached_tokens == len(PROMPT) - 1
+    assert is_of(folders[1], hit) and kv_versions(hit) == {"v2"}
 
 
 @pytest.mark.mutant
-def test_63_a_cache_without_versions_is_caught(
-    folders: tuple[Path, Path], trainer: LoopbackTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The wrong variant: one namespace for all weights."""
-    for method in ("attach", "share_prompt", "detach"):
-        right = getattr(CacheManager, method)
-        monkeypatch.setattr(CacheManager, method, lambda self, req, epoch, right=right: right(self, req, 0))
-    monkeypatch.setattr(RadixCache, "retire", lambda self, epoch: None)
-    _, again = run_over_a_refresh(folders[0], trainer)
+def test_63_a_cache_without_versions_is_caught(folders: tuple[Path, Path], trainer: LoopbackTrainer) -> None:
+    with WRONG_ENGINES["shares_kv_across_versions"].wrong():
+        _, again, _ = run_over_a_refresh(folders[0], trainer)
     assert again.finished is not None and again.finished.cached_tokens > 0
     assert not is_of(folders[1], again)
     assert "v1" in kv_versions(again), "even then the record says whose KV it is"
@@ -185,15 +182,14 @@ def test_69_vllm_49040_no_token_has_the_new_label_before_the_refresh_is_done(
 def test_69_a_version_published_with_the_first_bucket_is_caught(
     folders: tuple[Path, Path], trainer: LoopbackTrainer
 ) -> None:
-    """The wrong variant: the label changes when a bucket names it."""
-    harness = engine(folders[0])
-    running = harness.submit(PROMPT, params={"max_new_tokens": 60})
-    for _ in range(4):
-        harness.tick()
-    state = harness.scheduler.runner.state
-    with state.mutate("too early"):
-        state.relabel("v2")
-    harness.run()
+    with WRONG_ENGINES["first_bucket_bumps_the_version"].wrong():
+        harness = engine(folders[0])
+        running = harness.submit(PROMPT, params={"max_new_tokens": 60})
+        for _ in range(4):
+            harness.tick()
+        assert harness.control(BeginWeightUpdateReqInput, weight_version="v2").success
+        assert trainer.send(harness, sorted(trainer.tensors)[::3], weight_version="v2").success
+        harness.run()
     (_, _, cut), (label, _, _) = harness.results[running].versions
     assert label == "v2" and not is_of(folders[1], _last(harness.results[running], cut))
 

@@ -150,17 +150,6 @@ def test_a_relabelling_ages_nothing(folders) -> None:
     assert again.finished.cached_tokens == len(PROMPT) - 1, "the same content: its prefixes stay"
 
 
-def test_no_prefix_of_older_weights_is_matched(folders, tensors) -> None:
-    """Neither of a request that ended before the commit, nor of one that ran across it."""
-    harness = started(folders[0])
-    assert refresh(harness, tensors[1], "v2").success
-    harness.run()
-    (again,) = harness.generate([PROMPT], {"max_new_tokens": 2})
-    assert again.finished.cached_tokens == 0 and again.finished.kv_weight_version_oldest == "v2"
-    (hit,) = harness.generate([PROMPT], {"max_new_tokens": 2})
-    assert hit.finished.cached_tokens == len(PROMPT) - 1 and hit.finished.kv_weight_version_oldest == "v2"
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_aborted_request_says_which_kv_it_used(folders, tensors, mode: str) -> None:
     """Also where a retraction gave that KV up and it was not computed again."""
