@@ -85,6 +85,11 @@ class _Recorder(TorchDispatchMode):
         self._slots = {id(tensor): _Slot(i) for i, tensor in enumerate(inputs)}
         self._count = len(inputs)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler in the first step, for seconds, only to leave these calls out of it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = tuple(self._named(value) for value in _every_argument(func, args, kwargs or {}))
         if any(_is_number_for_tensor(*pair) for pair in zip(func._schema.arguments, arguments)):

@@ -3,6 +3,8 @@ every batch is never played."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,19 @@ def test_a_wrong_tape_is_noticed(model: DecoderForCausalLM, wrong: str, monkeypa
         step: Step = ({0: [9 * t % 320 for t in range(tokens)]}, {})
         found.append(torch.equal(player.step(step)[0], python.step(step, in_python=True)[0]))
     assert player.played and not all(found)
+
+
+_FIRST_REQUEST = """
+import sys
+from rollout.entrypoints.engine import Engine
+engine = Engine(model_path=sys.argv[1], dtype="float32", skip_tokenizer_init=True, max_total_tokens=64)
+engine.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+assert engine.scheduler.runner.recorded._tapes, "recorded"
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_does_not_wait_for_torchs_compiler(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "model", "llama", 0)
+    run = subprocess.run([sys.executable, "-c", _FIRST_REQUEST, str(folder)], capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr.decode()[-2000:] or "torch._dynamo was imported"
