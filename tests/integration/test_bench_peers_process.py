@@ -82,7 +82,7 @@ def test_death_and_silence_end_the_wait(tmp_path: Path) -> None:
         worker.receive(START_S)
         with pytest.raises(WorkerError, match="ended with status 3"):
             _generate(worker, 99)
-        with pytest.raises(WorkerError, match="gone"):
+        with pytest.raises(WorkerError, match="it has ended"):
             _generate(worker, 1)
     with _worker(tmp_path) as worker:
         worker.receive(START_S)
