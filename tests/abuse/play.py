@@ -1,7 +1,4 @@
-"""Plays attacks against servers, each watched and judged; a server that an attack ended is started anew.
-
-Knows in which order things happen.  Does not know any attack.
-"""
+"""Plays attacks against servers, each watched and judged; a server that an attack ended is started anew."""
 
 from __future__ import annotations
 

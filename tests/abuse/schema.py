@@ -1,6 +1,6 @@
 """Bodies at their extremes, made from the schemas that the server itself publishes, so that new endpoints are covered.
 
-Knows JSON schemas as pydantic writes them.  Does not know any endpoint but by the words in `GOOD`.
+Schemas are read as pydantic writes them; `GOOD` has the only words that belong to an endpoint.
 """
 
 from __future__ import annotations

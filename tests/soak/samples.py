@@ -1,6 +1,6 @@
 """What one sample claims: its tokens, their log-probabilities, their experts, and the weights behind each of them.
 
-Read out of an answer of /generate, checked for its form by the client's own reader.  Does not know what is true.
+Read out of an answer of /generate, checked for its form by the client's own reader.
 
 Shapes: T tokens, L MoE layers, K top-k.
 """
