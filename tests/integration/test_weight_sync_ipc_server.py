@@ -121,7 +121,7 @@ def test_a_killed_sender_changes_nothing(server: ServerProcess, folders: list[Pa
     sender.kill()
     thread.join(20)
     assert not thread.is_alive() and time.monotonic() - killed < 5.0, "a dead sender is noticed at once"
-    assert failures[0].status_code == 502 and "gone" in str(failures[0])
+    assert failures[0].status_code == 502 and "disconnected" in str(failures[0])
     assert logprobs(server) == before
     send(server, folders[1], "after")
     assert logprobs(server)[0] == "after"

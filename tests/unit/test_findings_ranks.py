@@ -39,6 +39,7 @@ from tests.scheduler_harness import Harness
 from tests.unit.test_parallel_refresh import check_content, control_of, refresh, send
 from weight_sync.errors import StagingError
 from weight_sync.in_model import JournalStaging
+from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
 
 pytestmark = pytest.mark.full
@@ -169,14 +170,14 @@ def test_w02_a_lease_runs_out_on_all_ranks_at_once(
     """One rank is slow to refuse a bucket; then the trainer dies."""
     harness = start(tp_size=2)
     assert harness.control(BeginWeightUpdateReqInput, weight_version="v1", lease_s=1.0).success
-    slow = updaters(harness)[1]
-    refusal = WeightUpdater._refusal
+    slow = updaters(harness)[1]._transaction
+    announce = WeightTransaction.announce
 
-    def refusing(self: WeightUpdater, *arguments: Any) -> Any:
+    def announcing(self: WeightTransaction, *arguments: Any) -> None:
         time.sleep(0.4 * (self is slow))
-        return refusal(self, *arguments)
+        announce(self, *arguments)
 
-    monkeypatch.setattr(WeightUpdater, "_refusal", refusing)
+    monkeypatch.setattr(WeightTransaction, "announce", announcing)
     name = next(iter(new))
     (answer,) = send(harness, {name: torch.full_like(new[name], torch.nan)}, parts=1)
     assert not answer.success
