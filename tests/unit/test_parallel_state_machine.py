@@ -303,7 +303,7 @@ def _initial_map_in_the_loader(patches: pytest.MonkeyPatch, world: World) -> Non
 
 def _stale_staged_buffer(patches: pytest.MonkeyPatch, world: World) -> None:
     """Weights are staged for the map in force although another one comes into force with them."""
-    patches.setattr(WeightIndex, "coming", lambda self: self)
+    patches.setattr(WeightIndex, "under_proposed_placement", lambda self: self)
 
 
 def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:

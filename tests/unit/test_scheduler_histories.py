@@ -27,7 +27,7 @@ from rollout.core.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
-from rollout.engine import build
+from rollout.engine import build, build_control
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import Req
@@ -279,7 +279,7 @@ class _InTurn:
     ],
 )
 def test_histories_catch_wrong_parts(monkeypatch, machine: type, part: str, wrong: type, noticed: str) -> None:
-    monkeypatch.setattr(build, part, wrong)
+    monkeypatch.setattr(build if hasattr(build, part) else build_control, part, wrong)
     monkeypatch.setattr("rollout.control.weight_queue.ThreadPoolExecutor", _InTurn)
     unshrunk = settings(
         max_examples=1500, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
