@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import zmq
 
 from tests.kv_listener import Listener, PrefixTree, ask_replay
 from tests.model_zoo import tiny_checkpoint
+from tests.ports import free_ports_in_a_row
 from tests.promql import Scrapes
 from tests.server_process import ServerProcess, free_port
 
@@ -174,7 +174,7 @@ def test_a_renamed_version_keeps_its_blocks(server: ServerProcess, seat: Seat) -
 
 
 def test_each_data_parallel_rank_has_a_publisher_and_numbers_of_its_own(folder: Path) -> None:
-    base = _two_free_ports()
+    base = free_ports_in_a_row(2)
     config = {"endpoint": f"tcp://127.0.0.1:{base}", "bind": True}
     prompt = list(range(20, 50))
     settings = {"kv_events_config": json.dumps(config), "max_total_tokens": SLOTS, "dp_size": 2, "num_threads": 1}
@@ -208,15 +208,6 @@ def test_each_data_parallel_rank_has_a_publisher_and_numbers_of_its_own(folder: 
         labels = [frozenset({("engine", rank), ("dp_rank", rank)}) for rank in "01"]
         assert by_rank[labels[0]] == 0 < by_rank[labels[1]]
     assert len(scrapes.evaluate("vllm:kv_cache_usage_perc")) == 2
-
-
-def _two_free_ports() -> int:
-    """The first of two in a row."""
-    while True:
-        port = free_port()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port + 1)):
-                return port
 
 
 def test_a_taken_port_ends_the_start_with_one_line(server: ServerProcess, seat: Seat, folder: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import version
+from tests.ports import free_ports_in_a_row
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
-from weight_sync.process_group import free_port
 from weight_sync.sender import EngineError, WeightSender
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket
@@ -446,7 +446,7 @@ def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:
         if verb == "init_weights_update_group":
             asked.append((arguments["master_port"], arguments["group_name"]))
 
-    port = free_port()
+    port = free_ports_in_a_row(2)
     sender = WeightSender({name: Meddling(engine, note) for name, engine in engines.items()}, timeout_s=TIMEOUT_S)
     sender.connect(master_port=port, group_name="fleet")
     assert asked == [(port, "fleet-a"), (port + 1, "fleet-b")]
