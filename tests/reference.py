@@ -33,16 +33,16 @@ def reference_forward(
     routes = []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        normed = _rms_norm(hidden, weights[f"{prefix}.input_layernorm.weight"], config.rms_norm_eps)
+        normed = _rms_norm(hidden, weights[f"{prefix}.input_layernorm.weight"], config.norm.eps)
         hidden = hidden + _attention(config, weights, f"{prefix}.self_attn", normed)
-        normed = _rms_norm(hidden, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
+        normed = _rms_norm(hidden, weights[f"{prefix}.post_attention_layernorm.weight"], config.norm.eps)
         if layer in config.moe_layer_ids:
             update, chosen = _moe(config, weights, f"{prefix}.mlp", normed)
             routes.append(chosen)
         else:
             update = _swiglu(weights, f"{prefix}.mlp", normed)
         hidden = hidden + update
-    hidden = _rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
+    hidden = _rms_norm(hidden, weights["model.norm.weight"], config.norm.eps)
     head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     empty = torch.empty(len(input_ids), 0, config.num_experts_per_tok, dtype=torch.int64)
     return ReferenceOutput((hidden @ head.T).log_softmax(-1), torch.stack(routes, dim=1) if routes else empty)
@@ -74,8 +74,8 @@ def _attention(config: ModelConfig, weights: Mapping[str, torch.Tensor], prefix:
         q = query[:, head * size : (head + 1) * size]
         k = key[:, kv_head * size : (kv_head + 1) * size]
         v = value[:, kv_head * size : (kv_head + 1) * size]
-        q = _rotate(_rms_norm(q, weights[f"{prefix}.q_norm.weight"], config.rms_norm_eps), theta)
-        k = _rotate(_rms_norm(k, weights[f"{prefix}.k_norm.weight"], config.rms_norm_eps), theta)
+        q = _rotate(_rms_norm(q, weights[f"{prefix}.q_norm.weight"], config.norm.eps), theta)
+        k = _rotate(_rms_norm(k, weights[f"{prefix}.k_norm.weight"], config.norm.eps), theta)
         scores = (q @ k.T / size**0.5).masked_fill(future, float("-inf"))
         outputs.append(scores.softmax(-1) @ v)
     return torch.cat(outputs, dim=1) @ weights[f"{prefix}.o_proj.weight"].T

@@ -52,8 +52,17 @@ class AttentionBackend(ABC):
         """Prepare for the layers of one step."""
 
     @abstractmethod
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attend with q [T, H, hd] to what `kv` holds.  Returns [T, H * hd].
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with q [T, H, hd] to what `kv` holds.  Returns [T, H * value size].
 
-        Scores are scaled by `hd ** -0.5`.  Query head h reads key/value head `h // (H / Hkv)`.
+        Scores are scaled by `scale`, `hd ** -0.5` by default.  With a `window` a query sees itself and the `window - 1`
+        positions before; `sinks` [H] are one more logit a head, which takes part in the softmax and has no value.
+        Query head h reads key/value head `h // (H / Hkv)`.
         """

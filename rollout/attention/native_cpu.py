@@ -58,6 +58,14 @@ class NativeCpuBackend(AttentionBackend):
             kv_lens = torch.cat([prefix_lens + extend_lens, kv_lens])
         self.operands = PagedOperands(batch.req_to_token, rows, query_lens, kv_lens)
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert scale is None and window is None and sinks is None, "not built yet"
         out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, q.shape[2] ** -0.5)
         return out.view(-1, q.shape[1] * q.shape[2])

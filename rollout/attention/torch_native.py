@@ -63,7 +63,15 @@ class TorchNativeBackend(AttentionBackend):
         self._extend = _plan_extend(batch)
         self._decode = _plan_decode(batch, self.kv.k[0].dtype)
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert scale is None and window is None and sinks is None, "not built yet"
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
         if not self._extend and len(self._decode) == 1:
             return _decode(self._decode[0], q, k_pool, v_pool)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +21,49 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): pairs that turn less than `beta_slow` times within the original context are slowed down
+    by `factor`, those that turn more than `beta_fast` times are not, and a ramp lies between.
+
+    Cosines and sines are multiplied by `attention_factor`.  `truncate`: the ramp's ends are whole numbers.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's correction of the softmax's temperature for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """Rotary embedding in the rotate-half form of the first `dim` elements of a head."""
+    """Rotary embedding of the first `dim` elements of a head.
+
+    In the rotate-half form element i turns with element i + dim / 2; `interleaved`: 2 i with 2 i + 1.
+    """
 
     dim: int
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | YarnScaling | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """RMS norm (Zhang and Sennrich, 2019).
+
+    The normed value is rounded to the model's dtype, then multiplied by the weight; with a `weight_offset`, by offset +
+    weight in float32, then rounded.
+    """
+
+    eps: float
+    weight_offset: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +88,48 @@ class FullKV:
     num_heads: int
     head_dim: int
 
+    values_in_keys: ClassVar[bool] = False
+
+    @property
+    def key_size(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.head_dim
+
     @property
     def elements_per_token(self) -> int:
         return 2 * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """What latent attention keeps of a token: `rank` elements that make keys and values, then `rope` rotated ones.
+
+    All heads read the same; values are the first elements of the keys.
+    """
+
+    rank: int
+    rope: int
+
+    num_heads: ClassVar[int] = 1
+    values_in_keys: ClassVar[bool] = True
+
+    @property
+    def key_size(self) -> int:
+        return self.rank + self.rope
+
+    @property
+    def value_size(self) -> int:
+        return self.rank
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.rank + self.rope
+
+
+KVKind = FullKV | LatentKV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +167,12 @@ class MoESpec:
     shared_inner: int = 0
 
 
+AttentionKind = AttentionSpec
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    attention: AttentionSpec
+    attention: AttentionKind
     mlp: DenseSpec | MoESpec

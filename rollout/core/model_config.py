@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import LayerSpec, Llama3Scaling, MoESpec, RotarySpec
+from rollout.core.layer_specs import LayerSpec, Llama3Scaling, MoESpec, NormSpec, RotarySpec, YarnScaling, yarn_mscale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    rms_norm_eps: float
+    norm: NormSpec
     max_position_embeddings: int
     tie_word_embeddings: bool
     torch_dtype: str
@@ -67,7 +67,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "model_type": raw.get("model_type", ""),
         "vocab_size": int(raw["vocab_size"]),
         "hidden_size": int(raw["hidden_size"]),
-        "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "norm": NormSpec(eps=float(raw.get("rms_norm_eps", 1e-6))),
         "max_position_embeddings": int(raw["max_position_embeddings"]),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "torch_dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
@@ -83,28 +83,52 @@ def heads_of(raw: Mapping[str, Any], rope_types: tuple[str, ...] = ("default",))
         "num_heads": heads,
         "num_kv_heads": int(raw.get("num_key_value_heads") or heads),
         "head_dim": head_dim,
-        "rotary": _rotary(raw, head_dim, rope_types),
+        "rotary": rotary_of(raw, head_dim, rope_types),
     }
 
 
-def _rotary(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]) -> RotarySpec:
-    """transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`."""
+def rotary_of(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]) -> RotarySpec:
+    """The rotation of heads of `head_dim`, or of a part of each.  Raises `StartupError` for one not among `rope_types`.
+
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     refuse({f"rope_type {kind!r}": kind not in rope_types})
     share = float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0))
-    scaling = None
+    original = int(rope.get("original_max_position_embeddings") or raw["max_position_embeddings"])
+    scaling: Llama3Scaling | YarnScaling | None = None
     if kind == "llama3":
         scaling = Llama3Scaling(
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),
             high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(
-                rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
-            ),
+            original_max_position_embeddings=original,
         )
+    elif kind == "yarn":
+        scaling = _yarn(rope, original)
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     return RotarySpec(dim=int(head_dim * share), theta=theta, scaling=scaling)
+
+
+def _yarn(rope: Mapping[str, Any], original: int) -> YarnScaling:
+    """Keys and defaults as in transformers `modeling_rope_utils`."""
+    factor = float(rope["factor"])
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = yarn_mscale(factor)
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=float(attention_factor),
+        truncate=bool(rope.get("truncate", True)),
+    )
 
 
 def refuse(options: Mapping[str, bool]) -> None:

@@ -98,13 +98,14 @@ def build_scheduler(
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
+    sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
     static_state |= batch_invariance(
         {
             "layers": ops.batch_invariant,
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {model.kv_layers[0].head_dim}",
+        kernels.reason or f"no compiled operator for {dtype} with heads of {sizes}",
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)

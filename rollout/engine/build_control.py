@@ -116,4 +116,4 @@ def build_control(
 
 def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:
     kv_pool, table = scheduler.runner.kv_pool, scheduler.cache.pool.table
-    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.k, *kv_pool.v, table]})
+    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.tensors, table]})

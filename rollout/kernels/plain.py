@@ -1,8 +1,8 @@
 """The operators of `schemas` in plain torch: every device and every float dtype; the reference for every other one.
 
 Matrices are row-major; gate rows come before up rows.  Numerics are those of transformers: a norm is computed in
-float32 and rounded to the model's dtype before its weight is applied, the rotation is done in the model's dtype.  A
-float64 model stays in float64 throughout.
+float32 and rounded to the model's dtype before its weight is applied (after, where the weight has an offset), the
+rotation is done in the model's dtype.  A float64 model stays in float64 throughout.
 
 Shapes: as in `schemas`; G groups of experts.
 """
@@ -29,11 +29,16 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torc
     return F.linear(hidden, weight, bias)
 
 
-def add_rms_norm(residual: torch.Tensor, hidden: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    residual: torch.Tensor,
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> torch.Tensor:
     if hidden is not None:
         residual += hidden
-    # Without a weight, F.rms_norm rounds once, to the model's dtype; the weight is then applied in that dtype.
-    return F.rms_norm(residual, weight.shape, None, eps) * weight
+    return _rms_norm(residual, weight, eps, weight_offset)
 
 
 def norm_linear(
@@ -44,8 +49,9 @@ def norm_linear(
     weight: torch.Tensor,
     out_size: int,
     bias: torch.Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> torch.Tensor:
-    return linear(add_rms_norm(residual, hidden, norm_weight, eps), weight, out_size, bias)
+    return linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, out_size, bias)
 
 
 def norm_route(
@@ -63,8 +69,9 @@ def norm_route(
     num_groups: int = 1,
     top_groups: int = 1,
     forced_ids: torch.Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    normed_TD = add_rms_norm(residual, hidden, norm_weight, eps)
+    normed_TD = add_rms_norm(residual, hidden, norm_weight, eps, weight_offset)
     work_dtype = torch.float64 if normed_TD.dtype == torch.float64 else torch.float32
     if scoring == "softmax":
         scores_TE = choices_TE = F.linear(normed_TD, weight).softmax(dim=-1, dtype=work_dtype)
@@ -92,13 +99,14 @@ def qk_norm_rope_store(
     v_pool: torch.Tensor,
     slots: torch.Tensor,
     eps: float,
+    weight_offset: float | None = None,
 ) -> torch.Tensor:
     num_kv_heads, head_dim = k_pool.shape[1:]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query_key, value = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if weight is not None:
-        query_key = F.rms_norm(query_key, (head_dim,), None, eps).mul_(weight)
+        query_key = _rms_norm(query_key, weight, eps, weight_offset)
     query, key = rotate(query_key, angles).split([num_heads, num_kv_heads], dim=1)
     k_pool.index_copy_(0, slots, key)
     v_pool.index_copy_(0, slots, value)
@@ -132,6 +140,15 @@ def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     turned, kept = heads[..., :rotary_dim], heads[..., rotary_dim:]
     turned = turned.roll(rotary_dim // 2, -1).mul_(signed_sin).add_(turned * cos)
     return turned if kept.shape[-1] == 0 else torch.cat((turned, kept), -1)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None) -> torch.Tensor:
+    """Over the last dimension."""
+    if weight_offset is None:
+        # Without a weight, F.rms_norm rounds once, to the model's dtype; the weight is then applied in that dtype.
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    work_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (F.rms_norm(x.to(work_dtype), x.shape[-1:], None, eps) * (weight_offset + weight.to(work_dtype))).to(x.dtype)
 
 
 def _of_best_groups(choices_TE: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:

@@ -20,25 +20,29 @@ SCHEMAS = {
     "matrix_rows": "(Tensor weight, Tensor ids, int depth) -> Tensor",
     # hidden @ weight.T + bias [T, O]
     "linear": "(Tensor hidden, Tensor weight, int out_size, Tensor? bias=None) -> Tensor",
-    # residual += hidden, where there is one; its root mean square norm over D, rounded, then times the weight
-    "add_rms_norm": "(Tensor(a!) residual, Tensor? hidden, Tensor weight, float eps) -> Tensor",
+    # residual += hidden, where there is one; its root mean square norm over D, rounded, then times the weight; with an
+    # offset, times offset + weight in float32, then rounded
+    "add_rms_norm": (
+        "(Tensor(a!) residual, Tensor? hidden, Tensor weight, float eps, float? weight_offset=None) -> Tensor"
+    ),
     # linear of add_rms_norm
     "norm_linear": (
         "(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int out_size, "
-        "Tensor? bias=None) -> Tensor"
+        "Tensor? bias=None, float? weight_offset=None) -> Tensor"
     ),
     # add_rms_norm [T, D]; of its router logits the weights [T, K] and logical ids [T, K] int64 of the best K experts,
     # best first.  Rows of `forced_ids` [T, K] that begin with a natural number take the place of the best K.
     "norm_route": (
         "(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int num_experts, "
         'int top_k, bool normalise, str scoring="softmax", float scaling=1.0, Tensor? correction_bias=None, '
-        "int num_groups=1, int top_groups=1, Tensor? forced_ids=None) -> (Tensor, Tensor, Tensor)"
+        "int num_groups=1, int top_groups=1, Tensor? forced_ids=None, float? weight_offset=None) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     # queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight [H + Hkv, hd], and rotated by
     # angles [T, 2, rd]; keys and values stored in their slots [T] of the pools [S, Hkv, hd]; the queries [T, H, hd]
     "qk_norm_rope_store": (
-        "(Tensor qkv, Tensor? weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, float eps) "
-        "-> Tensor"
+        "(Tensor qkv, Tensor? weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, float eps, "
+        "float? weight_offset=None) -> Tensor"
     ),
     # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
     "silu_and_mul": "(Tensor gate_up) -> Tensor",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from rollout.core.layer_specs import AttentionSpec
+from rollout.core.layer_specs import AttentionSpec, FullKV, NormSpec
+from rollout.distributed.parallel import Parallel
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
@@ -19,15 +20,17 @@ from rollout.layers.shard import kv_heads, query_heads
 
 
 class Attention(Layer):
-    """`layer_id` is the hidden layer, which is also the layer of the KV pool.
+    """`layer_id` is the hidden layer, which is also the layer of the KV pool.  `norm` is that of queries and keys.
 
     Raises `StartupError` for heads that do not divide over the ranks.
     """
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, layer_id: int, eps: float, build: Build) -> None:
+    name = "self_attn"
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, layer_id: int, norm: NormSpec, build: Build) -> None:
         self.ops = build.ops
         self.layer_id = layer_id
-        self._eps = eps
+        self._norm = norm
         queries, keys = query_heads(spec, build.parallel), kv_heads(spec, build.parallel)
         head_dim = spec.head_dim
         parts = {"q_proj": queries.times(head_dim), "k_proj": keys.times(head_dim), "v_proj": keys.times(head_dim)}
@@ -35,12 +38,17 @@ class Attention(Layer):
         self.qk_norm = QueryKeyNorm(queries.length, keys.length, head_dim, build) if spec.qk_norm else None
         self.o_proj = Linear(queries.times(head_dim), hidden_size, build)
 
+    @staticmethod
+    def kept(spec: AttentionSpec, parallel: Parallel) -> FullKV:
+        """Of a token, on this rank."""
+        return FullKV(kv_heads(spec, parallel).length, spec.head_dim)
+
     def __call__(
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
         norm: RMSNorm,
-        angles: torch.Tensor,
+        angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor:
         """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
@@ -55,6 +63,7 @@ class Attention(Layer):
             kv.k[self.layer_id],
             kv.v[self.layer_id],
             context.batch.out_cache_loc,
-            self._eps,
+            self._norm.eps,
+            self._norm.weight_offset,
         )
         return self.o_proj(context.attention.attend(self.layer_id, query))

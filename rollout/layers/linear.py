@@ -32,9 +32,8 @@ class MergedLinear(WeightLayer):
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
         """All parts side by side, of the norm of `residual += hidden`: [T, O]."""
-        return self.ops.norm_linear(
-            residual_TD, hidden_TD, norm.weight, norm.eps, self.weight, self.out_features, self.bias
-        )
+        matrix = (self.weight, self.out_features, self.bias)
+        return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, *matrix, norm.weight_offset)
 
     def of_normed(self, normed_TD: torch.Tensor) -> torch.Tensor:
         """All parts side by side, of an input that went through its norm already: [T, O]."""

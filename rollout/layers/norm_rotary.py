@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.core.layer_specs import Llama3Scaling, RotarySpec
+from rollout.core.layer_specs import Llama3Scaling, NormSpec, RotarySpec, YarnScaling
 from rollout.kernels.places import Place, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
@@ -21,19 +21,19 @@ _ROWS_AT_ONCE = 4096
 
 
 class RMSNorm(WeightLayer):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
+    """Root mean square norm over the last dimension.
 
     Layers that begin with a norm take the `RMSNorm` and apply it together with their first product.
     """
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    def __init__(self, size: int, spec: NormSpec, build: Build) -> None:
         self.ops = build.ops
-        self.eps = eps
+        self.eps, self.weight_offset = spec.eps, spec.weight_offset
         self.weight = build.empty(size)
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """`residual += hidden` in place, where there is one; the norm of it is returned."""
-        return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps)
+        return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps, self.weight_offset)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         yield WeightEntry(f"{prefix}.weight", tuple(self.weight.shape), self.weight.dtype, self._places)
@@ -55,9 +55,10 @@ class RotaryTable:
         work_dtype = torch.float64 if build.dtype == torch.float64 else torch.float32
         frequencies = _frequencies(spec, work_dtype)
         self._table = build.empty(num_positions, 2, spec.dim)
+        factor = spec.scaling.attention_factor if isinstance(spec.scaling, YarnScaling) else 1.0
         for rows in torch.arange(num_positions, dtype=work_dtype).split(_ROWS_AT_ONCE):
             angles = (rows[:, None] * frequencies).double().numpy()
-            both = (torch.from_numpy(function(angles)) for function in (np.cos, np.sin))
+            both = (torch.from_numpy(function(angles) * factor) for function in (np.cos, np.sin))
             cos, sin = (values.to(work_dtype).to(build.dtype) for values in both)
             part = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
             self._table[int(rows[0]) : int(rows[-1]) + 1] = part
@@ -71,10 +72,28 @@ def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
     """Radians a position of each pair of elements [rd / 2]."""
     exponents = torch.arange(0, spec.dim, 2, dtype=dtype) / spec.dim
     frequencies = 1.0 / spec.theta**exponents
-    return frequencies if spec.scaling is None else _scaled(frequencies, spec.scaling)
+    if isinstance(spec.scaling, Llama3Scaling):
+        return _llama3_scaled(frequencies, spec.scaling)
+    return frequencies if spec.scaling is None else _yarn_scaled(frequencies, spec, spec.scaling)
 
 
-def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _yarn_scaled(frequencies: torch.Tensor, spec: RotarySpec, scaling: YarnScaling) -> torch.Tensor:
+    """As in transformers `modeling_rope_utils`: a ramp over the pairs, from unchanged to slowed down."""
+
+    def pair_that_turns(times: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return spec.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dim - 1)
+    pairs = torch.arange(frequencies.shape[0], dtype=frequencies.dtype)
+    ramp = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+def _llama3_scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """As in transformers `modeling_rope_utils`: between two wavelengths, from slowed down to unchanged."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor

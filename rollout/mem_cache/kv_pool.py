@@ -13,24 +13,32 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollout.core.layer_specs import FullKV
+from rollout.core.layer_specs import KVKind
 
 
 class KVPool:
-    """`k[layer]`, `v[layer]`: [S, H_kv, head_dim].  They keep their addresses."""
+    """`k[layer]`: [S, H_kv, key size], `v[layer]`: [S, H_kv, value size].  They keep their addresses.
+
+    Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.
+    """
 
     def __init__(
         self,
         num_slots: int,
-        layers: Sequence[FullKV],
+        layers: Sequence[KVKind | None],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shapes = [(num_slots, layer.num_heads, layer.head_dim) for layer in layers]
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        both = [_empty(layer, num_slots, dtype, device) for layer in layers]
+        self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
         self._epoch = torch.empty(num_slots, dtype=torch.int32, device=device)
         self._epoch_on_host = self._epoch.numpy() if self._epoch.is_cpu else None  # numpy sets few numbers sooner
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What takes memory, each once."""
+        apart = [v for k, v in zip(self.k, self.v, strict=True) if v.data_ptr() != k.data_ptr()]
+        return [tensor for tensor in (*self.k, *apart) if tensor.numel()]
 
     def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
         """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
@@ -44,9 +52,21 @@ class KVPool:
         return self._epoch.cpu().numpy()[slots]
 
 
-def kv_bytes_per_token(layers: Sequence[FullKV], dtype: torch.dtype) -> int:
+def _empty(
+    layer: KVKind | None, num_slots: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if layer is None:
+        nothing = torch.empty((num_slots, 0, 0), dtype=dtype, device=device)
+        return nothing, nothing
+    keys = torch.empty((num_slots, layer.num_heads, layer.key_size), dtype=dtype, device=device)
+    if layer.values_in_keys:
+        return keys, keys[..., : layer.value_size]
+    return keys, torch.empty((num_slots, layer.num_heads, layer.value_size), dtype=dtype, device=device)
+
+
+def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> int:
     """Bytes of keys and values of one token over all layers."""
-    return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
+    return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
 class SlotAllocator:

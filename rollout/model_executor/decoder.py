@@ -11,11 +11,11 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.layer_specs import FullKV, LayerSpec, MoESpec, RotarySpec
+from rollout.core.layer_specs import LayerSpec, MoESpec, RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
-from rollout.layers.attention import Attention
+from rollout.layers.attention_kinds import ATTENTION_LAYERS
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
@@ -25,7 +25,7 @@ from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
 from rollout.layers.moe.layer import MoELayer
 from rollout.layers.norm_rotary import RMSNorm, RotaryTable
-from rollout.layers.shard import Shard, kv_heads
+from rollout.layers.shard import Shard
 from rollout.model_executor.weight_loading import WeightIndex
 
 
@@ -46,11 +46,14 @@ class DecoderLayer(Layer):
         dispatcher: Dispatcher,
         build: Build,
     ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.rotary = spec.attention.rotary
-        self.input_layernorm = RMSNorm(hidden_size, eps, build)
-        self.self_attn = Attention(spec.attention, hidden_size, layer_id, eps, build)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, build)
+        hidden_size, norm = config.hidden_size, config.norm
+        self.rotary: RotarySpec | None = spec.attention.rotary
+        self.input_layernorm = RMSNorm(hidden_size, norm, build)
+        kind = ATTENTION_LAYERS[type(spec.attention)]
+        attention = kind(spec.attention, hidden_size, layer_id, norm, build)
+        setattr(self, kind.name, attention)  # its name in checkpoints
+        self._attention = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, norm, build)
         self.mlp: DenseMLP | MoELayer
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MoELayer(spec.mlp, hidden_size, moe_layer, placement, dispatcher, build)
@@ -61,11 +64,11 @@ class DecoderLayer(Layer):
         self,
         residual_TD: torch.Tensor,
         hidden_TD: torch.Tensor | None,
-        angles: torch.Tensor,
+        angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor | None:
         """The block's output, not yet added to the residual stream, which is changed in place; None if it is added."""
-        attended_TD = self.self_attn(residual_TD, hidden_TD, self.input_layernorm, angles, context)
+        attended_TD = self._attention(residual_TD, hidden_TD, self.input_layernorm, angles, context)
         return self.mlp(residual_TD, attended_TD, self.post_attention_layernorm, context)
 
 
@@ -84,10 +87,10 @@ class Decoder(Layer):
             DecoderLayer(spec, config, layer_id, ordinals.get(layer_id, -1), placement, dispatcher, build)
             for layer_id, spec in enumerate(config.layers)
         ]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.norm = RMSNorm(config.hidden_size, config.norm, build)
         self._rotary: dict[RotarySpec, RotaryTable] = {}
         for layer in self.layers:
-            if layer.rotary not in self._rotary:
+            if layer.rotary is not None and layer.rotary not in self._rotary:
                 self._rotary[layer.rotary] = RotaryTable(layer.rotary, config.max_position_embeddings, build)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
@@ -95,10 +98,12 @@ class Decoder(Layer):
             tokens = batch.global_num_tokens or [batch.num_tokens]
             scattered = self._dispatcher.scatters_tokens
             self._dispatcher.plan_step(tokens_by_rank(self._layout, tokens, scattered=scattered))
-        angles = {rotary: table.angles(batch.positions) for rotary, table in self._rotary.items()}
+        angles: dict[RotarySpec | None, torch.Tensor] = {}
+        for rotary, table in self._rotary.items():
+            angles[rotary] = table.angles(batch.positions)
         residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
-            hidden_TD = layer(residual_TD, hidden_TD, angles[layer.rotary], context)
+            hidden_TD = layer(residual_TD, hidden_TD, angles.get(layer.rotary), context)
         return self.norm(residual_TD, hidden_TD)
 
 
@@ -133,7 +138,7 @@ class DecoderForCausalLM(Layer):
         self.moe_layer_ids = config.moe_layer_ids
         self.model = Decoder(config, placement, dispatcher, build)
         self.kv_layers = [
-            FullKV(kv_heads(layer.attention, parallel).length, layer.attention.head_dim) for layer in config.layers
+            ATTENTION_LAYERS[type(layer.attention)].kept(layer.attention, parallel) for layer in config.layers
         ]
         embedding = self.model.embed_tokens
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None

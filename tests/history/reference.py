@@ -101,7 +101,7 @@ class MixedReference:
             yield self._widened[version], (versions == version).nonzero().squeeze(1)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self._config.norm.eps)
 
     def _rotate(self, heads_RHd: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         size = self._config.layers[0].attention.head_dim

@@ -115,18 +115,25 @@ def test_a_row_of_nans_stays_alone(native: Ops) -> None:
         assert out[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
 
 
+OFFSETS = pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+
+
 @DTYPES
+@OFFSETS
 @pytest.mark.parametrize(("tokens", "size"), [(1, 16), (9, 50), (33, 256), (64, 1000), (0, 8)])
-def test_norms_equal_torch(native: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
+def test_norms_equal_torch(native: Ops, dtype: torch.dtype, tokens: int, size: int, offset: float | None) -> None:
     """In bfloat16 the rounding hides the order of the sum of squares almost always."""
     hidden, weight = 3 * _randn(tokens, size, dtype=dtype), _randn(size, seed=1, dtype=dtype)
     residual = _randn(tokens, size, seed=2, dtype=dtype)
     plain_residual = residual.clone()
     pairs = [
-        (native.add_rms_norm(hidden, None, weight, 1e-6), PLAIN.add_rms_norm(hidden, None, weight, 1e-6)),
         (
-            native.add_rms_norm(residual, hidden, weight, 1e-6),
-            PLAIN.add_rms_norm(plain_residual, hidden, weight, 1e-6),
+            native.add_rms_norm(hidden, None, weight, 1e-6, offset),
+            PLAIN.add_rms_norm(hidden, None, weight, 1e-6, offset),
+        ),
+        (
+            native.add_rms_norm(residual, hidden, weight, 1e-6, offset),
+            PLAIN.add_rms_norm(plain_residual, hidden, weight, 1e-6, offset),
         ),
     ]
     assert torch.equal(residual, plain_residual)
@@ -135,18 +142,32 @@ def test_norms_equal_torch(native: Ops, dtype: torch.dtype, tokens: int, size: i
         assert dtype == torch.float32 or tokens == 0 or (out == expected).float().mean() > 0.995
 
 
+def test_an_offset_of_the_weight_is_rounded_once(native: Ops) -> None:
+    hidden, weight = 3 * _randn(64, 96, dtype=torch.bfloat16), _randn(96, seed=1, dtype=torch.bfloat16)
+    exact = torch.nn.functional.rms_norm(hidden.double(), (96,), None, 1e-6)
+    for ops in (native, PLAIN):
+        for offset in (0.0, 1.0):
+            once = (exact * (offset + weight.double())).to(torch.bfloat16)
+            assert (ops.add_rms_norm(hidden.clone(), None, weight, 1e-6, offset) == once).float().mean() > 0.99
+        twice = ops.add_rms_norm(hidden.clone(), None, weight, 1e-6)
+        assert (twice == (exact * weight.double()).to(torch.bfloat16)).float().mean() < 0.9
+
+
 @DTYPES
-@pytest.mark.parametrize("head_dim", [2, 16, 24, 64, 128])
+@OFFSETS
+@pytest.mark.parametrize(("head_dim", "rotated"), [(2, 2), (16, 16), (24, 24), (64, 64), (128, 128), (64, 16), (24, 6)])
 @pytest.mark.parametrize("tokens", [0, 1, 21])
-def test_heads_go_to_their_slots(native: Ops, dtype: torch.dtype, head_dim: int, tokens: int) -> None:
+def test_heads_go_to_their_slots(
+    native: Ops, dtype: torch.dtype, head_dim: int, rotated: int, tokens: int, offset: float | None
+) -> None:
     heads, kv_heads, num_slots = 6, 2, 40
     qkv = _randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     weight = _randn(heads + kv_heads, head_dim, seed=1, dtype=dtype)
-    rotary = angles(head_dim, 1000, dtype, 37 * torch.arange(tokens))
+    rotary = angles(rotated, 1000, dtype, 37 * torch.arange(tokens))
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(2))[:tokens]
     pools = [torch.full((num_slots, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(4)]
-    query = native.qk_norm_rope_store(qkv, weight, rotary, pools[0], pools[1], slots, 1e-6)
-    expected = PLAIN.qk_norm_rope_store(qkv, weight, rotary, pools[2], pools[3], slots, 1e-6)
+    query = native.qk_norm_rope_store(qkv, weight, rotary, pools[0], pools[1], slots, 1e-6, offset)
+    expected = PLAIN.qk_norm_rope_store(qkv, weight, rotary, pools[2], pools[3], slots, 1e-6, offset)
     assert query.shape == (tokens, heads, head_dim)
     assert torch.equal(pools[1], pools[3])
     for out, right in ((query, expected), (pools[0], pools[2])):

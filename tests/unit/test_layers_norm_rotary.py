@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from rollout.core.layer_specs import NormSpec
+from rollout.core.model_config import rotary_of
 from rollout.kernels.plain import qk_norm_rope_store, rotate
-from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm
+from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm, RotaryTable
 from tests.kernels import angles, plain_build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rms_norm_equals_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    theirs, ours = Qwen3RMSNorm(64, eps=1e-6).to(dtype), RMSNorm(64, 1e-6, plain_build(dtype))
+    theirs, ours = Qwen3RMSNorm(64, eps=1e-6).to(dtype), RMSNorm(64, NormSpec(eps=1e-6), plain_build(dtype))
     theirs.weight.data = torch.randn(64, generator=generator).to(dtype)
     ours.weight.copy_(theirs.weight.data)
     hidden = (3 * torch.randn(50, 64, generator=generator)).to(dtype)
@@ -28,7 +33,7 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype) -> None:
 
 
 def test_add_and_norm_is_add_then_norm() -> None:
-    norm = RMSNorm(8, 1e-6, plain_build(torch.float64))
+    norm = RMSNorm(8, NormSpec(eps=1e-6), plain_build(torch.float64))
     norm.weight.copy_(torch.randn(8))
     hidden, residual = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     expected_residual = residual + hidden
@@ -85,3 +90,20 @@ def test_queries_and_keys_have_norms_of_their_own() -> None:
     unit = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = torch.cat((unit[:, :4] * q_norm, unit[:, 4:] * k_norm), dim=1)
     torch.testing.assert_close(torch.cat((query, pools[0]), dim=1), expected, atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("mscales", [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"attention_factor": 1.25}])
+def test_yarn_equals_transformers(truncate: bool, mscales: dict[str, float]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": truncate, **mscales}
+    rope |= {"original_max_position_embeddings": 128, "beta_fast": 24.0, "beta_slow": 1.5}
+    config = GptOssConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=rope)
+    theirs = GptOssRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 77, 4095])
+    cos, sin = theirs(torch.zeros(1, dtype=torch.float32), positions[None])
+    spec = rotary_of({"rope_parameters": rope, "max_position_embeddings": 4096}, 64, ("yarn",))
+    ours = RotaryTable(spec, 4096, plain_build(torch.float32)).angles(positions)
+    torch.testing.assert_close(ours[:, 0, :32], cos[0], rtol=0, atol=3e-4)
+    torch.testing.assert_close(ours[:, 1, 32:], sin[0], rtol=0, atol=3e-4)
+    unscaled = RotaryTable(replace(spec, scaling=None), 4096, plain_build(torch.float32)).angles(positions)
+    assert (unscaled - ours).abs().max() > 0.1

@@ -59,7 +59,8 @@ at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight, int64_t ou
 }
 
 at::Tensor norm_linear(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& norm_weight,
-                       double eps, const at::Tensor& weight, int64_t out_size, const std::optional<at::Tensor>& bias) {
+                       double eps, const at::Tensor& weight, int64_t out_size, const std::optional<at::Tensor>& bias,
+                       std::optional<double> weight_offset) {
   check_weight(residual, weight, out_size);
   check_bias(residual, bias, out_size);
   check_norm(residual, hidden, norm_weight);
@@ -67,7 +68,7 @@ at::Tensor norm_linear(at::Tensor& residual, const std::optional<at::Tensor>& hi
   at::Tensor out = at::empty({num_tokens, out_size}, residual.options());
   with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
-    const NormRows<T> norm(residual, hidden, norm_weight, eps);
+    const NormRows<T> norm(residual, hidden, norm_weight, {eps, weight_offset});
     packed_matmul<T>(
         num_tokens, depth, out_size, weight.const_data_ptr<T>(),
         [&](int64_t token, int row, int rows, uint32_t* tile) {

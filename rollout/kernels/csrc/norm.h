@@ -1,7 +1,7 @@
 // RMS norm of one row, and the residual sum before it, for the operators that begin with them.
 //
-// Sums of squares in float32, the normed value rounded to the storage dtype, then multiplied with the weight in that
-// dtype: the rounding of layers/ops/torch_ops.py.
+// Sums of squares in float32.  Without an offset of the weight, the normed value is rounded to the storage dtype, then
+// multiplied with the weight in that dtype; with one, by offset + weight in float32, and rounded once: as in plain.py.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +23,24 @@ inline float inverse_rms(const T* row, int64_t size, double eps) {
   return 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + static_cast<float>(eps));
 }
 
+struct NormRule {
+  double eps;
+  std::optional<double> weight_offset;
+};
+
 // put(d, n, vector): elements d .. d + n - 1 of the normed and weighted row.
 template <class T, class F>
-inline void norm_row(const T* row, const T* weight, int64_t size, double eps, F&& put) {
-  const F32x16 scale = splat(inverse_rms(row, size, eps));
-  for (int64_t d = 0; d < size; d += kLanes) {
-    const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
-    put(d, n, round_to<T>(load(row + d, n) * scale) * load(weight + d, n));
-  }
+inline void norm_row(const T* row, const T* weight, int64_t size, const NormRule& rule, F&& put) {
+  const F32x16 scale = splat(inverse_rms(row, size, rule.eps));
+  const auto each = [&](auto&& weighted) {
+    for (int64_t d = 0; d < size; d += kLanes) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
+      put(d, n, weighted(load(row + d, n) * scale, load(weight + d, n)));
+    }
+  };
+  if (!rule.weight_offset) return each([](F32x16 x, F32x16 w) { return round_to<T>(x) * w; });
+  const F32x16 offset = splat(static_cast<float>(*rule.weight_offset));
+  each([&](F32x16 x, F32x16 w) { return x * (offset + w); });
 }
 
 template <class T>
@@ -54,17 +64,18 @@ inline void check_norm(const at::Tensor& residual, const std::optional<at::Tenso
 template <class T>
 class NormRows {
  public:
-  NormRows(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& weight, double eps)
+  NormRows(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& weight,
+           const NormRule& rule)
       : hidden_(hidden ? hidden->const_data_ptr<T>() : nullptr),
         residual_(residual.mutable_data_ptr<T>()),
         weight_(weight.const_data_ptr<T>()),
         size_(residual.size(1)),
-        eps_(eps) {}
+        rule_(rule) {}
 
   void token(int64_t t, T* place) const {
     T* row = residual_ + t * size_;
     if (hidden_ != nullptr) add_row(row, hidden_ + t * size_, size_);
-    norm_row(row, weight_, size_, eps_, [&](int64_t d, int n, F32x16 x) { store(place + d, x, n); });
+    norm_row(row, weight_, size_, rule_, [&](int64_t d, int n, F32x16 x) { store(place + d, x, n); });
   }
 
  private:
@@ -72,7 +83,7 @@ class NormRows {
   T* residual_;
   const T* weight_;
   int64_t size_;
-  double eps_;
+  NormRule rule_;
 };
 
 }  // namespace lockstep

@@ -1,7 +1,6 @@
 // RMS norm with the residual sum before it, and the path of queries, keys and values from projection to KV pool.
 //
-// Rounding as in plain.py: sums of squares in float32, the normed value rounded to the storage dtype, then
-// multiplied with the weight in that dtype; both products of the rotation and their sum rounded one by one.
+// Rounding as in plain.py: norms as in norm.h; both products of the rotation and their sum rounded one by one.
 //
 // Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the
 // KV pool.
@@ -22,12 +21,12 @@ constexpr int64_t kTokenSpan = 8;
 
 // residual += hidden, where there is one; the norm of it.
 at::Tensor add_rms_norm(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& weight,
-                        double eps) {
+                        double eps, std::optional<double> weight_offset) {
   check_norm(residual, hidden, weight);
   at::Tensor out = at::empty_like(residual);
   with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
-    const NormRows<T> norm(residual, hidden, weight, eps);
+    const NormRows<T> norm(residual, hidden, weight, {eps, weight_offset});
     T* place = out.mutable_data_ptr<T>();
     for_spans(residual.size(0), kTokenSpan, residual.numel() / 4, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) norm.token(t, place + t * residual.size(1));
@@ -42,13 +41,13 @@ struct HeadPath {
   T *q, *k_pool, *v_pool;
   const int64_t* slots;
   int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
-  double eps;
+  NormRule rule;
 
   // Elements i and i + rd/2 turn by the same angle; those from rd on stay.
   void norm_and_rotate(const T* head, const T* head_weight, const T* c, const T* s, T* place, float* normed) const {
     const int64_t half = rotary_dim / 2;
     if (head_weight != nullptr) {
-      norm_row(head, head_weight, head_dim, eps,
+      norm_row(head, head_weight, head_dim, rule,
                [&](int64_t d, int n, F32x16 x) { store(normed + d, round_to<T>(x), n); });
     } else {
       for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -56,7 +55,7 @@ struct HeadPath {
         store(normed + d, load(head + d, n), n);
       }
     }
-    for (int64_t from = 0; from < head_dim; from += half) {
+    for (int64_t from = 0; from < rotary_dim; from += half) {
       const int64_t other = half - from;
       for (int64_t i = 0; i < half; i += kLanes) {
         const int n = static_cast<int>(std::min<int64_t>(kLanes, half - i));
@@ -84,7 +83,8 @@ struct HeadPath {
 };
 
 at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Tensor>& weight, const at::Tensor& angles,
-                              at::Tensor& k_pool, at::Tensor& v_pool, const at::Tensor& slots, double eps) {
+                              at::Tensor& k_pool, at::Tensor& v_pool, const at::Tensor& slots, double eps,
+                              std::optional<double> weight_offset) {
   TORCH_CHECK(qkv.dim() == 2 && angles.dim() == 3 && k_pool.dim() == 3 && k_pool.sizes() == v_pool.sizes(),
               "projections must be [T, (H + 2 Hkv) hd], angles [T, 2, rd] and both pools [S, Hkv, hd]");
   const int64_t num_tokens = slots.numel(), num_kv_heads = k_pool.size(1), head_dim = k_pool.size(2);
@@ -121,7 +121,7 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
         .num_kv_heads = num_kv_heads,
         .head_dim = head_dim,
         .rotary_dim = rotary_dim,
-        .eps = eps,
+        .rule = {eps, weight_offset},
     };
     for_spans(num_tokens, kTokenSpan, num_tokens * row_size / 2, [&](int64_t first, int64_t last) {
       std::vector<float> normed(head_dim);

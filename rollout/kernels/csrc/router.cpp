@@ -137,7 +137,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
     at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& norm_weight, double eps,
     const at::Tensor& weight, int64_t num_experts, int64_t k, bool normalise, c10::string_view scoring, double scaling,
     const std::optional<at::Tensor>& correction_bias, int64_t num_groups, int64_t top_groups,
-    const std::optional<at::Tensor>& forced_ids) {
+    const std::optional<at::Tensor>& forced_ids, std::optional<double> weight_offset) {
   const Scoring rule{num_experts, k, num_groups, top_groups, normalise, scaling};
   const bool is_sigmoid = scoring == "sigmoid";
   TORCH_CHECK(is_sigmoid || scoring == "softmax", "scores are softmax or sigmoid, not ", scoring);
@@ -156,7 +156,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
   const int64_t* given = forced_ids ? forced_ids->const_data_ptr<int64_t>() : nullptr;
   with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
-    const NormRows<T> norm(residual, hidden, norm_weight, eps);
+    const NormRows<T> norm(residual, hidden, norm_weight, {eps, weight_offset});
     T *x = normed.mutable_data_ptr<T>(), *w = factors.mutable_data_ptr<T>();
     T* rounded = is_sigmoid ? nullptr : logits.mutable_data_ptr<T>();
     float* exact = is_sigmoid ? logits.mutable_data_ptr<float>() : nullptr;

@@ -66,6 +66,7 @@ class TopKRouter(WeightLayer):
             self.correction_bias,
             *self._groups,
             forced_TK,
+            norm.weight_offset,
         )
         self.show(logical_ids_TK, context.route_hooks)
         physical_ids_TK = self.placement.logical_to_physical(self.moe_layer, logical_ids_TK, first_row)
