@@ -35,7 +35,7 @@ template <class U, class Block>
 class Panel {
  public:
   // `rows` rows of queries as the block takes them; row r sees the keys hidden[r] .. visible[r] - 1 of the block, both
-  // ascending.
+  // ascending; where there is no `hidden`, from the first on.
   Panel(const Block& block, int columns, const float* queries, int query_stride, int rows, const int* hidden,
         const int* visible, float scale)
       : block_(block),
@@ -88,7 +88,7 @@ class Panel {
           sums[r][n] = keep_first(sums[r][n], visible_[row + r] - (vector + n) * kLanes, kMinusInfinity);
         }
       }
-      if (hidden_[row + r] > vector * kLanes) {
+      if (hidden_ != nullptr && hidden_[row + r] > vector * kLanes) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
           sums[r][n] = drop_first(sums[r][n], hidden_[row + r] - (vector + n) * kLanes, kMinusInfinity);

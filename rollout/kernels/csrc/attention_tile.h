@@ -241,6 +241,7 @@ class TileAttention {
   template <bool kInPlace, class Block>
   void attend_rows(const Block& block, int64_t begin, int head, const RunningSoftmax& state) const {
     const int head_rows = tile_.head_rows();
+    const bool windowed = tile_.window < tile_.length();
     for (int row = tile_.first_row(begin); row < head_rows; row += kPanelRows) {
       const int rows = std::min(kPanelRows, head_rows - row);
       const int first_row = head * head_rows + row;
@@ -252,12 +253,13 @@ class TileAttention {
           ++seen;
         }
         visible[r] = static_cast<int>(std::min<int64_t>(kBlock, seen));
-        hidden[r] = static_cast<int>(std::clamp<int64_t>(seen - tile_.window, 0, kBlock));
+        if (windowed) hidden[r] = static_cast<int>(std::clamp<int64_t>(seen - tile_.window, 0, kBlock));
       }
-      if (hidden[0] == kBlock && hidden[rows - 1] == kBlock) break;  // and those of later rows are hidden as well
+      if (windowed && hidden[0] == kBlock) break;  // and of later rows all keys are hidden as well
       const float* queries =
           space_.queries + (kInPlace ? head * kInPlaceRows * query_stride_ + row : first_row * query_stride_);
-      Panel<U, Block>(block, columns_, queries, query_stride_, rows, hidden, visible, scale_).add_to(state, first_row);
+      Panel<U, Block>(block, columns_, queries, query_stride_, rows, windowed ? hidden : nullptr, visible,
+                      scale_).add_to(state, first_row);
     }
   }
 
