@@ -71,8 +71,13 @@ class TorchNativeBackend(AttentionBackend):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert scale is None and window is None and sinks is None, "not built yet"
+        assert scale is None, "not built yet"
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
+        if window is not None or sinks is not None:
+            out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+            for item in [*self._extend, *self._decode]:
+                out[item.rows] = _with_sinks(item, q[item.rows], k_pool, v_pool, window, sinks)
+            return out
         if not self._extend and len(self._decode) == 1:
             return _decode(self._decode[0], q, k_pool, v_pool)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -81,6 +86,40 @@ class TorchNativeBackend(AttentionBackend):
         for bucket in self._decode:
             out[bucket.rows] = _decode(bucket, q[bucket.rows], k_pool, v_pool)
         return out
+
+
+def _with_sinks(
+    item: _ExtendGroup | _DecodeBucket,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [N * Q, H, hd] -> [N * Q, H * hd]: a sink is one more key of zeros, whose score is in the mask."""
+    count = item.num_sequences if isinstance(item, _ExtendGroup) else item.num_requests
+    num_heads = q.shape[1]
+    k, v = _gather(k_pool, item.kv_slots, count), _gather(v_pool, item.kv_slots, count)
+    length, num_queries = k.shape[2], q.shape[0] // count
+    if isinstance(item, _ExtendGroup):
+        ends = torch.arange(length - num_queries, length, device=q.device)[None, :, None] + 1
+    else:
+        ends = torch.full((count, 1, 1), length, device=q.device)
+        if item.mask is not None:
+            ends = (item.mask.view(count, length) == 0).sum(1).view(count, 1, 1)
+    positions = torch.arange(length, device=q.device)
+    allowed = positions < ends
+    if window is not None:
+        allowed = allowed & (positions >= ends - window)
+    mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))
+    mask = mask[:, None].expand(count, num_heads, num_queries, length)
+    k, v = (x.repeat_interleave(num_heads // k_pool.shape[1], dim=1) for x in (k, v))
+    if sinks is not None:
+        mask = torch.cat((mask, sinks.view(1, num_heads, 1, 1).expand(count, -1, num_queries, 1)), -1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    queries = q.view(count, num_queries, num_heads, -1).transpose(1, 2)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+    return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
 def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:

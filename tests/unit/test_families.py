@@ -78,7 +78,7 @@ def _theirs(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor
         order_TK = weights_TK.argsort(dim=-1, descending=True, stable=True)
         chosen.append(ids_TK.gather(1, order_TK))
 
-    hooks = [m.register_forward_hook(note) for k, m in model.named_modules() if k.endswith("mlp.gate")]
+    hooks = [m.register_forward_hook(note) for k, m in model.named_modules() if k.endswith(("mlp.gate", "mlp.router"))]
     with torch.no_grad():
         log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     for hook in hooks:
