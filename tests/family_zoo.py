@@ -169,7 +169,6 @@ def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch
         return 1 + values
     if tensor.ndim == 1:
         return 1 + 0.1 * values
-    gain = (
-        2.5 if ".gate.weight" in key or ".router.weight" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
-    )
+    is_router = key.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    gain = 2.5 if is_router else 2.0 if "embed" in key or "lm_head" in key else 1.0
     return values * gain / math.sqrt(tensor.shape[-1])

@@ -1,9 +1,8 @@
 """Fused expert tensors: one of each kind holds a projection of all experts of a layer, beside the per-expert names.
 
-    layout         gate_up_proj                                  down_proj      biases
-    rows           [E, 2I, D], gate rows first                   [E, D, I]      none
-    interleaved    [E, D, 2I], gate and up columns in turn       [E, I, D]      gate_up_proj_bias [E, 2I], down_proj_bias
-                                                                                [E, D]
+    layout         gate_up_proj                               down_proj    gate_up_proj_bias, down_proj_bias
+    rows           [E, 2I, D], gate rows first                [E, D, I]    none
+    interleaved    [E, D, 2I], gate and up columns in turn    [E, I, D]    [E, 2I], [E, D]
 
 The first is transformers 5's for most families, the second its GPT-OSS.
 

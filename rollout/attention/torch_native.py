@@ -75,7 +75,8 @@ class TorchNativeBackend(AttentionBackend):
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
         if window is not None or sinks is not None:
             out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-            for item in [*self._extend, *self._decode]:
+            items: list[_ExtendGroup | _DecodeBucket] = [*self._extend, *self._decode]
+            for item in items:
                 out[item.rows] = _with_sinks(item, q[item.rows], k_pool, v_pool, window, sinks)
             return out
         if not self._extend and len(self._decode) == 1:

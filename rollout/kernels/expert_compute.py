@@ -37,7 +37,7 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.T
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What experts do beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit, ClampedSwiGLU."""
+    """What experts do beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit ClampedSwiGLU."""
 
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None

@@ -92,7 +92,7 @@ def norm_route(
     weights_TK = scores_TE.gather(1, ids_TK)
     if scoring == "softmax_of_chosen":
         weights_TK = weights_TK.softmax(dim=-1, dtype=work_dtype)
-    if normalise:
+    elif normalise:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
     return normed_TD, (weights_TK * scaling).to(normed_TD.dtype), ids_TK
 
