@@ -32,6 +32,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 3
 # An inner size that is no multiple of a vector, as the published 2880 is none of 128.
 _GPT_OSS: dict[str, Any] = {
     **_SIZES,
+    "num_hidden_layers": 2,
     "intermediate_size": 40,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
@@ -88,6 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss, long window": {
         "model_type": "gpt_oss",
         **_GPT_OSS,
+        "num_hidden_layers": 3,
         "sliding_window": 128,
         "num_local_experts": 16,
         "intermediate_size": 72,
