@@ -39,6 +39,8 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     refuse({f"layer type {kind!r}": kind not in _KINDS for kind in kinds})
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+    if "sliding_attention" in kinds and int(raw["sliding_window"]) < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {raw['sliding_window']}")
     layers = []
     for kind in kinds:
         window = int(raw["sliding_window"]) if kind == "sliding_attention" else None
