@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,46 @@ KVKind = FullKV | LatentKV
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """The gated delta rule (Yang et al., 2024): a state for each value head instead of the tokens before.
+
+    Queries, keys and values go through a causal convolution over `conv_size` tokens; a key head serves
+    `num_value_heads / num_key_heads` value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    rotary: ClassVar[RotarySpec | None] = None
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a layer keeps of a sequence, however long, in a row of the state pool.
+
+    The last `conv_size - 1` inputs of a convolution [conv_channels, conv_size - 1] in the model's dtype, and a state
+    [num_heads, key_dim, value_dim] in float32.
+    """
+
+    conv_channels: int
+    conv_size: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Of one row, in a model of `dtype`."""
+        conv = self.conv_channels * (self.conv_size - 1) * dtype.itemsize
+        return conv + 4 * self.num_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseSpec:
     """SwiGLU (Shazeer, 2020) of `inner` features."""
 
@@ -167,7 +210,7 @@ class MoESpec:
     shared_inner: int = 0
 
 
-AttentionKind = AttentionSpec
+AttentionKind = AttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,10 @@ class Attention(Layer):
         """Of a token, on this rank."""
         return FullKV(kv_heads(spec, parallel).length, spec.head_dim)
 
+    @staticmethod
+    def state(spec: AttentionSpec, parallel: Parallel) -> None:
+        """Nothing: its tokens are all it keeps."""
+
     def __call__(
         self,
         residual_TD: torch.Tensor,

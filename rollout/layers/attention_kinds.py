@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.layer_specs import AttentionKind, AttentionSpec, KVKind, NormSpec
+from rollout.core.layer_specs import AttentionKind, AttentionSpec, KVKind, NormSpec, RecurrentState
 from rollout.distributed.parallel import Parallel
 from rollout.layers.attention import Attention
 from rollout.layers.build import Build
@@ -38,6 +38,10 @@ class AttentionLayer(Protocol):
     @staticmethod
     def kept(spec: Any, parallel: Parallel) -> KVKind | None:
         """What the KV pool holds of a token for it, on this rank."""
+
+    @staticmethod
+    def state(spec: Any, parallel: Parallel) -> RecurrentState | None:
+        """What the state pool holds of a sequence for it, on this rank."""
 
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {
