@@ -24,6 +24,17 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
+# Neither head size is a multiple of the sixteen lanes of a vector; a key head serves two value heads.
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+}
+
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_SIZES},
@@ -60,6 +71,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "attention_bias": True,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_SIZES,
+        **_EXPERTS,
+        **_DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "partial_rotary_factor": 0.25,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **_SIZES,
+        **_DELTA,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **{
+            key: value
+            for key, value in (_SIZES | _EXPERTS).items()
+            if key not in ("intermediate_size", "norm_topk_prob")
+        },
+        **_DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
 }
 
@@ -91,7 +130,9 @@ def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch
         return 0.1 * values
     if key.endswith("bias"):
         return 0.5 * values
+    if key.endswith("A_log"):
+        return values - 4  # states that remember over hundreds of tokens
     if tensor.ndim == 1:
-        return 1 + 0.1 * values
+        return tensor + 0.1 * values  # norms begin at zero where one is added to their weight
     gain = 2.5 if ".gate.weight" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
     return values * gain / math.sqrt(tensor.shape[-1])

@@ -73,7 +73,8 @@ class NormSpec:
 class AttentionSpec:
     """Attention over all earlier tokens with grouped query heads, scores over the root of the head size.
 
-    `qk_norm`: queries and keys go through an RMS norm a head, before the rotation.
+    `qk_norm`: queries and keys go through an RMS norm a head, before the rotation.  `output_gate`: `q_proj` gives every
+    head its query, then a gate of the same size; what the head attends to is multiplied by the gate's sigmoid.
     """
 
     num_heads: int
@@ -82,6 +83,7 @@ class AttentionSpec:
     rotary: RotarySpec
     qk_norm: bool = False
     qkv_bias: bool = False
+    output_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class GatedDeltaSpec:
     """The gated delta rule (Yang et al., 2024): a state for each value head instead of the tokens before.
 
     Queries, keys and values go through a causal convolution over `conv_size` tokens; a key head serves
-    `num_value_heads / num_key_heads` value heads.
+    `values_per_key` value heads.  `merged_by_key_head`: checkpoints have two projections, `in_proj_qkvz` and
+    `in_proj_ba`, whose rows lie key head by key head; otherwise four, each of one kind.
     """
 
     num_key_heads: int
@@ -148,7 +151,12 @@ class GatedDeltaSpec:
     key_dim: int
     value_dim: int
     conv_size: int
+    merged_by_key_head: bool = False
     rotary: ClassVar[RotarySpec | None] = None
+
+    @property
+    def values_per_key(self) -> int:
+        return self.num_value_heads // self.num_key_heads
 
     @property
     def conv_channels(self) -> int:
@@ -159,8 +167,8 @@ class GatedDeltaSpec:
 class RecurrentState:
     """What a layer keeps of a sequence, however long, in a row of the state pool.
 
-    The last `conv_size - 1` inputs of a convolution [conv_channels, conv_size - 1] in the model's dtype, and a state
-    [num_heads, key_dim, value_dim] in float32.
+    The last `conv_size - 1` inputs of a convolution [conv_size - 1, conv_channels] in the model's dtype, and a state
+    [num_heads, key_dim, value_dim] in float32, or float64 for float64.
     """
 
     conv_channels: int
@@ -172,7 +180,7 @@ class RecurrentState:
     def bytes(self, dtype: torch.dtype) -> int:
         """Of one row, in a model of `dtype`."""
         conv = self.conv_channels * (self.conv_size - 1) * dtype.itemsize
-        return conv + 4 * self.num_heads * self.key_dim * self.value_dim
+        return conv + max(4, dtype.itemsize) * self.num_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +211,16 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """Experts of `inner` features each, and for every token a shared one of `shared_inner`, if any."""
+    """Experts of `inner` features each, and for every token a shared one of `shared_inner`, if any.
+
+    `shared_gate`: its output is multiplied by a sigmoid of one number a token.  `shared_name`: in checkpoints.
+    """
 
     router: RouterSpec
     inner: int
     shared_inner: int = 0
+    shared_gate: bool = False
+    shared_name: str = "shared_experts"
 
 
 AttentionKind = AttentionSpec | GatedDeltaSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec
+from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 
@@ -68,6 +68,12 @@ def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     raise StartupError(
         f"--tp-size {_sizes(parallel)}: key-value heads: {total} is no multiple of {ranks} ranks, nor the reverse"
     )
+
+
+def delta_heads(spec: GatedDeltaSpec, parallel: Parallel) -> Shard:
+    """Key heads of the gated delta rule.  Raises `StartupError`."""
+    ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
+    return Shard.equal(spec.num_key_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: linear key heads")
 
 
 def _sizes(parallel: Parallel) -> str:

@@ -17,6 +17,11 @@ FAMILIES = {
     "Qwen2ForCausalLM": "rollout.models.qwen2",
     "LlamaForCausalLM": "rollout.models.llama",
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
+    "Qwen3NextForCausalLM": "rollout.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "rollout.models.qwen3_5",
 }
 
 

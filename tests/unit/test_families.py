@@ -113,9 +113,10 @@ def test_parity_with_transformers(case: tuple[str, int, Path], compiled: bool) -
 
 def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:
     theirs, ids = family_model(family, 7).double(), _ids(3)
-    ours = _ours(load_tiny(folder, torch.float64), ids, "torch_native")
-    # transformers computes rotary angles in float32 whatever the model's dtype is.
-    assert (ours.log_probs - _theirs(theirs, ids)[0]).abs().max() < 1e-5
+    model = load_tiny(folder, torch.float64)
+    # transformers computes rotary angles in float32 whatever the model's dtype is, and norms with an offset, too.
+    tolerance = 1e-5 if model.config.norm.weight_offset is None else 1e-4
+    assert (_ours(model, ids, "torch_native").log_probs - _theirs(theirs, ids)[0]).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("form", ["published", "fused"])
