@@ -35,6 +35,8 @@ _DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
+_NOT_QWEN3_5_MOE = ("intermediate_size", "norm_topk_prob")
+
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_SIZES},
@@ -134,5 +136,5 @@ def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch
         return values - 4  # states that remember over hundreds of tokens
     if tensor.ndim == 1:
         return tensor + 0.1 * values  # norms begin at zero where one is added to their weight
-    gain = 2.5 if ".gate.weight" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
+    gain = 2.5 if ".gate.weight" in key or "conv1d" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
     return values * gain / math.sqrt(tensor.shape[-1])

@@ -22,9 +22,9 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has what
-    names may begin with instead, and what the canonical ones begin with; tensors whose names begin with one of `ignored` may come, and
-    nothing is kept of them.
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
+    what names may begin with, and what their canonical ones begin with; tensors whose names begin with one of `ignored`
+    may come, and nothing is kept of them.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from rollout.core.layer_specs import (
     GatedDeltaSpec,
     LayerSpec,
     MoESpec,
-    NormSpec,
     RouterSpec,
 )
 from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse

@@ -1,0 +1,368 @@
+// The gated delta rule over the sequences of a step: convolution, recurrence, norm and gate.
+//
+// Token by token, in prefill as in decode: columns of a head's state do not depend on each other, and what a column goes
+// through is the same in any step, chunk, batch and with any number of threads.  A thread takes a head of a sequence; its
+// state stays in the caches while the tokens go through it, a tile of them and a block of columns at a time.
+//
+// Rounding as in delta_rule.py.  Sums over the keys run in four parts, of keys 0, 4, 8 .., of 1, 5, 9 .. and so on,
+// joined as (0 + 2) + (1 + 3).
+//
+// Shapes: T tokens, N sequences, M snapshots, R rows of the pools, Hk key heads, H value heads, dk and dv sizes of a
+// head's keys and values, C = 2 Hk dk + H dv channels of the convolution over w tokens.
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "norm.h"
+#include "parallel.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kTokenSpan = 8;
+constexpr int64_t kTile = 16;   // tokens that go through a block of columns while it is in the first cache
+constexpr int64_t kSums = 4;    // of a sum over keys
+constexpr int64_t kMaxTaps = 8;
+constexpr float kUnitEps = 1e-6f;
+#if LOCKSTEP_AVX512
+constexpr int kVectors = 2;
+#else
+constexpr int kVectors = 1;  // half the registers
+#endif
+constexpr int64_t kBlock = kVectors * kLanes;  // columns of a state
+
+inline int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+template <class T>
+inline float rounded(float x) {
+  return static_cast<float>(static_cast<T>(x));
+}
+
+// Where a sequence of the step begins, and what becomes of its state on the way: rows by tokens done, ascending.
+struct Sequence {
+  struct Copy {
+    int64_t done, row;
+  };
+  int64_t first, length, source;
+  std::vector<Copy> copies;
+};
+
+struct Sizes {
+  int64_t num_key_heads, num_heads, key_dim, value_dim, taps;
+
+  int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+  int64_t columns() const { return channels() + num_heads * value_dim + 2 * num_heads; }
+  int64_t state() const { return key_dim * value_dim; }
+};
+
+// What a thread computes with for one head.
+struct Buffers {
+  Buffers(int64_t key_dim, int64_t value_dim)
+      : key_dim(key_dim),
+        value_dim(value_dim),
+        keys(up(key_dim, kSums)),
+        values(up(value_dim, kBlock)),
+        state(keys * values),
+        query(kTile * keys),
+        key(kTile * keys),
+        value(kTile * values),
+        read(kTile * values) {}
+
+  // This thread's own, kept from call to call.
+  static Buffers& of(const Sizes& sizes) {
+    thread_local std::unique_ptr<Buffers> kept;
+    if (kept == nullptr || kept->key_dim != sizes.key_dim || kept->value_dim != sizes.value_dim) {
+      kept = std::make_unique<Buffers>(sizes.key_dim, sizes.value_dim);
+    }
+    return *kept;
+  }
+
+  const int64_t key_dim, value_dim, keys, values;  // the latter with zeros behind them
+  std::vector<float> state;                        // [blocks][keys][kBlock]
+  std::vector<float> query, key, value, read;
+  std::array<float, kTile> decay, beta;
+};
+
+// One token through a block of columns: S *= decay; S += k ((v - S^T k) beta)^T; out = S^T q.
+inline void advance(float* state, const float* query, const float* key, int64_t keys, float decay, float beta,
+                    const float* value, float* out) {
+  F32x16 sums[kSums][kVectors], delta[kVectors];
+  const auto clear = [&] {
+    for (auto& part : sums) std::fill(part, part + kVectors, splat(0.0f));
+  };
+  const auto joined = [&](int v) { return (sums[0][v] + sums[2][v]) + (sums[1][v] + sums[3][v]); };
+  clear();
+  for (int64_t i = 0; i < keys; i += kSums) {
+#pragma GCC unroll 4
+    for (int64_t p = 0; p < kSums; ++p) {
+      const F32x16 k = splat(key[i + p]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[p][v] = fma(load(state + (i + p) * kBlock + v * kLanes), k, sums[p][v]);
+    }
+  }
+  const F32x16 kept = splat(decay);
+  for (int v = 0; v < kVectors; ++v) delta[v] = (load(value + v * kLanes) - joined(v) * kept) * splat(beta);
+  clear();
+  for (int64_t i = 0; i < keys; i += kSums) {
+#pragma GCC unroll 4
+    for (int64_t p = 0; p < kSums; ++p) {
+      const F32x16 k = splat(key[i + p]), q = splat(query[i + p]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        float* place = state + (i + p) * kBlock + v * kLanes;
+        const F32x16 moved = fma(k, delta[v], load(place) * kept);
+        store(place, moved);
+        sums[p][v] = fma(moved, q, sums[p][v]);
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, joined(v));
+}
+
+template <class T>
+class DeltaRule {
+ public:
+  const Sizes sizes;
+  const T *projected, *conv_weight, *a_log, *dt_bias, *norm_weight;
+  T *conv_pool, *mixed, *out;
+  float* state_pool;
+  double eps;
+
+  // silu of the convolution of one token of a sequence, into `mixed`.
+  void convolve(const Sequence& sequence, int64_t token) const {
+    std::array<const T*, kMaxTaps> inputs;
+    for (int64_t tap = 0; tap < sizes.taps; ++tap) {
+      inputs[tap] = input(sequence, token - sequence.first - (sizes.taps - 1) + tap);
+    }
+    const int64_t channels = sizes.channels();
+    for (int64_t c = 0; c < channels; c += kLanes) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, channels - c));
+      F32x16 sum = splat(0.0f);
+      for (int64_t tap = 0; tap < sizes.taps; ++tap) {
+        if (inputs[tap] == nullptr) continue;
+        sum = fma(load(conv_weight + tap * channels + c, n), load(inputs[tap] + c, n), sum);
+      }
+      store(mixed + token * channels + c, silu(round_to<T>(sum)), n);
+    }
+  }
+
+  // All tokens of a sequence through the state of one head.
+  void head(const Sequence& sequence, int64_t h, Buffers& buffers) const {
+    load_state(sequence.source, h, buffers);
+    auto copy = sequence.copies.begin();
+    for (int64_t done = 0; done < sequence.length;) {
+      const int64_t count = std::min({kTile, sequence.length - done, copy->done - done});
+      prepare(sequence.first + done, count, h, buffers);
+      for (int64_t column = 0; column < buffers.values; column += kBlock) {
+        for (int64_t t = 0; t < count; ++t) {
+          advance(buffers.state.data() + column * buffers.keys, buffers.query.data() + t * buffers.keys,
+                  buffers.key.data() + t * buffers.keys, buffers.keys, buffers.decay[t], buffers.beta[t],
+                  buffers.value.data() + t * buffers.values + column, buffers.read.data() + t * buffers.values + column);
+        }
+      }
+      finish(sequence.first + done, count, h, buffers);
+      done += count;
+      for (; copy != sequence.copies.end() && copy->done == done; ++copy) {
+        store_state(copy->row, h, buffers);
+        if (h == 0) store_inputs(sequence, done, copy->row);
+      }
+    }
+  }
+
+ private:
+  // What the convolution reads at a place counted from the sequence's first token of this step; null: zeros.
+  const T* input(const Sequence& sequence, int64_t place) const {
+    if (place >= 0) return projected + (sequence.first + place) * sizes.columns();
+    if (sequence.source < 0) return nullptr;
+    return conv_pool + (sequence.source * (sizes.taps - 1) + (sizes.taps - 1) + place) * sizes.channels();
+  }
+
+  // The last inputs after `done` tokens.  Ascending, so that a row may be read while it is written.
+  void store_inputs(const Sequence& sequence, int64_t done, int64_t row) const {
+    const int64_t size = sizes.channels(), kept = sizes.taps - 1;
+    for (int64_t j = 0; j < kept; ++j) {
+      T* place = conv_pool + (row * kept + j) * size;
+      const T* from = input(sequence, done - kept + j);
+      if (from == nullptr) {
+        std::memset(place, 0, size * sizeof(T));
+      } else {
+        std::memcpy(place, from, size * sizeof(T));
+      }
+    }
+  }
+
+  template <class F>
+  void each_piece(const Buffers& buffers, F&& piece) const {
+    for (int64_t i = 0; i < sizes.key_dim; ++i) {
+      for (int64_t d = 0; d < sizes.value_dim; d += kLanes) {
+        const int64_t block = d / kBlock * kBlock;
+        piece(i * sizes.value_dim + d, (block * buffers.keys) + i * kBlock + d - block,
+              static_cast<int>(std::min<int64_t>(kLanes, sizes.value_dim - d)));
+      }
+    }
+  }
+
+  void load_state(int64_t source, int64_t h, Buffers& buffers) const {
+    const bool is_padded = buffers.keys != sizes.key_dim || buffers.values != sizes.value_dim;
+    if (source < 0 || is_padded) std::fill(buffers.state.begin(), buffers.state.end(), 0.0f);
+    if (source < 0) return;
+    const float* from = state_pool + (source * sizes.num_heads + h) * sizes.state();
+    each_piece(buffers, [&](int64_t there, int64_t here, int n) { store(&buffers.state[here], load(from + there, n)); });
+  }
+
+  void store_state(int64_t row, int64_t h, const Buffers& buffers) const {
+    float* to = state_pool + (row * sizes.num_heads + h) * sizes.state();
+    each_piece(buffers, [&](int64_t there, int64_t here, int n) { store(to + there, load(&buffers.state[here]), n); });
+  }
+
+  void prepare(int64_t first, int64_t count, int64_t h, Buffers& buffers) const {
+    const int64_t key_head = h / (sizes.num_heads / sizes.num_key_heads);
+    const int64_t key_columns = sizes.num_key_heads * sizes.key_dim, value_columns = sizes.num_heads * sizes.value_dim;
+    const float root = 1.0f / std::sqrt(static_cast<float>(sizes.key_dim));
+    const float rate = -std::exp(static_cast<float>(a_log[h])), bias = static_cast<float>(dt_bias[h]);
+    for (int64_t t = 0; t < count; ++t) {
+      const T* row = mixed + (first + t) * sizes.channels();
+      const T* beside = projected + (first + t) * sizes.columns() + sizes.channels() + value_columns;
+      unit(row + key_head * sizes.key_dim, root, &buffers.query[t * buffers.keys]);
+      unit(row + key_columns + key_head * sizes.key_dim, 1.0f, &buffers.key[t * buffers.keys]);
+      for (int64_t d = 0; d < sizes.value_dim; d += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, sizes.value_dim - d));
+        store(&buffers.value[t * buffers.values + d], load(row + 2 * key_columns + h * sizes.value_dim + d, n), n);
+      }
+      const float b = static_cast<float>(beside[h]), a = static_cast<float>(beside[sizes.num_heads + h]) + bias;
+      buffers.beta[t] = rounded<T>(1.0f / (1.0f + std::exp(-b)));
+      buffers.decay[t] = std::exp(rate * (a > 20.0f ? a : std::log1p(std::exp(a))));
+    }
+  }
+
+  void unit(const T* from, float scale, float* to) const {
+    F32x16 squares = splat(0.0f);
+    for (int64_t d = 0; d < sizes.key_dim; d += kLanes) {
+      const F32x16 x = load(from + d, static_cast<int>(std::min<int64_t>(kLanes, sizes.key_dim - d)));
+      squares = fma(x, x, squares);
+    }
+    const F32x16 inverse = splat(1.0f / std::sqrt(sum(squares) + kUnitEps));
+    for (int64_t d = 0; d < sizes.key_dim; d += kLanes) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, sizes.key_dim - d));
+      store(to + d, load(from + d, n) * inverse * splat(scale), n);
+    }
+  }
+
+  // The norm of what was read, rounded, times silu of the gate.
+  void finish(int64_t first, int64_t count, int64_t h, const Buffers& buffers) const {
+    const int64_t size = sizes.value_dim;
+    for (int64_t t = 0; t < count; ++t) {
+      const T* gate = projected + (first + t) * sizes.columns() + sizes.channels() + h * size;
+      T* place = out + ((first + t) * sizes.num_heads + h) * size;
+      for (int64_t d = 0; d < size; d += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
+        store(place + d, load(&buffers.read[t * buffers.values + d]), n);
+      }
+      norm_row(place, norm_weight, size, {eps, std::nullopt}, [&](int64_t d, int n, F32x16 x) {
+        store(place + d, round_to<T>(x) * silu(load(gate + d, n)), n);
+      });
+    }
+  }
+};
+
+// The sequences of a step, checked.
+std::vector<Sequence> sequences_of(int64_t num_tokens, int64_t num_rows, const at::Tensor& query_lens,
+                                   const at::Tensor& rows, const at::Tensor& sources, const at::Tensor& snapshots) {
+  const int64_t count = query_lens.numel();
+  for (const at::Tensor& tensor : {query_lens, rows, sources, snapshots}) {
+    TORCH_CHECK(tensor.scalar_type() == at::kLong && tensor.is_contiguous(), "operands must be int64 and contiguous");
+  }
+  TORCH_CHECK(rows.numel() == count && sources.numel() == count && snapshots.dim() == 2 && snapshots.size(1) == 3,
+              "operands must be [N], [N], [N] and [M, 3]");
+  std::vector<Sequence> found(count);
+  int64_t first = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    found[n] = {first, query_lens.const_data_ptr<int64_t>()[n], sources.const_data_ptr<int64_t>()[n], {}};
+    TORCH_CHECK(found[n].length > 0 && found[n].source < num_rows, "sequence ", n, " has no tokens or no such source");
+    first += found[n].length;
+  }
+  TORCH_CHECK(first == num_tokens, "the sequences have ", first, " tokens, the step has ", num_tokens);
+  const auto copy = [&](int64_t n, int64_t done, int64_t row) {
+    TORCH_CHECK(0 <= n && n < count && 0 < done && done <= found[n].length && 0 <= row && row < num_rows,
+                "no such copy of a state: sequence ", n, ", after ", done, " tokens, to row ", row);
+    found[n].copies.push_back({done, row});
+  };
+  for (int64_t m = 0; m < snapshots.size(0); ++m) {
+    const int64_t* one = snapshots.const_data_ptr<int64_t>() + 3 * m;
+    copy(one[0], one[1], one[2]);
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    copy(n, found[n].length, rows.const_data_ptr<int64_t>()[n]);
+    std::stable_sort(found[n].copies.begin(), found[n].copies.end(),
+                     [](const auto& one, const auto& other) { return one.done < other.done; });
+  }
+  return found;
+}
+
+at::Tensor gated_delta(const at::Tensor& projected, const at::Tensor& conv_weight, const at::Tensor& a_log,
+                       const at::Tensor& dt_bias, const at::Tensor& norm_weight, double eps, at::Tensor& conv_pool,
+                       at::Tensor& state_pool, const at::Tensor& query_lens, const at::Tensor& rows,
+                       const at::Tensor& sources, const at::Tensor& snapshots) {
+  TORCH_CHECK(projected.dim() == 2 && conv_weight.dim() == 2 && conv_pool.dim() == 3 && state_pool.dim() == 4,
+              "projections must be [T, ..], the convolution's weight [w, C], the pools [R, w - 1, C] and [R, H, dk, dv]");
+  const int64_t num_heads = state_pool.size(1), key_dim = state_pool.size(2), value_dim = state_pool.size(3);
+  const int64_t channels = conv_pool.size(2), num_key_heads = (channels - num_heads * value_dim) / (2 * key_dim);
+  const Sizes sizes{num_key_heads, num_heads, key_dim, value_dim, conv_weight.size(0)};
+  TORCH_CHECK(num_key_heads > 0 && num_heads % num_key_heads == 0 && sizes.channels() == channels &&
+                  projected.size(1) == sizes.columns() && sizes.taps <= kMaxTaps && conv_weight.size(1) == channels &&
+                  conv_pool.size(1) == sizes.taps - 1 && conv_pool.size(0) == state_pool.size(0),
+              "sizes of heads and channels do not fit");
+  TORCH_CHECK(a_log.numel() == num_heads && dt_bias.numel() == num_heads && norm_weight.numel() == value_dim,
+              "A_log and dt_bias must be [H], the norm's weight [dv]");
+  for (const at::Tensor& tensor : {projected, conv_weight, a_log, dt_bias, norm_weight, conv_pool, state_pool}) {
+    TORCH_CHECK(tensor.is_contiguous(), "all arguments must be contiguous");
+  }
+  check_same_dtype(projected, {conv_weight, a_log, dt_bias, norm_weight, conv_pool});
+  TORCH_CHECK(state_pool.scalar_type() == at::kFloat, "states are float32");
+  const int64_t num_tokens = projected.size(0);
+  const auto sequences = sequences_of(num_tokens, state_pool.size(0), query_lens, rows, sources, snapshots);
+  at::Tensor out = at::empty({num_tokens, num_heads * value_dim}, projected.options());
+  at::Tensor mixed = at::empty({num_tokens, channels}, projected.options());
+  with_dtype(projected, [&](auto zero) {
+    using T = decltype(zero);
+    const DeltaRule<T> rule{
+        .sizes = sizes,
+        .projected = projected.const_data_ptr<T>(),
+        .conv_weight = conv_weight.const_data_ptr<T>(),
+        .a_log = a_log.const_data_ptr<T>(),
+        .dt_bias = dt_bias.const_data_ptr<T>(),
+        .norm_weight = norm_weight.const_data_ptr<T>(),
+        .conv_pool = conv_pool.mutable_data_ptr<T>(),
+        .mixed = mixed.mutable_data_ptr<T>(),
+        .out = out.mutable_data_ptr<T>(),
+        .state_pool = state_pool.mutable_data_ptr<float>(),
+        .eps = eps,
+    };
+    std::vector<int64_t> owner(num_tokens);
+    const int64_t count = static_cast<int64_t>(sequences.size());
+    for (int64_t n = 0; n < count; ++n) {
+      std::fill_n(owner.begin() + sequences[n].first, sequences[n].length, n);
+    }
+    ItemQueue spans((num_tokens + kTokenSpan - 1) / kTokenSpan), heads(count * num_heads);
+    const auto convolve = [&](int64_t span) {
+      const int64_t last = std::min(num_tokens, (span + 1) * kTokenSpan);
+      for (int64_t t = span * kTokenSpan; t < last; ++t) rule.convolve(sequences[owner[t]], t);
+    };
+    const auto recur = [&](int64_t item) {
+      rule.head(sequences[item / num_heads], item % num_heads, Buffers::of(sizes));
+    };
+    const int64_t nanoseconds = (num_tokens + 4 * count) * num_heads * key_dim * value_dim / 20;
+    run_phases(team_size(nanoseconds), Phase{spans, convolve}, Phase{heads, recur});
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("gated_delta", &lockstep::gated_delta); }
