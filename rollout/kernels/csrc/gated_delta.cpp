@@ -28,6 +28,7 @@ constexpr int64_t kTokenSpan = 8;
 constexpr int64_t kTile = 16;   // tokens that go through a block of columns while it is in the first cache
 constexpr int64_t kSums = 4;    // of a sum over keys
 constexpr int64_t kMaxTaps = 8;
+constexpr int64_t kAhead = 1024;  // elements of a state that are fetched before they are loaded
 constexpr float kUnitEps = 1e-6f;
 #if LOCKSTEP_AVX512
 constexpr int kVectors = 2;
@@ -37,6 +38,16 @@ constexpr int kVectors = 1;  // half the registers
 constexpr int64_t kBlock = kVectors * kLanes;  // columns of a state
 
 inline int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// A masked store of sixteen lanes takes several times as long as a plain one, and what is loaded next waits for it.
+template <class T>
+inline void put(T* place, F32x16 x, int n) {
+  if (n == kLanes) {
+    store(place, x);
+  } else {
+    store(place, x, n);
+  }
+}
 
 template <class T>
 inline float rounded(float x) {
@@ -55,7 +66,8 @@ struct Sequence {
 struct Sizes {
   int64_t num_key_heads, num_heads, key_dim, value_dim, taps;
 
-  int64_t channels() const { return 2 * num_key_heads * key_dim + num_heads * value_dim; }
+  int64_t first_value() const { return 2 * num_key_heads * key_dim; }
+  int64_t channels() const { return first_value() + num_heads * value_dim; }
   int64_t columns() const { return channels() + num_heads * value_dim + 2 * num_heads; }
   int64_t state() const { return key_dim * value_dim; }
 };
@@ -131,24 +143,31 @@ class DeltaRule {
   const T *projected, *conv_weight, *a_log, *dt_bias, *norm_weight;
   T *conv_pool, *mixed, *out;
   float* state_pool;
+  int64_t num_tokens;
   double eps;
 
-  // silu of the convolution of one token of a sequence, into `mixed`.
+  // silu of the convolution of one token of a sequence, into `mixed`, where a head's tokens lie together: a thread that
+  // takes a head reads them one after the other.
   void convolve(const Sequence& sequence, int64_t token) const {
     std::array<const T*, kMaxTaps> inputs;
     for (int64_t tap = 0; tap < sizes.taps; ++tap) {
       inputs[tap] = input(sequence, token - sequence.first - (sizes.taps - 1) + tap);
     }
     const int64_t channels = sizes.channels();
-    for (int64_t c = 0; c < channels; c += kLanes) {
-      const int n = static_cast<int>(std::min<int64_t>(kLanes, channels - c));
-      F32x16 sum = splat(0.0f);
-      for (int64_t tap = 0; tap < sizes.taps; ++tap) {
-        if (inputs[tap] == nullptr) continue;
-        sum = fma(load(conv_weight + tap * channels + c, n), load(inputs[tap] + c, n), sum);
+    const auto head = [&](int64_t first, int64_t size) {
+      T* place = mixed + first * num_tokens + token * size;
+      for (int64_t d = 0; d < size; d += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
+        F32x16 sum = splat(0.0f);
+        for (int64_t tap = 0; tap < sizes.taps; ++tap) {
+          if (inputs[tap] == nullptr) continue;
+          sum = fma(load(conv_weight + tap * channels + first + d, n), load(inputs[tap] + first + d, n), sum);
+        }
+        put(place + d, silu(round_to<T>(sum)), n);
       }
-      store(mixed + token * channels + c, silu(round_to<T>(sum)), n);
-    }
+    };
+    for (int64_t c = 0; c < sizes.first_value(); c += sizes.key_dim) head(c, sizes.key_dim);
+    for (int64_t c = sizes.first_value(); c < channels; c += sizes.value_dim) head(c, sizes.value_dim);
   }
 
   // All tokens of a sequence through the state of one head.
@@ -212,31 +231,36 @@ class DeltaRule {
     if (source < 0 || is_padded) std::fill(buffers.state.begin(), buffers.state.end(), 0.0f);
     if (source < 0) return;
     const float* from = state_pool + (source * sizes.num_heads + h) * sizes.state();
-    each_piece(buffers, [&](int64_t there, int64_t here, int n) { store(&buffers.state[here], load(from + there, n)); });
+    each_piece(buffers, [&](int64_t there, int64_t here, int n) {
+      __builtin_prefetch(from + there + kAhead);
+      store(&buffers.state[here], load(from + there, n));
+    });
   }
 
   void store_state(int64_t row, int64_t h, const Buffers& buffers) const {
     float* to = state_pool + (row * sizes.num_heads + h) * sizes.state();
-    each_piece(buffers, [&](int64_t there, int64_t here, int n) { store(to + there, load(&buffers.state[here]), n); });
+    each_piece(buffers, [&](int64_t there, int64_t here, int n) { put(to + there, load(&buffers.state[here]), n); });
   }
 
   void prepare(int64_t first, int64_t count, int64_t h, Buffers& buffers) const {
-    const int64_t key_head = h / (sizes.num_heads / sizes.num_key_heads);
-    const int64_t key_columns = sizes.num_key_heads * sizes.key_dim, value_columns = sizes.num_heads * sizes.value_dim;
+    const int64_t key_head = h / (sizes.num_heads / sizes.num_key_heads), size = sizes.value_dim;
+    const int64_t first_key = sizes.num_key_heads * sizes.key_dim, first_b = sizes.channels() + sizes.num_heads * size;
+    const T* queries = mixed + key_head * sizes.key_dim * num_tokens;
+    const T *keys = queries + first_key * num_tokens, *values = mixed + (sizes.first_value() + h * size) * num_tokens;
     const float root = 1.0f / std::sqrt(static_cast<float>(sizes.key_dim));
     const float rate = -std::exp(static_cast<float>(a_log[h])), bias = static_cast<float>(dt_bias[h]);
     for (int64_t t = 0; t < count; ++t) {
-      const T* row = mixed + (first + t) * sizes.channels();
-      const T* beside = projected + (first + t) * sizes.columns() + sizes.channels() + value_columns;
-      unit(row + key_head * sizes.key_dim, root, &buffers.query[t * buffers.keys]);
-      unit(row + key_columns + key_head * sizes.key_dim, 1.0f, &buffers.key[t * buffers.keys]);
-      for (int64_t d = 0; d < sizes.value_dim; d += kLanes) {
-        const int n = static_cast<int>(std::min<int64_t>(kLanes, sizes.value_dim - d));
-        store(&buffers.value[t * buffers.values + d], load(row + 2 * key_columns + h * sizes.value_dim + d, n), n);
+      unit(queries + (first + t) * sizes.key_dim, root, &buffers.query[t * buffers.keys]);
+      unit(keys + (first + t) * sizes.key_dim, 1.0f, &buffers.key[t * buffers.keys]);
+      for (int64_t d = 0; d < size; d += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
+        put(&buffers.value[t * buffers.values + d], load(values + (first + t) * size + d, n), n);
       }
+      const T* beside = projected + (first + t) * sizes.columns() + first_b;
       const float b = static_cast<float>(beside[h]), a = static_cast<float>(beside[sizes.num_heads + h]) + bias;
       buffers.beta[t] = rounded<T>(1.0f / (1.0f + std::exp(-b)));
       buffers.decay[t] = std::exp(rate * (a > 20.0f ? a : std::log1p(std::exp(a))));
+      for (int64_t d = 0; d < size; d += 64 / sizeof(T)) __builtin_prefetch(gate(first + t, h) + d);
     }
   }
 
@@ -249,24 +273,29 @@ class DeltaRule {
     const F32x16 inverse = splat(1.0f / std::sqrt(sum(squares) + kUnitEps));
     for (int64_t d = 0; d < sizes.key_dim; d += kLanes) {
       const int n = static_cast<int>(std::min<int64_t>(kLanes, sizes.key_dim - d));
-      store(to + d, load(from + d, n) * inverse * splat(scale), n);
+      put(to + d, load(from + d, n) * inverse * splat(scale), n);
     }
   }
 
   // The norm of what was read, rounded, times silu of the gate.
-  void finish(int64_t first, int64_t count, int64_t h, const Buffers& buffers) const {
+  void finish(int64_t first, int64_t count, int64_t h, Buffers& buffers) const {
     const int64_t size = sizes.value_dim;
     for (int64_t t = 0; t < count; ++t) {
-      const T* gate = projected + (first + t) * sizes.columns() + sizes.channels() + h * size;
+      float* read = &buffers.read[t * buffers.values];
+      for (int64_t d = 0; d < size; d += kLanes) store(read + d, round_to<T>(load(read + d)));
+      const F32x16 scale = splat(inverse_rms(read, size, eps));
+      const T* z = gate(first + t, h);
       T* place = out + ((first + t) * sizes.num_heads + h) * size;
       for (int64_t d = 0; d < size; d += kLanes) {
         const int n = static_cast<int>(std::min<int64_t>(kLanes, size - d));
-        store(place + d, load(&buffers.read[t * buffers.values + d]), n);
+        const F32x16 normed = round_to<T>(round_to<T>(load(read + d) * scale) * load(norm_weight + d, n));
+        put(place + d, normed * silu(load(z + d, n)), n);
       }
-      norm_row(place, norm_weight, size, {eps, std::nullopt}, [&](int64_t d, int n, F32x16 x) {
-        store(place + d, round_to<T>(x) * silu(load(gate + d, n)), n);
-      });
     }
+  }
+
+  const T* gate(int64_t token, int64_t h) const {
+    return projected + token * sizes.columns() + sizes.channels() + h * sizes.value_dim;
   }
 };
 
@@ -341,6 +370,7 @@ at::Tensor gated_delta(const at::Tensor& projected, const at::Tensor& conv_weigh
         .mixed = mixed.mutable_data_ptr<T>(),
         .out = out.mutable_data_ptr<T>(),
         .state_pool = state_pool.mutable_data_ptr<float>(),
+        .num_tokens = num_tokens,
         .eps = eps,
     };
     std::vector<int64_t> owner(num_tokens);
