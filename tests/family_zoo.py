@@ -29,18 +29,34 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
-# Neither head size is a multiple of the sixteen lanes of a vector; a key head serves two value heads.
+_NOT_QWEN3_5_MOE = ("intermediate_size", "norm_topk_prob")
+# Neither head size is a multiple of the sixteen lanes of a vector.
 _DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
     "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
 }
-
-_NOT_QWEN3_5_MOE = ("intermediate_size", "norm_topk_prob")
+_QWEN3_5: dict[str, Any] = {**_SIZES, **_DELTA, "linear_num_value_heads": 4, "tie_word_embeddings": True}
+_QWEN3_5_MOE: dict[str, Any] = {
+    **{key: value for key, value in (_SIZES | _EXPERTS | _DELTA).items() if key not in _NOT_QWEN3_5_MOE},
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 32,
+}
+_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -86,32 +102,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [1],
-        "partial_rotary_factor": 0.25,
     },
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        **_SIZES,
-        **_DELTA,
-        "linear_num_value_heads": 2,
+    "qwen3_5": {"model_type": "qwen3_5_text", **_QWEN3_5},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_QWEN3_5_MOE},
+    "qwen3_5 that sees": {
+        "model_type": "qwen3_5",
+        "text_config": _QWEN3_5,
+        "vision_config": _EYES,
         "tie_word_embeddings": True,
     },
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe_text",
-        **{
-            key: value
-            for key, value in (_SIZES | _EXPERTS).items()
-            if key not in ("intermediate_size", "norm_topk_prob")
-        },
-        **_DELTA,
-        "num_experts": 8,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_5_moe that sees": {"model_type": "qwen3_5_moe", "text_config": _QWEN3_5_MOE, "vision_config": _EYES},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
 }
 
 
 # Of the suites over families, the gate plays those that have a kind of layer of their own.
-_IN_THE_GATE: tuple[str, ...] = ()
+_IN_THE_GATE: tuple[str, ...] = ("qwen3_next",)
 
 
 def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
@@ -155,7 +161,7 @@ def family_model(name: str, seed: int) -> Any:
     """transformers' model in float32, with random weights."""
     config = _transformers_config(name)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = _auto_class(config).from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -170,7 +176,13 @@ def _transformers_config(name: str) -> Any:
 
 
 def _architecture(name: str) -> str:
-    return transformers.AutoModelForCausalLM._model_mapping[type(_transformers_config(name))].__name__
+    config = _transformers_config(name)
+    return _auto_class(config)._model_mapping[type(config)].__name__
+
+
+def _auto_class(config: Any) -> Any:
+    has_eyes = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_eyes else transformers.AutoModelForCausalLM
 
 
 def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.core.layer_specs import RotarySpec
+from rollout.core.layer_specs import AttentionSpec, RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
+from rollout.kernels import plain
 from rollout.kernels.ops import plain_ops
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.models.registry import FAMILIES as REGISTERED
@@ -140,7 +141,12 @@ def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
 
 
 def _attention(config: ModelConfig, **changes: Any) -> ModelConfig:
-    layers = tuple(replace(layer, attention=replace(layer.attention, **changes)) for layer in config.layers)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, **changes))
+        if isinstance(layer.attention, AttentionSpec)
+        else layer
+        for layer in config.layers
+    )
     return replace(config, layers=layers)
 
 
@@ -158,6 +164,8 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "unscaled weights": ("glm4_moe", lambda c: _router(c, scaling=1.0)),
     "weights as they are": ("glm4_moe", lambda c: _router(c, normalise=False)),
     "no groups": ("glm4_moe, no QK norm", lambda c: _router(c, num_groups=1, top_groups=1)),
+    "a quarter more rotated": ("qwen3_next", lambda c: _attention(c, rotary=RotarySpec(dim=8, theta=10000.0))),
+    "norms of the weight alone": ("qwen3_5", lambda c: replace(c, norm=replace(c.norm, weight_offset=0.0))),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
 }
 
@@ -171,6 +179,39 @@ def test_a_wrong_kind_is_noticed(tmp_path: Path, wrong: str, monkeypatch: pytest
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() < 1e-4
     monkeypatch.setattr(model_zoo, "load_model_config", lambda folder: change(load_model_config(folder)))
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_gates_left_open_are_noticed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = family_checkpoint(tmp_path / "model", name, 7)
+    want, _ = _theirs(family_model(name, 7), _ids(3))
+    gated = plain.sigmoid_gate
+    left_open: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "of the shared expert": lambda x, gate: x if gate.shape[1] == 1 else gated(x, gate),
+        "of attention": lambda x, gate: x if gate.shape[1] > 1 else gated(x, gate),
+    }
+    for gate in left_open.values():
+        monkeypatch.setattr(plain, "sigmoid_gate", gate)
+        assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("qwen3_5", "qwen3_5 that sees"), ("qwen3_5_moe that sees", "qwen3_5_moe")]
+)
+def test_text_has_one_content_alone_and_with_images(tmp_path: Path, name: str, other: str) -> None:
+    """Names of the one are taken by the other; tensors of what sees and of later tokens are not kept."""
+    model = load_tiny(family_checkpoint(tmp_path / "model", name, 7), torch.float32)
+    wire = load_file(family_checkpoint(tmp_path / "other", other, 11) / "model.safetensors")
+    assert {key.startswith("model.language_model.") for key in wire} == {True, False} or "sees" not in other
+    wire |= {"mtp.norm.weight": torch.ones(64), "model.visual.patch_embed.proj.bias": torch.ones(32)}
+    ledger = WeightLedger(model.weights.metas())
+    load_weights(model.weights, list(wire.items()), DirectSink(model.weights), ledger, cast=True)
+    ledger.settle()
+    for key in ("model.layers.0.linear_attn.A_log", "model.language_model.layers.0.linear_attn.A_log"):
+        assert model.weights.canonical_name(key) == "model.layers.0.linear_attn.A_log"
+    with pytest.raises(UnknownTensorError):
+        model.weights.split(TensorMeta("language_model.layers.0.linear_attn.A_log", torch.float32, (4,)))
 
 
 def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
