@@ -158,10 +158,6 @@ class GatedDeltaSpec:
     def values_per_key(self) -> int:
         return self.num_value_heads // self.num_key_heads
 
-    @property
-    def conv_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
 
 @dataclass(frozen=True)
 class RecurrentState:

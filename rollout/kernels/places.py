@@ -110,12 +110,12 @@ class ReorderedPlace:
 class ShardPlace:
     """The part of a logical tensor that this rank holds, in an `inner` place of just that part.
 
-    It is `length` indices of dimension `dim`, from `start` on.
+    It is `length` indices of dimension `dim`, from `start` on; see `Region`.
     """
 
-    def __init__(self, inner: Place, dim: int, start: int, length: int) -> None:
+    def __init__(self, inner: Place, dim: int, start: int, length: int, sections: tuple[int, ...] = ()) -> None:
         self._inner = inner
-        self.region: Region = Region(dim, start, length)
+        self.region: Region = Region(dim, start, length, sections)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -126,7 +126,8 @@ class ShardPlace:
         return self._inner.numel
 
     def rebind(self, storage: torch.Tensor) -> ShardPlace:
-        return ShardPlace(self._inner.rebind(storage), self.region.dim, self.region.start, self.region.length)
+        region = self.region
+        return ShardPlace(self._inner.rebind(storage), region.dim, region.start, region.length, region.sections)
 
     def write(self, source: torch.Tensor) -> None:
         self._inner.write(self.region.of(source))

@@ -39,13 +39,8 @@ class GatedDelta(WeightLayer):
         keys = delta_heads(spec, build.parallel)
         self._heads = values = keys.times(spec.values_per_key)
         self.in_proj = _projections(spec, hidden_size, keys, build)
-        # The channels of all ranks are here where a checkpoint has them, of queries, keys and values, in one tensor.
-        channels = None if keys.is_whole else _channels(spec, keys).to(build.device)
-        self._conv_weight_wC, self._conv_channels = build.empty(spec.conv_size, spec.conv_channels), channels
-        self._columns: torch.Tensor | None = None
-        if channels is not None and not spec.merged_by_key_head:
-            beside = torch.arange(spec.conv_channels, self.in_proj.out_features, device=build.device)
-            self._columns = torch.cat((channels, beside))
+        self._channels = keys.of_sections(_sections(spec))
+        self._conv_weight_wC = build.empty(spec.conv_size, self._channels.length)
         self._a_log, self._dt_bias = build.empty(values.length), build.empty(values.length)
         self.norm = RMSNorm(spec.value_dim, NormSpec(eps=norm.eps), build)
         self.out_proj = Linear(values.times(spec.value_dim), hidden_size, build)
@@ -58,7 +53,7 @@ class GatedDelta(WeightLayer):
     def state(spec: GatedDeltaSpec, parallel: Parallel) -> RecurrentState:
         """Of a sequence, on this rank."""
         keys = delta_heads(spec, parallel)
-        channels = spec.conv_channels // spec.num_key_heads * keys.length
+        channels = keys.of_sections(_sections(spec)).length
         heads = keys.length * spec.values_per_key
         return RecurrentState(channels, spec.conv_size, heads, spec.key_dim, spec.value_dim)
 
@@ -73,15 +68,11 @@ class GatedDelta(WeightLayer):
         """This rank's part [T, D], of the norm of `residual += hidden`.  Moves the states of the step's sequences."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        projected, conv_weight_wC = self.in_proj(residual_TD, hidden_TD, norm), self._conv_weight_wC
-        if self._columns is not None:
-            projected = projected.index_select(1, self._columns)
-        if self._conv_channels is not None:
-            conv_weight_wC = conv_weight_wC.index_select(1, self._conv_channels)
+        projected = self.in_proj(residual_TD, hidden_TD, norm)
         pool = context.states.pool
         read_TV = self.ops.gated_delta(
             projected,
-            conv_weight_wC,
+            self._conv_weight_wC,
             self._a_log,
             self._dt_bias,
             self.norm.weight,
@@ -93,9 +84,9 @@ class GatedDelta(WeightLayer):
         return self.out_proj(read_TV)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        conv_C1w = self._conv_weight_wC.t().unsqueeze(1)
-        every = Shard.whole(conv_C1w.shape[0])
-        yield sharded_entry(f"{prefix}.conv1d.weight", conv_C1w, ViewPlace(conv_C1w), tuple(conv_C1w.shape), 0, every)
+        conv_C1w, channels = self._conv_weight_wC.t().unsqueeze(1), self._channels
+        shape = (channels.total, *conv_C1w.shape[1:])
+        yield sharded_entry(f"{prefix}.conv1d.weight", conv_C1w, ViewPlace(conv_C1w), shape, 0, channels)
         for name, values in (("A_log", self._a_log), ("dt_bias", self._dt_bias)):
             yield sharded_entry(f"{prefix}.{name}", values, ViewPlace(values), (self._heads.total,), 0, self._heads)
 
@@ -105,7 +96,7 @@ def _projections(spec: GatedDeltaSpec, hidden_size: int, keys: Shard, build: Bui
     values = keys.times(spec.values_per_key)
     if not spec.merged_by_key_head:
         parts = {
-            "in_proj_qkv": Shard.whole(spec.conv_channels),
+            "in_proj_qkv": keys.of_sections(_sections(spec)),
             "in_proj_z": values.times(spec.value_dim),
             "in_proj_b": values,
             "in_proj_a": values,
@@ -124,12 +115,7 @@ def _kind_by_kind(heads: int, sizes: Sequence[int]) -> torch.Tensor:
     return torch.cat([part.flatten() for part in rows.split(list(sizes), dim=1)])
 
 
-def _channels(spec: GatedDeltaSpec, keys: Shard) -> torch.Tensor:
-    """Which channels of queries, keys and values this rank has."""
-    key_rows = keys.times(spec.key_dim)
-    value_rows = keys.times(spec.values_per_key * spec.value_dim)
-    parts, start = [], 0
-    for rows in (key_rows, key_rows, value_rows):
-        parts.append(torch.arange(start + rows.start, start + rows.start + rows.length))
-        start += rows.total
-    return torch.cat(parts)
+def _sections(spec: GatedDeltaSpec) -> tuple[int, int, int]:
+    """Channels of queries, keys and values."""
+    keys = spec.num_key_heads * spec.key_dim
+    return keys, keys, spec.num_value_heads * spec.value_dim

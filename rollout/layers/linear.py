@@ -95,5 +95,5 @@ def sharded_entry(
     """The entry of a logical tensor of `shape`, of which this rank has `shard` in dimension `dim`, at `place`."""
     if shard.is_whole:
         return WeightEntry(name, shape, weight.dtype, lambda: [place])
-    part = ShardPlace(place, dim, shard.start, shard.length)
+    part = ShardPlace(place, dim, shard.start, shard.length, shard.sections)
     return WeightEntry(name, shape, weight.dtype, lambda: [part])

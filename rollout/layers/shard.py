@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
@@ -12,11 +13,12 @@ from rollout.distributed.parallel import Parallel
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` of `total`, from `start` on."""
+    """`length` of `total`, from `start` on; with `sections`, that share of each of them."""
 
     total: int
     start: int
     length: int
+    sections: tuple[int, ...] = ()
 
     @classmethod
     def whole(cls, total: int) -> Shard:
@@ -41,7 +43,13 @@ class Shard:
 
     def times(self, size: int) -> Shard:
         """The same shard in smaller units, `size` of which make one of these."""
+        assert not self.sections
         return Shard(self.total * size, self.start * size, self.length * size)
+
+    def of_sections(self, sizes: Sequence[int]) -> Shard:
+        """The same share of each of several sizes that lie one after the other."""
+        total = sum(sizes)
+        return Shard(total, total * self.start // self.total, total * self.length // self.total, tuple(sizes))
 
 
 def query_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
