@@ -235,9 +235,7 @@ def test_a_share_of_every_section(dim: int, sections: tuple[int, ...], regions: 
     """What each rank holds is that of each section alone, side by side; together they are the whole, and its F."""
     shape = (4, 6) if dim else (24, 3)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    held = [
-        [part.chunk(len(regions), dim)[rank] for part in whole.split(sections, dim)] for rank in range(len(regions))
-    ]
+    shares = [part.chunk(len(regions), dim) for part in whole.split(sections, dim)]
     meta = TensorMeta("w", torch.float32, shape)
     parts = []
     for region, *mine in zip(regions, *shares, strict=True):
