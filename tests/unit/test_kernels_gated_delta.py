@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from rollout.kernels.delta_rule import gated_delta as plain
 from rollout.kernels.ops import Ops
 from rollout.kernels.plain import sigmoid_gate
+from tests.check_programs import TARGETS, headers_with, run_check
 from tests.delta_rule import Operator, Sequences, Sizes
 from tests.kernels import error, native_ops
 
@@ -21,6 +24,7 @@ SIZES = [
 ]
 LENS = (1, 37, 3, 16, 2, 65)
 SIZE = Sizes(2, 4, 24, 40, 4)
+PROGRAM = Path(__file__).with_name("kernels_delta_rule.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,31 @@ def test_operands_that_do_not_fit_are_refused(
     sequences = Sequences(SIZE, (4,), torch.float32)
     with pytest.raises(RuntimeError, match=message):
         sequences.call(native.gated_delta, sequences.projected[0], sequences.pools(2), lens, rows, sources, snapshots)
+
+
+@pytest.mark.full(but="native")
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_other_processors(target: str) -> None:
+    done = run_check(PROGRAM, TARGETS[target])
+    assert done.returncode == 0, done.stdout
+    if target != "native":
+        assert done.stdout.startswith(f"{target}: ")
+
+
+# What is complained of: what stands in delta_rule.h, what is put in its place.
+MISTAKES = {
+    # States are taken up again in bfloat16.
+    "other bits": ("load(from + there, n)", "round_bf16(load(from + there, n))"),
+    # What is kept does not decay.
+    "far from": ("load(place) * kept", "load(place)"),
+}
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("complaint", list(MISTAKES))
+def test_a_mistake_in_the_source_is_noticed(tmp_path: Path, complaint: str) -> None:
+    done = run_check(PROGRAM, headers=headers_with(("delta_rule.h", *MISTAKES[complaint]), tmp_path))
+    assert done.returncode != 0 and complaint in done.stdout
 
 
 @DTYPES
