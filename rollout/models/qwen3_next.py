@@ -25,7 +25,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """
     sparse = experts_of(raw, normalise=bool(raw.get("norm_topk_prob", True)))
     dense = DenseSpec(inner=int(raw["intermediate_size"]))
-    only_dense, step = set(raw.get("mlp_only_layers") or []), int(raw.get("decoder_sparse_step", 1))
+    only_dense, step = set(raw.get("mlp_only_layers") or []), int(raw.get("decoder_sparse_step") or 1)
     layers = tuple(
         LayerSpec(attention=attention, mlp=dense if index in only_dense or (index + 1) % step else sparse)
         for index, attention in enumerate(mixers_of(raw, merged_by_key_head=True))
@@ -59,7 +59,7 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
     """What mixes tokens in each layer: attention behind a gate in every `full_attention_interval`-th, or as
     `layer_types` says, the gated delta rule in the others."""
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
-    heads = heads_of({"partial_rotary_factor": 0.25, **raw})
+    heads = heads_of({"partial_rotary_factor": 0.25, **raw}, rope_types=("default", "yarn"))
     attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)
     delta = GatedDeltaSpec(
         num_key_heads=int(raw["linear_num_key_heads"]),
@@ -69,6 +69,11 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
         conv_size=int(raw["linear_conv_kernel_dim"]),
         merged_by_key_head=merged_by_key_head,
     )
+    refuse({f"linear_conv_kernel_dim {delta.conv_size}": not 1 < delta.conv_size <= 8})
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ValueError(
+            f"{delta.num_value_heads} linear value heads are no multiple of {delta.num_key_heads} key heads"
+        )
     num_layers, interval = int(raw["num_hidden_layers"]), int(raw.get("full_attention_interval") or 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
     kinds: dict[str, AttentionKind] = {"linear_attention": delta, "full_attention": attention}
