@@ -85,6 +85,14 @@ class ServerArgs:
         1 << 22, "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered"
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    max_state_rows: int | None = _arg(
+        None,
+        "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
+        "and snapshots for prefix hits (default: twice --max-running-requests)",
+    )
+    state_snapshot_interval: int = _arg(
+        64, "tokens between the positions at which a recurrent state is kept for prefix hits"
+    )
     session_pin_fraction: float = _arg(
         0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
     )
@@ -225,6 +233,7 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
         _require(
             not (self.session_pin_fraction and self.disable_radix_cache),

@@ -115,5 +115,6 @@ def build_control(
 
 
 def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:
-    kv_pool, table = scheduler.runner.kv_pool, scheduler.cache.pool.table
-    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.tensors, table]})
+    runner, table = scheduler.runner, scheduler.cache.pool.table
+    states = [] if runner.state_pool is None else runner.state_pool.tensors
+    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*runner.kv_pool.tensors, *states, table]})

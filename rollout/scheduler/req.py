@@ -110,7 +110,8 @@ class Times:
 
 
 class Req:
-    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
+    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`,
+    and `StateRows` what says state or snapshot."""
 
     __slots__ = (
         "_device_len",
@@ -134,7 +135,9 @@ class Req:
         "prompt_record",
         "sampling_row",
         "saved_rows",
+        "snapshots",
         "source",
+        "state_source",
         "stop_text",
         "times",
     )
@@ -161,6 +164,8 @@ class Req:
         self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
         self.prefix_node: RadixNode | None = None
         self.pool_index = -1
+        self.state_source = -1  # row of the state pool from which its next step begins; -1: from nothing
+        self.snapshots: dict[int, int] = {}  # length -> row: states that the prefix tree does not have yet
         self.cached_len = 0
         self._device_len = 0
         self._num_steps: StepCount | None = None  # of the decode batch that it is in
@@ -255,6 +260,16 @@ class Req:
 
     def check(self) -> None:
         assert 0 <= self.cached_len <= self.device_len <= self.num_tokens <= max(self.max_len, self.prompt_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """`count` tokens of `req` from position `start`; `completes` its known tokens."""
+
+    req: Req
+    start: int
+    count: int
+    completes: bool
 
 
 def _sampling_row(
