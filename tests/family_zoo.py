@@ -139,7 +139,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "num_local_experts": 16,
         "intermediate_size": 72,
-        "tie_word_embeddings": True,
     },
 }
 
