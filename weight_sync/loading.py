@@ -40,10 +40,11 @@ Announced = Mapping[TensorMeta, list[Piece]]
 
 
 class Arrival(NamedTuple):
-    """Logical tensor `name`, out of the wire tensor `wire_name`."""
+    """Logical tensor `name`: what lies at `index` of the wire tensor `wire_name`."""
 
     wire_name: str
     name: str
+    index: tuple[int | slice, ...]
     content: torch.Tensor
 
 
@@ -181,7 +182,7 @@ def split_tensors(
         raise CoverageError(listed(refusals))
     expected = weights.metas()
     arrivals = [
-        Arrival(wire_name, piece.name, tensor.detach()[piece.index])
+        Arrival(wire_name, piece.name, piece.index, tensor.detach()[piece.index])
         for (wire_name, tensor), pieces in zip(named, split, strict=True)
         for piece in pieces
     ]
@@ -195,7 +196,7 @@ def store(arrivals: Iterable[Arrival], sink: WeightSink, ledger: WeightLedger) -
     Raises `CoverageError` for a tensor that came before, `ContentError` for one that came before under another name
     with other content.
     """
-    for wire_name, name, content in arrivals:
+    for wire_name, name, _, content in arrivals:
         if ledger.record(wire_name, name):
             sink.write(name, content)
         elif not all(_same_bits(part, content) for part in sink.read(name)):  # other ranks check their parts
