@@ -16,7 +16,7 @@ from weight_sync.tensor_meta import TensorMeta
 
 @dataclass(frozen=True)
 class Content:
-    """Of one logical tensor: every tensor that was sent of it (FP8 blocks are two), and F of each; F of what is held."""
+    """Of one logical tensor: what was sent of it (of an FP8 pair two tensors), with F of each; F of what is held."""
 
     sent: tuple[tuple[TensorMeta, int], ...]
     held: int
@@ -30,8 +30,8 @@ class Content:
 class Digests(NamedTuple):
     """`fingerprint.digest` of the whole content; None while a tensor's fingerprint is not known."""
 
-    sent: str | None
-    held: str | None
+    sent: str | None = None
+    held: str | None = None
 
 
 class ContentBook:

@@ -1,7 +1,7 @@
 """FP8 weights with a scale for each block, as DeepSeek-V3's checkpoints have them.
 
     X.weight             float8_e4m3fn [..., R, C]
-    X.weight_scale_inv   float32       [..., R / 128, C / 128], rounded up: blocks at the lower and right edge are smaller
+    X.weight_scale_inv   float32       [..., R / 128, C / 128], rounded up: blocks at the lower and right edge are cut
 
     value = float32(weight) * scale of its block, in float32, then rounded to the dtype that is asked for
 
@@ -113,6 +113,6 @@ def _bands(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _padded(matrix: torch.Tensor, columns: int) -> torch.Tensor:
-    """With zeros at its lower and right edge, up to whole blocks of rows and to `columns`."""
-    rows = -matrix.shape[0] % BLOCK
-    return pad(matrix, (0, columns - matrix.shape[1], 0, rows)).contiguous() if rows or columns != matrix.shape[1] else matrix.contiguous()
+    """Contiguous, with zeros at its lower and right edge, up to whole blocks of rows and to `columns`."""
+    edge = (0, columns - matrix.shape[1], 0, -matrix.shape[0] % BLOCK)
+    return (pad(matrix, edge) if any(edge) else matrix).contiguous()

@@ -206,8 +206,7 @@ def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
 
 
 def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
-    """The floating-point type in which the model holds this FP8 tensor; None where it takes none, or takes it as it is.
-    """
+    """The floating-point type in which the model holds this FP8 tensor; None where it takes it as it is, or not."""
     try:
         held = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
     except (UnknownTensorError, ShapeMismatchError):

@@ -86,8 +86,8 @@ class Intake:
         meta = self._weights.metas()[arrival.name]
         if not is_finite(arrival.content):
             raise ContentError(f"values that are not finite in {arrival.name}")
-        scale = pair.scale[scales_of(arrival.index, pair.weight.shape)]
-        halves = {meta.name: pair.weight[arrival.index], f"{meta.name}{SCALE_SUFFIX}": scale}
+        scale = pair.scale[scales_of(arrival.at, pair.weight.shape)]
+        halves = {meta.name: pair.weight[arrival.at], f"{meta.name}{SCALE_SUFFIX}": scale}
         sent = tuple(
             (TensorMeta(name, half.dtype, tuple(half.shape)), fingerprint(half)) for name, half in halves.items()
         )

@@ -40,11 +40,11 @@ Announced = Mapping[TensorMeta, list[Piece]]
 
 
 class Arrival(NamedTuple):
-    """Logical tensor `name`: what lies at `index` of the wire tensor `wire_name`."""
+    """Logical tensor `name`: what lies at index `at` of the wire tensor `wire_name`."""
 
     wire_name: str
     name: str
-    index: tuple[int | slice, ...]
+    at: tuple[int | slice, ...]
     content: torch.Tensor
 
 

@@ -94,7 +94,7 @@ class WeightTransaction:
         self.coverage = coverage
         self.failure: str | None = None
         self.torn: str | None = None
-        self.digests = Digests(None, None)  # of the whole content once it is committed, where they are known
+        self.digests = Digests()  # of the whole content once it is committed, where they are known
         self._weights = weights
         self._state = TransactionState.OPEN
         self._staging = ShadowStaging(weights) if staging is None else staging

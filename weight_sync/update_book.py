@@ -26,7 +26,7 @@ class CommitResult:
     names: list[str]  # logical tensors written
     num_bytes: int
     seconds: float  # time that the step thread spent
-    digests: Digests = Digests(None, None)  # of the whole content now, as far as they are known
+    digests: Digests  # of the whole content now, as far as they are known
     update_id: str | None = None
 
 

@@ -92,10 +92,13 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
 
 
 def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozenset[str]:
-    """The logical tensors that a checkpoint stores quantised.  Raises `StartupError`."""
+    """The logical tensors that a checkpoint stores quantised.  Raises `StartupError`, also where there are none."""
     metas = [meta for shard in open_checkpoint(model_path) for meta in shard.metas]
     quantised = (meta for meta in metas if kind_of(weights, meta) == "weight")
-    return frozenset(piece.name for meta in quantised for piece in weights.split(meta))
+    names = frozenset(piece.name for meta in quantised for piece in weights.split(meta))
+    if not names:
+        raise StartupError(f"--quantize-weight-updates quantises what {model_path} has in FP8, which is nothing")
+    return names
 
 
 def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:

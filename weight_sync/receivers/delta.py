@@ -65,7 +65,8 @@ class DeltaSource(BucketSource):
         """A bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
-        staged for another placement or a base is not held, and for tensors that the model does not have what `split_wire` raises.
+        staged for another placement or a base is not held, and for tensors that the model does not have what
+        `split_wire` raises.
         """
         for bucket in self._inner.receive():
             assert not isinstance(bucket, ProvenPart)

@@ -24,11 +24,13 @@ from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class DiskSource(BucketSource):
-    """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.  `names`: take only these, and
-    the other halves of FP8 pairs.
+    """The checkpoint in `path`.
 
-    Floating-point tensors are cast to the model's dtype, as at start; FP8 pairs are delivered as they are.  `timeout_s`: how long to wait for a pull into
-    the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
+    `complete`: it must hold every tensor of the model, once.  `names`: take only these, and other halves of FP8 pairs.
+
+    Floating-point tensors are cast to the model's dtype, as at start; FP8 pairs are delivered as they are.
+    `timeout_s`: how long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what
+    must be in it.
     """
 
     def __init__(
