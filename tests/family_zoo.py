@@ -64,16 +64,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_checkpoint(folder: Path, name: str, seed: int) -> Path:
-    """Write the checkpoint into `folder` and return it."""
-    model = family_model(name, seed)
+def family_checkpoint(folder: Path, name: str, seed: int, **changes: Any) -> Path:
+    """Write the checkpoint into `folder` and return it.  `changes`: to the settings in `FAMILIES`."""
+    model = family_model(name, seed, **changes)
     model.save_pretrained(folder)
     return folder
 
 
-def family_model(name: str, seed: int) -> Any:
+def family_model(name: str, seed: int, **changes: Any) -> Any:
     """transformers' model in float32, with random weights."""
-    settings = dict(FAMILIES[name])
+    settings = FAMILIES[name] | changes
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

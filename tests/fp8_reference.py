@@ -36,7 +36,10 @@ _NUMBERS = np.array([decoded(code) for code in range(256)])
 
 
 def quantise(values: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a matrix: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]."""
+    """Of a matrix: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]; of stacks, too."""
+    if values.ndim > 2:
+        weights, scales_of_each = zip(*(quantise(matrix, block) for matrix in values), strict=True)
+        return torch.stack(weights), torch.stack(scales_of_each)
     x = values.to(torch.float32).numpy()
     rows, columns = x.shape
     codes = np.zeros((rows, columns), np.uint8)
@@ -63,7 +66,9 @@ def _nearest(numbers: np.ndarray) -> np.ndarray:
 
 
 def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
-    """Of a matrix."""
+    """Of a matrix, or of a stack of them."""
+    if weight.ndim > 2:
+        return torch.stack([dequantise(*pair, dtype, block) for pair in zip(weight, scales, strict=True)])
     numbers = _NUMBERS[weight.contiguous().view(torch.uint8).numpy()].astype(np.float32)
     rows, columns = weight.shape
     scale = scales.numpy().repeat(block, 0)[:rows].repeat(block, 1)[:, :columns]
@@ -74,8 +79,8 @@ def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, b
 
 
 def is_quantised(name: str, tensor: torch.Tensor) -> bool:
-    """What DeepSeek quantises: matrices of layers, but no router."""
-    return tensor.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
+    """What DeepSeek quantises: matrices of layers, and stacks of them, but no router."""
+    return tensor.ndim >= 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
 
 
 def quantised(tensors: Mapping[str, torch.Tensor], which: Callable[[str, torch.Tensor], bool] = is_quantised) -> Named:
