@@ -6,11 +6,16 @@ Weights are scaled so that routers choose decisively and every part of a layer c
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from rollout.core.model_config import ModelConfig
+from rollout.models.registry import model_config_from_dict
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -64,17 +69,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_checkpoint(folder: Path, name: str, seed: int, **changes: Any) -> Path:
+# Of the suites over families, the gate plays those that have a kind of layer of their own.
+_IN_THE_GATE: tuple[str, ...] = ()
+
+
+def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
+    """Plays a test for `otherwise`, what the fixture `model` is by default, and for each of these families."""
+    families = [pytest.param(name, marks=() if name in _IN_THE_GATE else pytest.mark.full) for name in names]
+    return pytest.mark.parametrize("model", [otherwise, *families], indirect=True, scope="module")
+
+
+def family_config(name: str) -> ModelConfig:
+    """As the engine reads it."""
+    return model_config_from_dict({**_transformers_config(name).to_dict(), "architectures": [_architecture(name)]})
+
+
+def with_experts(*, layers: int | None = None, experts: int | None = None) -> list[str]:
+    """Families with MoE layers, so many of them and of so many experts each."""
+    found = []
+    for name in FAMILIES:
+        config = family_config(name)
+        is_as_wanted = layers in (None, len(config.moe_layer_ids)) and experts in (None, config.num_experts)
+        if config.is_moe and is_as_wanted:
+            found.append(name)
+    return found
+
+
+def family_checkpoint(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """Write the checkpoint into `folder` and return it.  `changes`: to the settings in `FAMILIES`."""
     model = family_model(name, seed, **changes)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=in_dtype(model.state_dict(), dtype))
     return folder
+
+
+def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As a trainer of this dtype sends them: a correction bias stays in float32."""
+    return {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
+        for name, tensor in tensors.items()
+    }
 
 
 def family_model(name: str, seed: int, **changes: Any) -> Any:
     """transformers' model in float32, with random weights."""
-    settings = FAMILIES[name] | changes
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
+    config = _transformers_config(name, **changes)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +121,15 @@ def family_model(name: str, seed: int, **changes: Any) -> Any:
             if "inv_freq" not in key:
                 tensor.copy_(_random(key, tensor, generator))
     return model
+
+
+def _transformers_config(name: str, **changes: Any) -> Any:
+    settings = FAMILIES[name] | changes
+    return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
+
+
+def _architecture(name: str) -> str:
+    return transformers.AutoModelForCausalLM._model_mapping[type(_transformers_config(name))].__name__
 
 
 def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

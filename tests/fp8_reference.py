@@ -36,7 +36,7 @@ _NUMBERS = np.array([decoded(code) for code in range(256)])
 
 
 def quantise(values: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a matrix: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]; of stacks, too."""
+    """Of a matrix, or a stack: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]."""
     if values.ndim > 2:
         weights, scales_of_each = zip(*(quantise(matrix, block) for matrix in values), strict=True)
         return torch.stack(weights), torch.stack(scales_of_each)
@@ -106,7 +106,7 @@ def values_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Named:
 
 
 def fp8_checkpoint(folder: Path, plain: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> Path:
-    """The checkpoint in `plain` in FP8, in two files: scales before and behind their weights.  `change`: its tensors."""
+    """The checkpoint in `plain` in FP8, in two files: a scale before or behind its weight.  `change`: its tensors."""
     folder.mkdir(parents=True)
     tensors: Named = {}
     for file in sorted(plain.glob("*.safetensors")):

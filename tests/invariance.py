@@ -17,6 +17,7 @@ import torch
 
 from rollout.core.io_struct import GetStateReqInput
 from rollout.kernels.ops import Ops
+from rollout.models.registry import load_model_config
 from tests.scheduler_harness import Harness, Result
 
 # Room for everything: nothing is retracted, evicted or split unless a test asks for it.
@@ -73,7 +74,7 @@ class Server:
     """One engine on the compiled operators; `settings` are those of `ServerArgs`."""
 
     def __init__(self, folder: Path, dtype: str, **settings: Any) -> None:
-        is_moe = '"num_experts"' in (folder / "config.json").read_text()
+        is_moe = load_model_config(folder).is_moe
         self.harness = Harness(folder, dtype=dtype, **{"enable_return_routed_experts": is_moe} | ROOMY | settings)
         self.has_routes = is_moe
         state = self.harness.control(GetStateReqInput).data

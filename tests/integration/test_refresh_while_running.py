@@ -23,6 +23,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
+from tests.family_zoo import FAMILIES, also_for, family_checkpoint, with_experts
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness, Result
 from tests.trainer_process import TrainerProcess
@@ -31,18 +32,29 @@ from weight_sync.fingerprint import fingerprint, fingerprint_hex
 NUM_REQUESTS = 16
 STEPS_BEFORE = 10
 NEW_TOKENS = 120  # far more than the steps that run while a bucket comes
+QWEN3 = "moe_dense_first"
+WITH_FAMILIES = also_for(with_experts(), QWEN3)
 # Two float64 engines that batch differently differ by summation order only.
 TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", QWEN3)
+
+
+@pytest.fixture(scope="module")
+def folders(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Old and new weights of one architecture."""
     torch.set_num_threads(1)
     base = tmp_path_factory.mktemp("models")
+    if model in FAMILIES:
+        both = ((base / name, model, seed, torch.float64) for name, seed in (("old", 1), ("new", 2)))
+        old, new = (family_checkpoint(*arguments) for arguments in both)
+        return old, new
     return (
-        tiny_checkpoint(base / "old", "moe_dense_first", seed=1, dtype="float64"),
-        tiny_checkpoint(base / "new", "moe_dense_first", seed=2, dtype="float64"),
+        tiny_checkpoint(base / "old", QWEN3, seed=1, dtype="float64"),
+        tiny_checkpoint(base / "new", QWEN3, seed=2, dtype="float64"),
     )
 
 
@@ -152,9 +164,10 @@ def live_checksums(harness: Harness) -> dict[str, str]:
     return harness.control(WeightsCheckerReqInput).data["checksums"]
 
 
-@pytest.mark.full(but="True-in_place")
+@pytest.mark.full(but="moe_dense_first-True-in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("bracketed", [True, False])
+@WITH_FAMILIES
 def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
     harness = start(folders, trainer)
     paused = harness.control(PauseGenerationReqInput, mode=mode)
@@ -180,8 +193,9 @@ def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
     check_new_admissions(harness, folders, cold=mode == "in_place")
 
 
-@pytest.mark.full(but="True")
+@pytest.mark.full(but="moe_dense_first-True")
 @pytest.mark.parametrize("bracketed", [True, False])
+@WITH_FAMILIES
 def test_refresh_after_pause_abort(folders, trainer, bracketed: bool) -> None:
     harness = start(folders, trainer)
     assert harness.control(PauseGenerationReqInput, mode="abort").data["num_aborted"] == NUM_REQUESTS
@@ -206,6 +220,7 @@ def test_refresh_after_pause_abort(folders, trainer, bracketed: bool) -> None:
     check_new_admissions(harness, folders, cold=False)
 
 
+@WITH_FAMILIES
 def test_bracketed_refresh_without_a_pause(folders, trainer) -> None:
     """Generation goes on between the buckets; the version changes at one step boundary."""
     harness = start(folders, trainer)
@@ -218,6 +233,7 @@ def test_bracketed_refresh_without_a_pause(folders, trainer) -> None:
     check_new_admissions(harness, folders, cold=True)
 
 
+@WITH_FAMILIES
 def test_one_unbracketed_call_is_a_transaction_of_its_own(folders, trainer) -> None:
     """Running, without begin: one call with everything commits at once; without a label the engine makes one."""
     harness = start(folders, trainer)
@@ -253,8 +269,9 @@ def test_version_named_between_buckets(folders, trainer) -> None:
     check_results(harness, folders, new_kv=True)
 
 
-@pytest.mark.full(but="True")
+@pytest.mark.full(but="moe_dense_first-True")
 @pytest.mark.parametrize("bracketed", [True, False])
+@WITH_FAMILIES
 def test_half_an_update_never_serves(folders, trainer, bracketed: bool) -> None:
     """A trainer that stops half-way: end (or continue) refuses, and the old weights serve bit for bit."""
     harness = start(folders, trainer)

@@ -24,6 +24,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.kernels.ops import Ops
 from rollout.mem_cache.kv_pool import KVPool
+from tests.family_zoo import FAMILIES, also_for, family_checkpoint
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
 from tests.kernels import native_ops
 from tests.late_loop import loop  # noqa: F401
@@ -33,6 +34,8 @@ DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 CHUNKS = [1, 2, 3, 7, 64, -1]
 BLOCK = 128  # positions that attention takes together
 VOCABULARY = 320
+ODD_SIZES = "odd sizes"
+WITH_FAMILIES = also_for(FAMILIES, ODD_SIZES)
 EXAMPLES = settings(max_examples=16, deadline=None, derandomize=True, database=None)
 
 
@@ -42,10 +45,18 @@ def _operators() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Odd sizes, a dense layer, more experts than lanes."""
+def model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", ODD_SIZES)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE of odd sizes, a dense layer, more experts than lanes; or a family of the zoo."""
+    path = tmp_path_factory.mktemp("model") / "m"
+    if model in FAMILIES:
+        return family_checkpoint(path, model, 3)
     spec = tiny_spec(hidden_size=51, moe_intermediate_size=19, intermediate_size=45, experts=17, seed=3)
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "m", spec)
+    return make_checkpoint(path, spec)
 
 
 def asks(count: int, seed: int = 0, new_tokens: int = 10, longest: int = 60) -> list[Ask]:
@@ -163,6 +174,7 @@ def test_any_model_in_any_schedule(dtype: str) -> None:
 
 
 @DTYPES
+@WITH_FAMILIES
 def test_among_256(folder: Path, dtype: str) -> None:
     batch = asks(6, seed=1)
     want = alone(folder, dtype, batch)
@@ -179,6 +191,7 @@ def test_among_256(folder: Path, dtype: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("chunk", CHUNKS)
+@WITH_FAMILIES
 def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
     batch = asks(6, seed=4)
     want = alone(folder, dtype, batch)
@@ -188,6 +201,7 @@ def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
 
 
 @DTYPES
+@WITH_FAMILIES
 def test_prefix_hits(folder: Path, dtype: str) -> None:
     rng = random.Random(0)
     # What a hit leaves to compute of the longer ones begins before a block's end, and ends after it.
@@ -208,6 +222,7 @@ def test_prefix_hits(folder: Path, dtype: str) -> None:
 
 
 @DTYPES
+@WITH_FAMILIES
 def test_before_and_after_retraction(folder: Path, dtype: str) -> None:
     batch = [Ask(ask.prompt, ask.params | {"max_new_tokens": 30}) for ask in asks(8, seed=6)]
     got = Server(folder, dtype, max_total_tokens=110).together(batch)
@@ -249,6 +264,7 @@ def test_a_large_vocabulary_on_two_threads(tmp_path: Path, dtype: str) -> None:
 
 
 @DTYPES
+@WITH_FAMILIES
 def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) -> None:
     """At temperatures and with filters, penalties and biases that scored prompts do not have."""
     params: list[dict[str, Any]] = [

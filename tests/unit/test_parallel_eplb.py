@@ -31,6 +31,7 @@ from rollout.kernels.ops import ExpertPart
 from rollout.layers.layer import Layer
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.scheduler.scheduler import Scheduler
+from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness, Result
@@ -49,22 +50,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 ep2": {"tp_size": 4, "ep_size": 2, "ep_num_redundant_experts": 4},
 }  # fmt: skip
 TWO = LAYOUTS["tp2 ep2"]
+QWEN3 = "moe_dense_first"
+WITH_FAMILIES = also_for(with_experts(layers=LAYERS, experts=EXPERTS), QWEN3)
+
+
+def checkpoint(folder: Path, name: str, seed: int) -> Path:
+    return family_checkpoint(folder, name, seed) if name in FAMILIES else tiny_checkpoint(folder, name, seed=seed)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("eplb") / "m", "moe_dense_first", seed=5)
+def model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", QWEN3)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("eplb") / "m", model, 5)
 
 
 @pytest.fixture(scope="module")
 def weights(folder: Path) -> Tensors:
-    return {name: tensor.double() for name, tensor in logical_tensors(folder).items()}
+    return in_dtype(logical_tensors(folder), torch.float64)
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
-    path = tiny_checkpoint(tmp_path_factory.mktemp("eplb-other") / "m", "moe_dense_first", seed=6)
-    return {name: tensor.double() for name, tensor in logical_tensors(path).items()}
+def other(model: str, tmp_path_factory: pytest.TempPathFactory) -> Tensors:
+    path = checkpoint(tmp_path_factory.mktemp("eplb-other") / "m", model, 6)
+    return in_dtype(logical_tensors(path), torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,7 @@ def check(harness: ParallelHarness, tensors: Tensors) -> None:
         for name, whole in tensors.items():
             for place in index.places(name):
                 part = place.region.of(whole) if place.region else whole
-                assert torch.equal(place.read().double(), part), f"{name} on {scheduler.parallel.position}"
+                assert torch.equal(place.read().double(), part.double()), f"{name} on {scheduler.parallel.position}"
     placements = [scheduler.runner.state.placement for scheduler in harness.schedulers]
     maps = [(p.epoch, p.metadata.physical_to_logical_map.tolist(), p.split().ends_LRE.tolist()) for p in placements]
     assert all(entry == maps[0] for entry in maps)
@@ -135,8 +147,9 @@ def eplb_of(scheduler: Scheduler) -> EplbControl:
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but=("tp2 ep2", "dp2 all-to-all"))
+@pytest.mark.full(but=("moe_dense_first-tp2 ep2", "moe_dense_first-dp2 all-to-all"))
 @pytest.mark.parametrize("name", LAYOUTS)
+@WITH_FAMILIES
 def test_given_maps_one_after_the_other(folder: Path, weights: Tensors, expected: list[Result], name: str) -> None:
     """Needs no counts, so no --enable-eplb."""
     with ParallelHarness(folder, **LAYOUTS[name]) as harness:
@@ -152,6 +165,7 @@ def test_given_maps_one_after_the_other(folder: Path, weights: Tensors, expected
             same(harness.generate(PROMPTS, EIGHT), expected)
 
 
+@WITH_FAMILIES
 def test_requests_go_on_between_chunks_and_see_nothing(
     engine: ParallelHarness, weights: Tensors, expected: list[Result]
 ) -> None:
@@ -198,6 +212,7 @@ def slots_of(harness: Harness) -> ModelExpertSlots:
     return ModelExpertSlots(model)
 
 
+@WITH_FAMILIES
 def test_counts_are_of_all_ranks_tokens(folder: Path, engine: ParallelHarness) -> None:
     with ParallelHarness(folder, **LAYOUTS["dp2 all-to-all"], enable_eplb=True) as spread:
         for harness in (engine, spread):
@@ -244,6 +259,7 @@ def test_an_open_update_goes_first(engine: ParallelHarness, weights: Tensors, ot
     check(engine, other)
 
 
+@WITH_FAMILIES
 def test_a_refresh_between_chunks_drops_the_rest_and_is_exact(
     engine: ParallelHarness, weights: Tensors, other: Tensors
 ) -> None:
@@ -267,6 +283,7 @@ def location_now(harness: ParallelHarness) -> list[list[int]]:
     return harness.scheduler.runner.state.placement.metadata.physical_to_logical_map.tolist()
 
 
+@WITH_FAMILIES
 def test_a_full_refresh_adopts_a_placement_for_the_counted_loads(
     engine: ParallelHarness, other: Tensors, weights: Tensors
 ) -> None:
@@ -309,6 +326,7 @@ def break_writes(harness: ParallelHarness, rank: int, first: int, last: int) -> 
     slots.write = write
 
 
+@WITH_FAMILIES
 def test_a_failure_on_one_rank_leaves_the_old_map(
     engine: ParallelHarness, weights: Tensors, expected: list[Result]
 ) -> None:
@@ -324,6 +342,7 @@ def test_a_failure_on_one_rank_leaves_the_old_map(
     check(engine, weights)
 
 
+@WITH_FAMILIES
 def test_torn_experts_poison_until_a_complete_refresh(
     engine: ParallelHarness, weights: Tensors, expected: list[Result]
 ) -> None:
@@ -410,6 +429,7 @@ def test_where_there_is_nothing_to_balance(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("native", [True, False])
+@WITH_FAMILIES
 def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, native: bool) -> None:
     """Copied to another slot, they are the same expert; packed by the compiled operators or plain."""
     settings = {"dtype": dtype, "disable_native_kernels": not native, "ep_num_redundant_experts": 3}

@@ -33,6 +33,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
+from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness
@@ -56,16 +57,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 ep2": {"tp_size": 4, "ep_size": 2, "ep_num_redundant_experts": 2},
 }  # fmt: skip
 
+QWEN3 = "moe_dense_first"
+WITH_FAMILIES = also_for(with_experts(layers=2, experts=8), QWEN3)
+
+
+def checkpoint(folder: Path, name: str, seed: int) -> Path:
+    return family_checkpoint(folder, name, seed) if name in FAMILIES else tiny_checkpoint(folder, name, seed=seed)
+
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("old") / "m", "moe_dense_first", seed=5)
+def model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", QWEN3)
 
 
 @pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("new") / "m", "moe_dense_first", seed=6)
-    return {name: tensor.double() for name, tensor in logical_tensors(folder).items()}
+def old(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("old") / "m", model, 5)
+
+
+@pytest.fixture(scope="module")
+def new(model: str, tmp_path_factory: pytest.TempPathFactory) -> Tensors:
+    folder = checkpoint(tmp_path_factory.mktemp("new") / "m", model, 6)
+    return in_dtype(logical_tensors(folder), torch.float64)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -118,6 +131,7 @@ def same_as_one_rank(harness: ParallelHarness, tensors: Tensors, old: Path) -> N
         assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
 
 
+@WITH_FAMILIES
 def test_begin_buckets_end(engine: ParallelHarness, new: Tensors, old: Path) -> None:
     engine.generate(PROMPTS, SIX)
     ended = refresh(engine, new, "v1")
@@ -127,6 +141,7 @@ def test_begin_buckets_end(engine: ParallelHarness, new: Tensors, old: Path) -> 
     same_as_one_rank(engine, new, old)
 
 
+@WITH_FAMILIES
 def test_paused_client_without_begin(engine: ParallelHarness, new: Tensors) -> None:
     assert engine.control(PauseGenerationReqInput).success
     assert all(answer.success for answer in send(engine, new))
@@ -150,6 +165,7 @@ def test_what_is_read_back_is_whole(engine: ParallelHarness, new: Tensors) -> No
     assert sorted(entry["name"] for entry in compared.data["differing"]) == sorted(some)
 
 
+@WITH_FAMILIES
 def test_from_disk_and_by_delta(engine: ParallelHarness, old: Path, tmp_path: Path) -> None:
     before = logical_tensors(old)
     after = {name: tensor * 1.5 for name, tensor in before.items()}
@@ -165,10 +181,11 @@ def test_from_disk_and_by_delta(engine: ParallelHarness, old: Path, tmp_path: Pa
     check_content(engine, {name: tensor.double() for name, tensor in before.items()})
 
 
-@pytest.mark.full(but="dp2 all-to-all")
+@pytest.mark.full(but="dp2 all-to-all-moe_dense_first")
 @pytest.mark.parametrize("fault", ["nan", "missing", "shape", "aborted"])
+@WITH_FAMILIES
 def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path, new: Tensors, fault: str) -> None:
-    before = {name: tensor.double() for name, tensor in logical_tensors(old).items()}
+    before = in_dtype(logical_tensors(old), torch.float64)
     want = [result.logprobs for result in engine.generate(PROMPTS, SIX)]
     bad = dict(new)
     name = "model.layers.1.mlp.experts.5.down_proj.weight"  # of which only one rank has a part
@@ -198,7 +215,7 @@ def test_one_rank_that_fails_stops_all(
     engine: ParallelHarness, old: Path, new: Tensors, monkeypatch: pytest.MonkeyPatch, step: str, victim: int
 ) -> None:
     """An error on one rank only, while it stages, prepares or commits."""
-    before = {name: tensor.double() for name, tensor in logical_tensors(old).items()}
+    before = in_dtype(logical_tensors(old), torch.float64)
     weights = engine.schedulers[victim].runner.state.model.weights
     inner = getattr(ShadowStaging, step)
 
@@ -219,7 +236,8 @@ def test_one_rank_that_fails_stops_all(
     check_content(engine, new)
 
 
-@pytest.mark.full(but="dp2 all-to-all")
+@pytest.mark.full(but="dp2 all-to-all-moe_dense_first")
+@WITH_FAMILIES
 def test_memory_goes_and_comes_back_on_all_ranks(engine: ParallelHarness, new: Tensors) -> None:
     engine.submit(PROMPTS[0], params={"max_new_tokens": 60}, dp_rank=engine.num_dp_ranks - 1)
     engine.tick()
@@ -255,6 +273,7 @@ def test_calls_without_begin_into_lost_weights_add_up(name: str, old: Path, new:
 
 
 @pytest.mark.parametrize("name", ["tp2 ep2", "dp2 all-to-all"])
+@WITH_FAMILIES
 def test_a_full_refresh_adopts_a_placement(name: str, old: Path, new: Tensors) -> None:
     counts_LE = np.random.default_rng(0).zipf(1.5, size=(2, 8)).astype(float)
     with ParallelHarness(old, **LAYOUTS[name]) as engine:

@@ -24,18 +24,33 @@ from rollout.client.generation import generate_body, parse_answer
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.entrypoints.engine import Engine
 from rollout.layers.moe.router import TopKRouter
+from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.replay import read_replay
 from rollout.tokenizer_manager.response import RouteShape
+from tests.family_zoo import FAMILIES, also_for, family_checkpoint, with_experts
 from tests.model_zoo import tiny_checkpoint
 
 PROMPT = list(range(3, 40))
 LAYERS, TOP_K, EXPERTS = (1, 2), 3, 8
 SHAPE = RouteShape(EXPERTS, TOP_K, LAYERS, 3)
+QWEN3 = "moe_dense_first"
+WITH_FAMILIES = also_for(with_experts(), QWEN3)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("replay") / "model", "moe_dense_first", 5)
+def model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", QWEN3)
+
+
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "model"
+    return family_checkpoint(path, model, 5) if model in FAMILIES else tiny_checkpoint(path, QWEN3, 5)
+
+
+@pytest.fixture(scope="module")
+def shape(folder: Path) -> RouteShape:
+    return RouteShape.of(load_model_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +91,11 @@ def scores(reply: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
 
 
-def random_routes(rows: int, seed: int = 0, start: int = 0) -> RoutedExperts:
+def random_routes(rows: int, seed: int = 0, start: int = 0, shape: RouteShape = SHAPE) -> RoutedExperts:
+    experts, top_k, layers = shape.num_experts, shape.top_k, shape.moe_layer_ids
     generator = np.random.default_rng(seed)
-    ids = np.array([[generator.permutation(EXPERTS)[:TOP_K] for _ in LAYERS] for _ in range(rows)], dtype=np.uint8)
-    return RoutedExperts(ids.reshape(rows, len(LAYERS), TOP_K), EXPERTS, LAYERS, 3, start)
+    ids = np.array([[generator.permutation(experts)[:top_k] for _ in layers] for _ in range(rows)], dtype=np.uint8)
+    return RoutedExperts(ids.reshape(rows, len(layers), top_k), experts, layers, shape.num_hidden_layers, start)
 
 
 def compact(routed: RoutedExperts) -> Any:
@@ -108,18 +124,31 @@ def compute_in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.rotary_emb.forward = angles
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 1e-4)])
-def test_scores_are_those_of_transformers_with_these_routes(
-    engines: Callable[..., Engine], folder: Path, dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+def test_scores_in_float64_are_those_of_transformers_with_these_routes(
+    engines: Callable[..., Engine], folder: Path, shape: RouteShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), experts_implementation="eager"
+    theirs = in_transformers(folder, torch.float64)
+    compute_in_float64(theirs, monkeypatch)
+    check_scores(engines("float64"), theirs, shape, 1e-6)
+
+
+@WITH_FAMILIES
+def test_scores_are_those_of_transformers_with_these_routes(
+    engines: Callable[..., Engine], folder: Path, shape: RouteShape
+) -> None:
+    check_scores(engines(), in_transformers(folder, torch.float32), shape, 1e-4)
+
+
+def in_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager"
     )
-    if dtype == "float64":
-        compute_in_float64(model, monkeypatch)
+
+
+def check_scores(engine: Engine, model: Any, shape: RouteShape, tolerance: float) -> None:
     for seed in range(3):
-        routed = random_routes(len(PROMPT), seed)
-        reply = ask(engines(dtype), PROMPT, replay_routed_experts=compact(routed))
+        routed = random_routes(len(PROMPT), seed, shape=shape)
+        reply = ask(engine, PROMPT, replay_routed_experts=compact(routed))
         assert np.array_equal(
             routes_of(reply).logical_ids_TLK, routed.logical_ids_TLK[:-1]
         )  # the last predicts nothing
@@ -127,11 +156,12 @@ def test_scores_are_those_of_transformers_with_these_routes(
             logits = model(torch.tensor([PROMPT])).logits[0, :-1].double()
         want = logits.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
         assert np.abs(np.array(scores(reply)) - want.numpy()).max() < tolerance
-        free = scores(ask(engines(dtype), PROMPT))
+        free = scores(ask(engine, PROMPT))
         assert np.abs(np.array(scores(reply)) - np.array(free)).max() > 1e-2, "routes that change nothing show nothing"
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 7}, {"disable_radix_cache": True}], ids=str)
+@WITH_FAMILIES
 def test_its_own_routes_change_no_bit(engines: Callable[..., Engine], settings: dict[str, Any]) -> None:
     engine = engines(**settings)
     first = ask(engine, PROMPT, 12)
@@ -142,9 +172,10 @@ def test_its_own_routes_change_no_bit(engines: Callable[..., Engine], settings: 
     assert np.array_equal(routes_of(again).logical_ids_TLK, routes_of(first).logical_ids_TLK)
 
 
-def test_a_prompt_under_given_routes_then_free(engines: Callable[..., Engine]) -> None:
+@WITH_FAMILIES
+def test_a_prompt_under_given_routes_then_free(engines: Callable[..., Engine], shape: RouteShape) -> None:
     """Rows for some tokens only: they are as given, and the others are what the router chooses after them."""
-    routed = random_routes(10, 3, start=5)
+    routed = random_routes(10, 3, start=5, shape=shape)
     for settings in ({}, {"chunked_prefill_size": 4}):
         reply = ask(
             engines(**settings), PROMPT, 6, replay_routed_experts=compact(routed), replay_routed_experts_start_len=5
