@@ -19,11 +19,11 @@ DTYPE = torch.bfloat16
 
 
 class Fp8Case:
-    """`plain`: float32, as a trainer has it; `fp8`: the same, quantised.  `values`: what is served of `fp8`."""
+    """`plain`: bfloat16, as a trainer has it; `fp8`: the same, quantised.  `values`: what is served of `fp8`."""
 
     def __init__(self, folder: Path, family: str, seed: int = 3) -> None:
         self.family = family
-        self.plain = family_checkpoint(folder / "plain", family, seed, **SIZES)
+        self.plain = family_checkpoint(folder / "plain", family, seed, DTYPE, **SIZES)
         self.fp8 = fp8_checkpoint(folder / "fp8", self.plain)
         self.tensors = logical_tensors(self.fp8)
         self.values = values_of(self.tensors, DTYPE)
