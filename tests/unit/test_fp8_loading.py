@@ -12,7 +12,7 @@ import torch
 from rollout.core.errors import StartupError
 from rollout.model_executor.load import quantised_names
 from rollout.models.registry import load_model_config
-from tests.fp8_checkpoints import FAMILIES, Fp8Case, fused
+from tests.fp8_checkpoints import FAMILIES, Fp8Case, fused, more_layers
 from tests.fp8_reference import QUANTIZATION_CONFIG, Named, fp8_checkpoint, is_quantised, quantised, set_config
 from tests.fp8_reference import values_of as reference_values
 from tests.model_zoo import load_tiny, logical_tensors
@@ -41,6 +41,11 @@ def assert_same(found: Named, expected: Named) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_layers_that_are_left_out_may_be_quantised(case: Fp8Case, tmp_path: Path) -> None:
+    folder = fp8_checkpoint(tmp_path / "more", case.plain, lambda tensors: tensors | more_layers(case.family))
+    assert_same(held(folder, torch.bfloat16), case.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

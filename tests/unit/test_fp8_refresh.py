@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.model_executor.load import quantised_names
-from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case, fused
+from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case, fused, more_layers
 from tests.fp8_reference import Named, fp8_checkpoint, is_quantised, quantised, values_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.model_zoo import load_tiny
@@ -125,6 +125,20 @@ def test_every_staging_mode_and_family(case: Fp8Case, mode: StagingMode) -> None
     send(updater, [{name: fp8[name] for name in names[part::3]} for part in range(3)], manifest_of(fp8))
     assert holds(updater, values)
     assert updater.content.digests.held == digest_of(held(updater.weights))
+
+
+def test_layers_that_are_left_out_may_come(case: Fp8Case, tmp_path: Path) -> None:
+    updater, (_, fp8, values) = updater_of(case), case.newer(5)
+    more = more_layers(case.family)
+    send(updater, [more, fp8], manifest_of(fp8 | more))
+    assert holds(updater, values)
+    assert updater.content.digests.sent == digest_of(fp8)
+    folder = fp8_checkpoint(tmp_path / "more", case.plain, lambda tensors: tensors | more)
+    updater.begin("v3")
+    updater.receive(DiskSource(folder, updater.weights, complete=True, timeout_s=1.0))
+    updater.verify()
+    updater.commit()
+    assert holds(updater, case.values)
 
 
 def test_fused_experts_are_quantised_as_they_were_fused(updater: LoopbackUpdater, moe: Fp8Case) -> None:
