@@ -14,12 +14,15 @@ from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.weight_io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
+    PullWeightsReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
 from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case
-from tests.fp8_reference import Named, fp8_checkpoint
+from tests.fp8_reference import Named, fp8_checkpoint, values_of
 from tests.parallel_harness import ParallelHarness
+from weight_sync.delta.encoder import DeltaEncoder
+from weight_sync.delta.publisher import publish_encoded
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.fp8_blocks import requantised
 from weight_sync.tensor_meta import TensorMeta
@@ -97,6 +100,30 @@ def test_shards_are_of_whole_quantised_tensors(case: Fp8Case, layout: str, tmp_p
             checked = harness.control(WeightsCheckerReqInput, action="checksum").data
             assert checked["digest"] == checked["expected_digest"] == digest_of(tensors)
             assert checked["held_digest"] == digest_of(values)
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_published_deltas_of_fp8(case: Fp8Case, tmp_path: Path, quantises: bool) -> None:
+    """Of half a pair too: version 1 changes only scales, version 2 only weights, version 3 both."""
+    versions = [case.tensors]
+    for suffix in (("_scale_inv",), (".weight",), ("_scale_inv", ".weight")):
+        last, other = versions[-1], case.newer(10 + len(versions))[1]
+        is_changed = {name: name.endswith(suffix) and last[name].dtype == other[name].dtype for name in last}
+        versions.append({name: other[name] if is_changed[name] else last[name] for name in last})
+    source, local = tmp_path / "source", tmp_path / "local"
+    encoder = DeltaEncoder(case.tensors.items())
+    for number, tensors in enumerate(versions[1:], 1):
+        delta = encoder.encode(tensors.items())
+        publish_encoded(source, number, delta)
+        encoder.advance(delta)
+    settings = {"dtype": "bfloat16", "quantize_weight_updates": quantises, **LAYOUTS["tp2 ep2"]}
+    with ParallelHarness(case.fp8, **settings) as harness:
+        for number in (1, 3):
+            verb = {"local_checkpoint_dir": str(local), "source_dir": str(source), "target_version": number}
+            pulled = harness.control(PullWeightsReqInput, **verb, update_memory=True)
+            assert pulled.success, pulled.message
+            assert pulled.data["memory"] == "delta"
+            check_content(harness, values_of(versions[number], DTYPE))
 
 
 def test_a_move_carries_the_values(case: Fp8Case) -> None:
