@@ -7,15 +7,13 @@ quantise what it is sent.  Manifests, bases and digests that a trainer states ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from weight_sync.fingerprint import digest
 from weight_sync.tensor_meta import TensorMeta
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """Of one logical tensor: what was sent of it (of an FP8 pair two tensors), with F of each; F of what is held."""
 
     sent: tuple[tuple[TensorMeta, int], ...]

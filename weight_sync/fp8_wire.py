@@ -126,14 +126,13 @@ class PairedTensors:
         `ShapeMismatchError`, `ContentError`.
         """
         whole = []
-        for name, content in named:
-            tensor = content.detach()
-            kind = kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+        for name, tensor in named:
+            kind = self._kind_of(name, tensor)
             if kind == "plain":
                 if name in self._waiting:
                     raise DtypeMismatchError(f"{name} is {dtype_name(tensor.dtype)} and came with {name}{SCALE_SUFFIX}")
                 whole.append(WireTensor(name, tensor))
-            elif (pair := self._pair(name, kind, tensor)) is not None:
+            elif (pair := self._pair(name, kind, tensor.detach())) is not None:
                 whole.append(self._values(name if kind == "weight" else weight_name(name), pair))
         return whole
 
@@ -147,6 +146,12 @@ class PairedTensors:
     def clear(self) -> None:
         """Release what waits."""
         self._waiting.clear()
+
+    def _kind_of(self, name: str, tensor: torch.Tensor) -> _Kind:
+        """As `kind_of`, and soon for the many that are plain."""
+        if tensor.dtype != QUANTISED and not name.endswith(SCALE_SUFFIX):
+            return "plain"
+        return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
 
     def _pair(self, name: str, kind: _Kind, tensor: torch.Tensor) -> Pair | None:
         """The pair that this half makes whole, if it does."""
@@ -192,7 +197,7 @@ def _require_pairs(quantised: Iterable[str], scales: Iterable[str]) -> None:
 
 def _is_other_fp8(meta: TensorMeta) -> bool:
     """Whether it is a kind of FP8 that has no blocks here."""
-    return meta.dtype.is_floating_point and meta.dtype.itemsize == 1 and meta.dtype != QUANTISED
+    return meta.dtype.itemsize == 1 and meta.dtype.is_floating_point and meta.dtype != QUANTISED
 
 
 def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:

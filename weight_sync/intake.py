@@ -64,11 +64,14 @@ class Intake:
         named = [(tensor.name, tensor.content) for tensor in tensors]
         arrivals = split_tensors(self._weights, named, ledger, cast=False, announced=self._announced)
         pairs = {tensor.name: tensor.pair for tensor in tensors if tensor.pair is not None}
-        found = self._plain([arrival for arrival in arrivals if arrival.wire_name not in pairs])
-        for arrival in arrivals:
+        found = self._plain([arrival for arrival in arrivals if arrival.wire_name not in pairs] if pairs else arrivals)
+        for arrival in arrivals if pairs else ():
             if arrival.wire_name in pairs:
                 found[arrival.name] = self._of_pair(arrival, pairs[arrival.wire_name])
-        return [self._held(arrival, found) for arrival in arrivals]
+        if self._quantised:
+            arrivals = [self._quantise(arrival, found) for arrival in arrivals]
+        self.contents |= found
+        return arrivals
 
     def take_part(self, part: ProvenPart) -> None:
         """Note a part of a tensor, which is held as it was sent.  Raises `ContentError`."""
@@ -95,12 +98,11 @@ class Intake:
         matching(by_name([content]), self._stated)
         return content
 
-    def _held(self, arrival: Arrival, found: Mapping[str, Content]) -> Arrival:
-        """The arrival as it is to be held, noted."""
-        content = found[arrival.name]
-        if arrival.name in self._quantised and len(content.sent) == 1:
-            values = requantised(arrival.content)
-            arrival = arrival._replace(content=values)
-            content = Content(content.sent, fingerprint(values))
-        self.contents[arrival.name] = content
-        return arrival
+    def _quantise(self, arrival: Arrival, found: dict[str, Content]) -> Arrival:
+        """The arrival as it is held, unless it came quantised or is to be plain; so noted in `found`."""
+        sent = found[arrival.name].sent
+        if arrival.name not in self._quantised or len(sent) > 1:
+            return arrival
+        values = requantised(arrival.content)
+        found[arrival.name] = Content(sent, fingerprint(values))
+        return arrival._replace(content=values)

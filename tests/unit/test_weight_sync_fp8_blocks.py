@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests import fp8_reference
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
@@ -163,3 +164,11 @@ def test_scales_of_a_part() -> None:
     assert scales_of((2, slice(128, 256), slice(130, 140)), shape) == (2, slice(1, 2), slice(1, 2))
     assert scales_of((slice(None), slice(0, 300, 2)), shape) == (slice(None), slice(0, 3), slice(0, 3))
     assert scales_of((1, slice(300, 300)), shape) == (1, slice(0, 0), slice(0, 3))
+
+
+def test_transformers_reads_the_same_values() -> None:
+    """It takes whole blocks only."""
+    values = torch.randn(3, 384, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight, scale = quantise(values)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    assert equal(dequantise(weight, scale, torch.bfloat16), theirs)
