@@ -12,6 +12,7 @@ Each logical tensor is quantised by itself and as a whole, whatever part of it t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -89,8 +90,9 @@ class Intake:
         meta = self._weights.metas()[arrival.name]
         if not is_finite(arrival.content):
             raise ContentError(f"values that are not finite in {arrival.name}")
-        scale = pair.scale[scales_of(arrival.at, pair.weight.shape)]
-        halves = {meta.name: pair.weight[arrival.at], f"{meta.name}{SCALE_SUFFIX}": scale}
+        piece = arrival.piece
+        of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
+        halves = {meta.name: piece.of(pair.weight), f"{meta.name}{SCALE_SUFFIX}": of_scale.of(pair.scale)}
         sent = tuple(
             (TensorMeta(name, half.dtype, tuple(half.shape)), fingerprint(half)) for name, half in halves.items()
         )

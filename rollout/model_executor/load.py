@@ -24,6 +24,7 @@ from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.fp8_wire import PairedTensors, kind_of, whole_metas
 from weight_sync.loading import WeightLedger, is_finite, load_weights, split_wire
+from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
@@ -46,8 +47,8 @@ def load_model(
     """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
-    and coverage are checked before any tensor is read.  FP8 weights become their values.  Raises `StartupError` in one
-    line.
+    and coverage are checked before any tensor is read.  FP8 and MXFP4 weights become their values.  Raises
+    `StartupError` in one line.
     """
     model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
@@ -56,14 +57,13 @@ def load_model(
     try:
         _check(model.weights, metas, config.stored_format)
         ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
-        pairs = PairedTensors(model.weights)
+        experts, pairs = Mxfp4Experts(model.weights), PairedTensors(model.weights)
         for shard in shards:
             for name, tensor in read_tensors(shard):
-                whole = pairs.take([(name, tensor)])
-                for each in whole:
+                for each in pairs.take(experts.take(name, tensor)):
                     if each.pair is not None and not is_finite(each.content):
                         raise ContentError(f"values that are not finite in {each.name}")
-                load_weights(model.weights, [(each.name, each.content) for each in whole], sink, ledger, cast=True)
+                    load_weights(model.weights, [(each.name, each.content)], sink, ledger, cast=True)
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total)
@@ -84,7 +84,7 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
         raise ContentError(
             f"{quantised[0]} is float8_e4m3fn, and there is no quantization_config that says in which blocks"
         )
-    values, announced = whole_metas(weights, metas), WeightLedger(weights.metas())
+    values, announced = whole_metas(weights, value_metas(metas)), WeightLedger(weights.metas())
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
         for piece in pieces:
             announced.record(meta.name, piece.name)

@@ -17,6 +17,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "rollout.models.qwen2",
     "LlamaForCausalLM": "rollout.models.llama",
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
+    "GptOssForCausalLM": "rollout.models.gpt_oss",
 }
 
 
