@@ -108,10 +108,7 @@ def values_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Named:
 def fp8_checkpoint(folder: Path, plain: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> Path:
     """The checkpoint in `plain` in FP8, in two files: a scale before or behind its weight.  `change`: its tensors."""
     folder.mkdir(parents=True)
-    tensors: Named = {}
-    for file in sorted(plain.glob("*.safetensors")):
-        tensors |= load_file(file)
-    tensors = change(quantised(tensors))
+    tensors = change(quantised(stored_tensors(plain)))
     names = sorted(tensors)
     halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file_name, some in halves.items():
@@ -123,6 +120,14 @@ def fp8_checkpoint(folder: Path, plain: Path, change: Callable[[Named], Named] =
             (folder / item.name).write_bytes(item.read_bytes())
     set_config(folder, QUANTIZATION_CONFIG)
     return folder
+
+
+def stored_tensors(folder: Path) -> Named:
+    """Every tensor of a checkpoint by the name in its file, fused or not."""
+    tensors: Named = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def set_config(folder: Path, quantization_config: Mapping[str, object] | None) -> None:

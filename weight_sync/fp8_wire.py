@@ -10,6 +10,7 @@ model's dtype, under the name of its weight.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -101,29 +102,30 @@ def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
 class PairedTensors:
     """Quantised weights and scales of one load or one refresh, which may come in any order and in different calls.
 
-    The half of a pair that came first is copied and kept until the other comes.
+    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of those that
+    wait, never more than the model's.
     """
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
         self._waiting: dict[str, tuple[_Kind, torch.Tensor]] = {}  # by the weight's name
         self._paired: set[str] = set()
+        self.num_bytes = 0
 
     @property
     def num_waiting(self) -> int:
         """Tensors that came without the other half of their pair."""
         return len(self._waiting)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the tensors that wait."""
-        return sum(tensor.nbytes for _, tensor in self._waiting.values())
+    @functools.cached_property
+    def _max_bytes(self) -> int:
+        return sum(meta.nbytes for meta in self._weights.metas().values())
 
     def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
         """What is whole after these came: plain tensors, the caller's, and values of pairs.
 
         Raises `UnknownTensorError`, `CoverageError` for a tensor that came twice, `DtypeMismatchError`,
-        `ShapeMismatchError`, `ContentError`.
+        `ShapeMismatchError`, `ContentError`, `WeightRequestError` where more would wait than the model has.
         """
         whole = []
         for name, tensor in named:
@@ -146,6 +148,7 @@ class PairedTensors:
     def clear(self) -> None:
         """Release what waits."""
         self._waiting.clear()
+        self.num_bytes = 0
 
     def _kind_of(self, name: str, tensor: torch.Tensor) -> _Kind:
         """As `kind_of`, and soon for the many that are plain."""
@@ -160,11 +163,21 @@ class PairedTensors:
         if key in self._paired or (waiting is not None and waiting[0] == kind):
             raise CoverageError(f"{name} came twice")
         if waiting is None:
-            self._waiting[key] = (kind, tensor.clone())
+            self._wait(key, kind, tensor)
             return None
         del self._waiting[key]
+        self.num_bytes -= waiting[1].nbytes
         self._paired.add(key)
         return Pair(tensor, waiting[1]) if kind == "weight" else Pair(waiting[1], tensor)
+
+    def _wait(self, key: str, kind: _Kind, tensor: torch.Tensor) -> None:
+        if self.num_bytes + tensor.nbytes > self._max_bytes:
+            raise WeightRequestError(
+                f"{key}: FP8 tensors that wait for their other halves would take more than the model's "
+                f"{self._max_bytes} bytes; send scales with their weights"
+            )
+        self._waiting[key] = (kind, tensor.clone())
+        self.num_bytes += tensor.nbytes
 
     def _values(self, name: str, pair: Pair) -> WireTensor:
         meta = TensorMeta(name, pair.weight.dtype, tuple(pair.weight.shape))

@@ -24,6 +24,7 @@ from weight_sync.errors import (
     ShapeMismatchError,
     TransactionStateError,
     UnknownTensorError,
+    WeightRequestError,
 )
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.receivers.delta import DeltaSource
@@ -174,6 +175,15 @@ def test_what_waits_is_counted_and_given_back(updater: LoopbackUpdater, newer: t
     updater.verify()
     updater.commit()
     assert holds(updater, values)
+
+
+def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
+    """A fused tensor's scales could be of any size until it comes."""
+    limit = sum(meta.nbytes for meta in updater.weights.metas().values())
+    updater.begin("v2")
+    with pytest.raises(WeightRequestError, match="send scales with their weights"):
+        updater.send([("model.layers.1.mlp.experts.gate_up_proj_scale_inv", torch.ones(1, 1, limit // 4 + 1))])
+    assert updater.status()["unpaired_bytes"] == 0
 
 
 @pytest.mark.parametrize("left_out", [WEIGHT, SCALE])
