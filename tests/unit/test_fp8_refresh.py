@@ -410,4 +410,8 @@ def test_deltas_are_over_what_is_held(moe: Fp8Case, newer: tuple[Named, Named, N
     delta = frame(sent, sent | changed)
     with pytest.raises(TransactionStateError, match=r"_proj\.weight: a delta is over what was sent"):
         updater.receive(DeltaSource(delta, updater.weights, quantised=updater.quantised))
+    updater.drop("refused")
+    updater.begin("v3", "partial")
+    with pytest.raises(TransactionStateError, match="the engine holds values of FP8 tensors"):
+        updater.receive(DeltaSource(frame(fp8, fp8), updater.weights))
     assert holds(updater, values)

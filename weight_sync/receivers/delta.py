@@ -21,6 +21,7 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest
+from weight_sync.fp8_wire import kind_of
 from weight_sync.loading import ProvenPart, split_wire
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
@@ -72,17 +73,24 @@ class DeltaSource(BucketSource):
             assert not isinstance(bucket, ProvenPart)
             for _, content in bucket:
                 frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
-                check_frame(frame, self._weights)
                 self._require_bases(frame)
+                check_frame(frame, self._weights)
                 yield from self._proven(frame.open())
 
     def _require_bases(self, frame: DeltaFrame) -> None:
-        names = [meta.name for meta in frame.metas if meta.name in self._quantised]
-        if names:
-            raise TransactionStateError(
-                f"{names[0]}: a delta is over what was sent, and this engine holds what it quantised of that "
-                "(--quantize-weight-updates); send whole tensors, or publish versions and use /pull_weights"
-            )
+        """Whether memory holds what the frame's tensors are to be changed from.
+
+        Raises `TransactionStateError` where it holds values of FP8 instead, `UnknownTensorError`.
+        """
+        advice = "send whole tensors, or publish versions and use /pull_weights"
+        for meta in frame.metas:
+            if kind_of(self._weights, meta) != "plain":
+                raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {advice}")
+            if meta.name in self._quantised:
+                raise TransactionStateError(
+                    f"{meta.name}: a delta is over what was sent, and this engine holds what it quantised of that "
+                    f"(--quantize-weight-updates); {advice}"
+                )
 
     def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
         if self._target is not self._weights:
