@@ -21,6 +21,7 @@ class ModelConfig:
 
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
     `stored_format`: of the checkpoint; it is served in `torch_dtype`, or what the server is told.
+    `renamed_prefixes`: what names of tensors may begin with instead, and what the canonical ones begin with.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     ignored_names: tuple[str, ...] = ()
     stored_format: StoredFormat = "plain"
+    renamed_prefixes: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:

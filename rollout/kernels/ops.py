@@ -98,6 +98,8 @@ class Ops:
     norm_route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     qk_norm_rope_store: Callable[..., torch.Tensor]
     silu_and_mul: Callable[..., torch.Tensor]
+    sigmoid_gate: Callable[..., torch.Tensor]
+    gated_delta: Callable[..., torch.Tensor]
     fused_experts: Callable[..., torch.Tensor]
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from rollout.kernels.delta_rule import gated_delta
 from rollout.kernels.expert_compute import ExpertForm, apply_experts, silu_and_mul
 
-__all__ = ["silu_and_mul"]
+__all__ = ["gated_delta", "silu_and_mul"]
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -117,6 +118,11 @@ def qk_norm_rope_store(
     k_pool.index_copy_(0, slots, key)
     v_pool.index_copy_(0, slots, value)
     return query.contiguous()
+
+
+def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    groups_TGn = hidden.unflatten(1, (gate.shape[1], -1))
+    return (groups_TGn * gate.sigmoid().unsqueeze(-1)).flatten(1)
 
 
 def fused_experts(

@@ -18,6 +18,11 @@ FAMILIES = {
     "LlamaForCausalLM": "rollout.models.llama",
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
     "GptOssForCausalLM": "rollout.models.gpt_oss",
+    "Qwen3NextForCausalLM": "rollout.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "rollout.models.qwen3_5",
 }
 
 
