@@ -152,6 +152,11 @@ class ServerArgs:
     keep_staging_memory: bool = _arg(
         True, "keep the memory of a weight update for the next one, instead of giving it back to the system"
     )
+    quantize_weight_updates: bool = _arg(
+        False,
+        "of an FP8 checkpoint: quantise what weight updates bring unquantised as the checkpoint is, so that what "
+        "serves is what an FP8 checkpoint of it would give",
+    )
     pause_timeout: float | None = _arg(
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )

@@ -76,6 +76,10 @@ def build_scheduler(
     config = load_model_config(args.model_path)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
+    if args.quantize_weight_updates and config.stored_format != "fp8":
+        raise StartupError(
+            "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
+        )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
