@@ -110,8 +110,7 @@ class Times:
 
 
 class Req:
-    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`,
-    and `StateRows` what says state or snapshot."""
+    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
 
     __slots__ = (
         "_device_len",
@@ -135,9 +134,7 @@ class Req:
         "prompt_record",
         "sampling_row",
         "saved_rows",
-        "snapshots",
         "source",
-        "state_source",
         "stop_text",
         "times",
     )
@@ -164,8 +161,6 @@ class Req:
         self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
         self.prefix_node: RadixNode | None = None
         self.pool_index = -1
-        self.state_source = -1  # row of the state pool from which its next step begins; -1: from nothing
-        self.snapshots: dict[int, int] = {}  # length -> row: states that the prefix tree does not have yet
         self.cached_len = 0
         self._device_len = 0
         self._num_steps: StepCount | None = None  # of the decode batch that it is in

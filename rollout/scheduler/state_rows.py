@@ -10,6 +10,7 @@ cut into steps.  They are a request's own until its tokens go into the prefix tr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,14 @@ NO_STATE = -1
 _NONE = torch.empty((0, 3), dtype=torch.int64)
 
 
+@dataclass(slots=True)
+class _Held:
+    """What a request has beside its own row: where its next step begins, and snapshots by length."""
+
+    source: int
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+
 class StateRows:
     """`rows` has the snapshots' rows; nothing is copied where `keeps_prefixes` is False.
 
@@ -34,7 +43,7 @@ class StateRows:
         self.rows = rows
         self.interval = interval
         self._keeps_prefixes = keeps_prefixes
-        self._held: set[int] = set()  # snapshots of requests
+        self._of: dict[Req, _Held] = {}
         self._sources: set[int] = set()  # snapshots that requests begin from in the step to come
         self._ones_B = torch.empty(0, dtype=torch.int64)
 
@@ -44,9 +53,8 @@ class StateRows:
 
     def begin(self, req: Req, row: int) -> None:
         """`req` starts from the snapshot in `row`, or from `NO_STATE`."""
-        req.state_source = row
-        if row != NO_STATE:
-            self._sources.add(row)
+        self._of[req] = _Held(row)
+        self._sources.add(row)
 
     def operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
         """Of the step that computes these, on the host.  Called once a step, before it is launched."""
@@ -57,34 +65,32 @@ class StateRows:
         lens, rows, sources = self._ones_B, inputs.pool_indices, inputs.pool_indices
         if extends:
             own = [item.req.pool_index for item in extends]
-            begins = [item.req.state_source for item in extends]
+            begins = [self._of[item.req].source for item in extends]
             lens = torch.cat([torch.tensor([item.count for item in extends]), lens])
             rows = torch.cat([torch.tensor(own), rows])
             sources = torch.cat([torch.tensor(begins), sources])
             for item in extends:
-                item.req.state_source = item.req.pool_index
+                self._of[item.req].source = item.req.pool_index
         self._sources.clear()
         snapshots = torch.tensor(copies, dtype=torch.int64) if copies else _NONE
         return StateOperands(lens, rows, sources, snapshots)
 
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
         """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
-        mine = {position: row for position, row in req.snapshots.items() if position <= num_tokens}
-        for position, row in mine.items():
-            del req.snapshots[position]
-            self._held.discard(row)
-        cache.keep_states(node, mine)
+        snapshots = self._of[req].snapshots
+        covered = [length for length in snapshots if length <= num_tokens]
+        cache.keep_states(node, {length: snapshots.pop(length) for length in covered})
 
     def end(self, req: Req) -> None:
         """`req` gives up its row, and the snapshots that it still has."""
-        self._sources.discard(req.state_source)
-        req.state_source = NO_STATE
-        for position in list(req.snapshots):
-            self._drop(req, position)
+        held = self._of.pop(req)
+        self._sources.discard(held.source)
+        for row in held.snapshots.values():
+            self.rows.free(row)
 
     def check(self) -> None:
         """Assert that every snapshot's row is in exactly one place."""
-        self.rows.check(self._held)
+        self.rows.check([row for held in self._of.values() for row in held.snapshots.values()])
 
     def _copies(self, extends: Sequence[Extend], decodes: DecodeBatch) -> list[tuple[int, int, int]]:
         if not self._keeps_prefixes:
@@ -92,14 +98,15 @@ class StateRows:
         copies = []
         for number, item in enumerate(extends):
             for position in self._taken(item):
-                copies.append((number, position - item.start, item.req.snapshots[position]))
+                copies.append((number, position - item.start, self._of[item.req].snapshots[position]))
         reached = (decodes.inputs.seq_lens.numpy() % self.interval == 0).nonzero()[0]
         for row in reached.tolist():
             req, position = decodes.reqs[row], int(decodes.inputs.seq_lens[row])
-            for old in [old for old in req.snapshots if old > req.prompt_len]:
-                self._drop(req, old)
+            snapshots = self._of[req].snapshots
+            for old in [old for old in snapshots if old > req.prompt_len]:
+                self.rows.free(snapshots.pop(old))
             if self._take(req, position, drops=True):
-                copies.append((len(extends) + row, 1, req.snapshots[position]))
+                copies.append((len(extends) + row, 1, snapshots[position]))
         return copies
 
     def _taken(self, item: Extend) -> Iterable[int]:
@@ -114,15 +121,10 @@ class StateRows:
         return sorted(p for i, p in enumerate(positions) if self._take(item.req, p, drops=i < worth))
 
     def _take(self, req: Req, position: int, *, drops: bool) -> bool:
-        if position in req.snapshots:
+        snapshots = self._of[req].snapshots
+        if position in snapshots:
             return True
         row = self.rows.take(drops=drops, but=self._sources)
         if row is not None:
-            req.snapshots[position] = row
-            self._held.add(row)
+            snapshots[position] = row
         return row is not None
-
-    def _drop(self, req: Req, position: int) -> None:
-        row = req.snapshots.pop(position)
-        self._held.discard(row)
-        self.rows.free(row)
