@@ -71,15 +71,15 @@ class TorchNativeBackend(AttentionBackend):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert scale is None and window is None and sinks is None, "not built yet"
+        assert window is None and sinks is None, "not built yet"
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
         if not self._extend and len(self._decode) == 1:
-            return _decode(self._decode[0], q, k_pool, v_pool)
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+            return _decode(self._decode[0], q, k_pool, v_pool, scale)
+        out = q.new_empty(q.shape[0], q.shape[1] * v_pool.shape[2])
         for group in self._extend:
-            out[group.rows] = _extend(group, q[group.rows], k_pool, v_pool)
+            out[group.rows] = _extend(group, q[group.rows], k_pool, v_pool, scale)
         for bucket in self._decode:
-            out[bucket.rows] = _decode(bucket, q[bucket.rows], k_pool, v_pool)
+            out[bucket.rows] = _decode(bucket, q[bucket.rows], k_pool, v_pool, scale)
         return out
 
 
@@ -175,13 +175,15 @@ def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torc
     return rows.view(num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
 
 
-def _decode(bucket: _DecodeBucket, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor) -> torch.Tensor:
+def _decode(
+    bucket: _DecodeBucket, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float | None
+) -> torch.Tensor:
     """q [B, H, hd] -> [B, H * hd]."""
     num_requests, num_kv_heads = bucket.num_requests, k_pool.shape[1]
     k = _gather(k_pool, bucket.kv_slots, num_requests)
     v = _gather(v_pool, bucket.kv_slots, num_requests)
     q = q.view(num_requests, num_kv_heads, -1, q.shape[-1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask).reshape(num_requests, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, scale=scale).reshape(num_requests, -1)
 
 
 def _extend(
@@ -189,20 +191,21 @@ def _extend(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    scale: float | None,
 ) -> torch.Tensor:
     """q [X * Q, H, hd] -> [X * Q, H * hd]."""
     count, num_heads, head_dim = group.num_sequences, q.shape[1], q.shape[2]
     queries = q.view(count, -1, num_heads, head_dim).transpose(1, 2)
     k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
     if group.mask_QL is None:
-        out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True, scale=scale)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
     num_queries, num_kv_heads = queries.shape[2], k_pool.shape[1]
     if num_queries > ROWS_FORM_MAX_QUERIES:
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, enable_gqa=True)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, enable_gqa=True, scale=scale)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
     # Few queries: the heads of a group as further rows of the same matrix, as in decoding.
     queries = queries.reshape(count, num_kv_heads, -1, head_dim)
     mask = group.mask_QL.repeat(num_heads // num_kv_heads, 1)
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
-    return out.view(count, num_heads, num_queries, head_dim).transpose(1, 2).reshape(q.shape[0], -1)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+    return out.view(count, num_heads, num_queries, -1).transpose(1, 2).reshape(q.shape[0], -1)

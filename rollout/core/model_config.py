@@ -87,7 +87,9 @@ def heads_of(raw: Mapping[str, Any], rope_types: tuple[str, ...] = ("default",))
     }
 
 
-def rotary_of(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]) -> RotarySpec:
+def rotary_of(
+    raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...], interleaved: bool = False
+) -> RotarySpec:
     """The rotation of heads of `head_dim`, or of a part of each.  Raises `StartupError` for one not among `rope_types`.
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
@@ -108,7 +110,7 @@ def rotary_of(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]
     elif kind == "yarn":
         scaling = _yarn(rope, original)
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    return RotarySpec(dim=int(head_dim * share), theta=theta, scaling=scaling)
+    return RotarySpec(dim=int(head_dim * share), theta=theta, scaling=scaling, interleaved=interleaved)
 
 
 def _yarn(rope: Mapping[str, Any], original: int) -> YarnScaling:

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.layer_specs import AttentionKind, AttentionSpec, KVKind, NormSpec
+from rollout.core.layer_specs import AttentionKind, AttentionSpec, KVKind, LatentAttentionSpec, NormSpec
 from rollout.distributed.parallel import Parallel
 from rollout.layers.attention import Attention
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
+from rollout.layers.latent_attention import LatentAttention
 from rollout.layers.norm_rotary import RMSNorm
 
 
@@ -42,4 +43,5 @@ class AttentionLayer(Protocol):
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {
     AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec
+from rollout.core.layer_specs import AttentionSpec, LatentAttentionSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 
@@ -44,7 +44,7 @@ class Shard:
         return Shard(self.total * size, self.start * size, self.length * size)
 
 
-def query_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
+def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -> Shard:
     """Raises `StartupError`."""
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
     return Shard.equal(spec.num_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")

@@ -17,6 +17,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "rollout.models.qwen2",
     "LlamaForCausalLM": "rollout.models.llama",
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
+    "Glm4MoeLiteForCausalLM": "rollout.models.glm4_moe_lite",
+    "DeepseekV3ForCausalLM": "rollout.models.deepseek_v3",
 }
 
 
