@@ -1,11 +1,12 @@
 """Routes on the trainer's side: force given routes onto a Hugging Face model, or record the model's own.
 
 Works through forward hooks on the routers, so the model is never edited.  A router is any module with `top_k`,
-`num_experts`, `norm_topk_prob` and `weight` whose forward returns (router_logits, router_scores, router_indices), such
-as the Qwen3-MoE router of transformers 5.  The MoE layers are the routers in module order.
+`num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), such as the routers of
+Qwen3-MoE and GPT-OSS in transformers 5.  The MoE layers are the routers in module order.
 
-The weights of forced experts come from the current scores (softmax over all experts in float32, gather, renormalise),
-so gradients reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
+The weights of forced experts come from the current scores, so gradients reach the router: with `norm_topk_prob` a
+softmax over all experts in float32, gathered, renormalised where it says so; without it, as in GPT-OSS, a softmax over
+the chosen ones.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
 
 Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts.
 """
@@ -25,7 +26,7 @@ from capture.routed_experts import RoutedExperts, checked_missing_rows, id_dtype
 
 Routes = torch.Tensor | np.ndarray | RoutedExperts
 
-_ROUTER_ATTRIBUTES = ("top_k", "num_experts", "norm_topk_prob", "weight")
+_ROUTER_ATTRIBUTES = ("top_k", "num_experts", "weight")
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
@@ -194,6 +195,8 @@ def _hooked(routers: list[nn.Module], observer: ForcedRoutes | RecordedRoutes) -
 
 
 def _gathered_scores(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    if not hasattr(router, "norm_topk_prob"):
+        return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1)
     scores_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, ids_TK)
     if router.norm_topk_prob:
         scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
@@ -206,7 +209,8 @@ def _check_formula(router: Any, logits_TE: torch.Tensor, scores_TK: torch.Tensor
     ours_TK = _gathered_scores(router, logits_TE.detach(), own_TK)
     if not torch.allclose(ours_TK.float(), scores_TK.detach().float(), rtol=0.02, atol=1e-4):
         raise UnsupportedRouterError(
-            f"{type(router).__name__} does not weigh experts by a softmax over all of them: its routes cannot be forced"
+            f"{type(router).__name__} does not weigh experts by a softmax over all of them, or over the chosen: its "
+            "routes cannot be forced"
         )
 
 

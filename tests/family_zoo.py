@@ -37,6 +37,25 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 
+# An inner size that is no multiple of a vector, as the published 2880 is none of 128.
+_GPT_OSS: dict[str, Any] = {
+    **_SIZES,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_SIZES},
@@ -136,6 +155,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
+    "gpt_oss": {"model_type": "gpt_oss", **_GPT_OSS, "sliding_window": 7},
+    "gpt_oss, long window": {
+        "model_type": "gpt_oss",
+        **_GPT_OSS,
+        "num_hidden_layers": 3,
+        "sliding_window": 128,
+        "num_local_experts": 16,
+        "intermediate_size": 72,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -208,7 +237,10 @@ def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch
         return 0.1 * values
     if key.endswith("bias"):
         return 0.5 * values
+    if key.endswith("sinks"):
+        return 1 + values
     if tensor.ndim == 1:
         return 1 + 0.1 * values
-    gain = 2.5 if ".gate.weight" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
+    is_router = key.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    gain = 2.5 if is_router else 2.0 if "embed" in key or "lm_head" in key else 1.0
     return values * gain / math.sqrt(tensor.shape[-1])

@@ -23,6 +23,7 @@ from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
 from rollout.models.registry import load_model_config
+from weight_sync.sender import split_fused_experts
 
 KINDS: dict[str, dict[str, Any]] = {
     "moe_dense_first": {"layers": 3, "dense_first": 1},
@@ -53,12 +54,17 @@ def tiny_checkpoint(folder: Path, kind: str = "moe_dense_first", seed: int = 0, 
     return make_checkpoint(folder, tiny_spec(kind, seed, **overrides))
 
 
-def logical_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint by name."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def logical_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """As `stored_tensors`, those of experts apart."""
+    return dict(split_fused_experts(stored_tensors(folder).items()))
 
 
 def trivial_placement(config: ModelConfig, parallel: Parallel | None = None) -> ExpertPlacement:

@@ -81,6 +81,12 @@ def routers(ops: Ops) -> Iterator[torch.Tensor]:
             normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, storage, experts, top_k, normalise)
             assert tokens == 0 or (int(ids.min()) >= 0 and int(ids.max()) < experts)
             yield from (normed[2:], weights[2:], ids)
+            if normalise:
+                rule, bias = (experts, top_k, True, "softmax_of_chosen"), _randn(dtype, experts)
+                free = (1.0, None, 1, 1, None, None)
+                normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, storage, *rule, *free, bias)
+                assert tokens == 0 or (int(ids.min()) >= 0 and int(ids.max()) < experts)
+                yield from (weights[2:], ids)
 
 
 def activations(ops: Ops) -> Iterator[torch.Tensor]:
@@ -112,6 +118,8 @@ def experts(ops: Ops) -> Iterator[torch.Tensor]:
             rows, factors = _randn(dtype, len(ids), hidden), torch.rand(ids.shape).to(dtype)
             yield ops.fused_experts(rows, ids, factors, w13, w2, inner)
             yield ops.fused_experts(rows, ids, None, w13, w2, inner)
+            biases = _randn(dtype, count, 2 * inner), _randn(dtype, count, hidden)
+            yield ops.fused_experts(rows, ids, factors, w13, w2, inner, *biases, 1.5, 1.7)
         for wrong in (count, -1, 2**40):
             row, ids = _randn(dtype, 1, hidden), torch.tensor([[wrong]])
             _refuses(lambda: ops.fused_experts(row, ids, None, w13, w2, inner))  # noqa: B023

@@ -152,12 +152,21 @@ def random_gathers(rank: int) -> None:
             name = f"w{i}"
             if rng.random() < 0.3:
                 shape, name = (rng.randint(1, 5), 2 * rng.randint(1, 3), 3), f"layers.{i}.experts.gate_up_proj"
-            whole[name] = (torch.randn(shape) * 50).to(rng.choice(dtypes))
-            mesh = rng.choice(meshes)
-            choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
-            placements = [rng.choice(choices) for _ in range(mesh.ndim)]
-            is_plain = rng.random() < 0.15
-            tensors[name] = whole[name] if is_plain else sharded(whole[name], mesh, placements)
+            of_layer = {name: shape}
+            if rng.random() < 0.3:
+                experts, hidden, inner = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 4)
+                of_layer = {
+                    f"layers.{i}.experts.gate_up_proj": (experts, hidden, 2 * inner),
+                    f"layers.{i}.experts.gate_up_proj_bias": (experts, 2 * inner),
+                    f"layers.{i}.experts.down_proj": (experts, inner, hidden),
+                }
+            for name, shape in of_layer.items():
+                whole[name] = (torch.randn(shape) * 50).to(rng.choice(dtypes))
+                mesh = rng.choice(meshes)
+                choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+                placements = [rng.choice(choices) for _ in range(mesh.ndim)]
+                is_plain = rng.random() < 0.15
+                tensors[name] = whole[name] if is_plain else sharded(whole[name], mesh, placements)
         tensors["sharded"] = sharded(torch.arange(5), meshes[0], [Shard(0)])
         whole["sharded"] = torch.arange(5)
         cast = rng.choice([None, torch.bfloat16])

@@ -181,7 +181,7 @@ def split_tensors(
         raise CoverageError(listed(refusals))
     expected = weights.metas()
     arrivals = [
-        Arrival(wire_name, piece.name, tensor.detach()[piece.index])
+        Arrival(wire_name, piece.name, piece.of(tensor.detach()))
         for (wire_name, tensor), pieces in zip(named, split, strict=True)
         for piece in pieces
     ]

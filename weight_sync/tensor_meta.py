@@ -72,16 +72,34 @@ class TensorMeta:
         return self.numel * self.dtype.itemsize
 
 
+Index = tuple[int | slice, ...]
+
+
 @dataclass(frozen=True)
 class Piece:
-    """One logical tensor inside a tensor that came over the wire: `wire[index]` is the logical tensor `name`.
+    """One logical tensor inside a tensor that came over the wire: `wire[index]`, or the transpose of that matrix.
 
     Index `()` is the whole; a fused `experts.gate_up_proj` [E, 2I, D] yields 2E pieces such as
     `(3, slice(0, I))` for `experts.3.gate_proj.weight`.
     """
 
     name: str
-    index: tuple[int | slice, ...] = ()
+    index: Index = ()
+    transposed: bool = False
+
+    def of(self, wire: torch.Tensor) -> torch.Tensor:
+        """The logical tensor, a view."""
+        content = wire[self.index]
+        return content.mT if self.transposed else content
+
+    def shape_in(self, wire_shape: Sequence[int]) -> tuple[int, ...]:
+        """The logical tensor's shape, inside a wire tensor of `wire_shape`."""
+        sizes = []
+        for dim, size in enumerate(wire_shape):
+            picked = self.index[dim] if dim < len(self.index) else slice(None)
+            if isinstance(picked, slice):
+                sizes.append(len(range(size)[picked]))
+        return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ def _token_rows(arguments: Arguments) -> torch.Tensor:
 
 
 def _experts_bytes(arguments: Arguments, result: object) -> int:
-    """Of `w13` and `w2` [P, ...], the experts that occur in `ids`."""
-    w13, w2 = arguments["w13"], arguments["w2"]
+    """Of `w13`, `w2` and their biases [P, ...], the experts that occur in `ids`."""
+    held = [arguments.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")]
     used = arguments["ids"].unique().numel()
     activations = nbytes(arguments["hidden"], arguments["ids"], arguments["weights"], result)
-    return used * (nbytes(w13, w2) // w13.shape[0]) + activations
+    return used * (nbytes(*held) // arguments["w13"].shape[0]) + activations
 
 
 def _experts_flops(arguments: Arguments, result: object) -> int:

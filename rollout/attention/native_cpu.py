@@ -16,7 +16,7 @@ from rollout.mem_cache.kv_pool import KVPool
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZE_MULTIPLE = 8
-MAX_HEAD_SIZE = 256
+MAX_KEY_SIZE, MAX_VALUE_SIZE = 576, 512
 
 
 class NativeCpuBackend(AttentionBackend):
@@ -36,11 +36,10 @@ class NativeCpuBackend(AttentionBackend):
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
         if not kernels_available:
             return "the operator is not compiled"
-        for pool in kv.k:
-            head_dim = pool.shape[2]
-            fits = head_dim % HEAD_SIZE_MULTIPLE == 0 and head_dim <= MAX_HEAD_SIZE
-            if pool.dtype not in DTYPES or pool.device.type != "cpu" or not fits:
-                return f"the operator takes no {pool.dtype} of head size {head_dim} on {pool.device.type}"
+        for pool, most in (*((k, MAX_KEY_SIZE) for k in kv.k), *((v, MAX_VALUE_SIZE) for v in kv.v)):
+            size = pool.shape[2]
+            if pool.dtype not in DTYPES or pool.device.type != "cpu" or size % HEAD_SIZE_MULTIPLE or size > most:
+                return f"the operator takes no {pool.dtype} of head size {size} on {pool.device.type}"
         return None
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -66,6 +65,6 @@ class NativeCpuBackend(AttentionBackend):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert scale is None and window is None and sinks is None, "not built yet"
-        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, q.shape[2] ** -0.5)
-        return out.view(-1, q.shape[1] * q.shape[2])
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, scale, window, sinks)
+        return out.flatten(1)

@@ -7,7 +7,8 @@ A step becomes few, large calls:
              with the query heads that share a key/value head as the rows of one small matrix
 
 Shapes: T tokens, X sequences of an extend group, Q tokens computed of each, L length of KV, B requests of a decode
-bucket, H query heads, Hkv key/value heads, G = H / Hkv, hd head size.
+bucket, H query heads, Hkv key/value heads, G = H / Hkv, hd size of a query and a key, vd of a
+value.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class _ExtendGroup:
 
     rows: torch.Tensor | slice  # [X * Q] rows of the step
     num_sequences: int
+    lengths_X: torch.Tensor  # of KV, all the same
     kv_slots: torch.Tensor  # [X * L]
     mask_QL: torch.Tensor | None  # bool, True where attended; None: no cached prefix, plain causal
 
@@ -42,7 +44,8 @@ class _DecodeBucket:
     """B requests with one token each."""
 
     rows: torch.Tensor | slice  # [B] rows of the step
-    num_requests: int
+    num_sequences: int
+    lengths_X: torch.Tensor  # of KV
     kv_slots: torch.Tensor  # [B * L], padded with the request's own last slot
     mask: torch.Tensor | None  # [B, 1, 1, L] additive; None: all lengths are L
 
@@ -71,11 +74,15 @@ class TorchNativeBackend(AttentionBackend):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert window is None and sinks is None, "not built yet"
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
+        out = q.new_empty(q.shape[0], q.shape[1] * v_pool.shape[2])
+        if window is not None or sinks is not None:
+            parts: list[_ExtendGroup | _DecodeBucket] = [*self._extend, *self._decode]
+            for part in parts:
+                out[part.rows] = _explicit(part, q[part.rows], k_pool, v_pool, scale, window, sinks)
+            return out
         if not self._extend and len(self._decode) == 1:
             return _decode(self._decode[0], q, k_pool, v_pool, scale)
-        out = q.new_empty(q.shape[0], q.shape[1] * v_pool.shape[2])
         for group in self._extend:
             out[group.rows] = _extend(group, q[group.rows], k_pool, v_pool, scale)
         for bucket in self._decode:
@@ -107,7 +114,8 @@ def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:
         slots = batch.req_to_token[requests, :length].flatten()
         if prefix_len > 0:
             mask = torch.ones(extend_len, length, dtype=torch.bool, device=device).tril(prefix_len)
-        groups.append(_ExtendGroup(rows, len(group), slots, mask))
+        lengths = torch.full((len(group),), length, device=device)
+        groups.append(_ExtendGroup(rows, len(group), lengths, slots, mask))
     return groups
 
 
@@ -158,14 +166,14 @@ def _decode_bucket(
 ) -> _DecodeBucket:
     longest = max(lengths)
     if min(lengths) == longest:
-        return _DecodeBucket(rows, len(lengths), batch.req_to_token[requests_B, :longest].flatten(), None)
+        return _DecodeBucket(rows, len(lengths), lengths_B, batch.req_to_token[requests_B, :longest].flatten(), None)
     positions_L = torch.arange(longest, device=lengths_B.device)
     # A padded position reads a slot that is known to be written: the content of a free slot could be NaN.
     inside_BL = torch.minimum(positions_L, lengths_B[:, None] - 1)
     slots = batch.req_to_token[requests_B[:, None], inside_BL].flatten()
     mask = torch.zeros(len(lengths), longest, dtype=dtype, device=lengths_B.device)
     mask.masked_fill_(positions_L >= lengths_B[:, None], float("-inf"))
-    return _DecodeBucket(rows, len(lengths), slots, mask[:, None, None])
+    return _DecodeBucket(rows, len(lengths), lengths_B, slots, mask[:, None, None])
 
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torch.Tensor:
@@ -178,8 +186,8 @@ def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torc
 def _decode(
     bucket: _DecodeBucket, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """q [B, H, hd] -> [B, H * hd]."""
-    num_requests, num_kv_heads = bucket.num_requests, k_pool.shape[1]
+    """q [B, H, hd] -> [B, H * vd]."""
+    num_requests, num_kv_heads = bucket.num_sequences, k_pool.shape[1]
     k = _gather(k_pool, bucket.kv_slots, num_requests)
     v = _gather(v_pool, bucket.kv_slots, num_requests)
     q = q.view(num_requests, num_kv_heads, -1, q.shape[-1])
@@ -187,25 +195,51 @@ def _decode(
 
 
 def _extend(
-    group: _ExtendGroup,
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    scale: float | None,
+    group: _ExtendGroup, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """q [X * Q, H, hd] -> [X * Q, H * hd]."""
+    """q [X * Q, H, hd] -> [X * Q, H * vd]."""
     count, num_heads, head_dim = group.num_sequences, q.shape[1], q.shape[2]
     queries = q.view(count, -1, num_heads, head_dim).transpose(1, 2)
     k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
     if group.mask_QL is None:
-        out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
     num_queries, num_kv_heads = queries.shape[2], k_pool.shape[1]
     if num_queries > ROWS_FORM_MAX_QUERIES:
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, enable_gqa=True, scale=scale)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
     # Few queries: the heads of a group as further rows of the same matrix, as in decoding.
     queries = queries.reshape(count, num_kv_heads, -1, head_dim)
     mask = group.mask_QL.repeat(num_heads // num_kv_heads, 1)
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
     return out.view(count, num_heads, num_queries, -1).transpose(1, 2).reshape(q.shape[0], -1)
+
+
+def _explicit(
+    part: _ExtendGroup | _DecodeBucket,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [X * Q, H, hd] -> [X * Q, H * vd], with a softmax of its own: SDPA has no sinks."""
+    count, num_heads, num_kv_heads = part.num_sequences, q.shape[1], k_pool.shape[1]
+    k, v = _gather(k_pool, part.kv_slots, count), _gather(v_pool, part.kv_slots, count)
+    queries = q.view(count, -1, num_heads, q.shape[2]).transpose(1, 2)
+    num_queries, length = queries.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    scores_XHQL = queries @ k.transpose(2, 3) * (q.shape[2] ** -0.5 if scale is None else scale)
+    positions_L = torch.arange(length, device=q.device)
+    ends_XQ = part.lengths_X[:, None] - torch.arange(num_queries - 1, -1, -1, device=q.device)
+    hidden_XQL = positions_L >= ends_XQ[..., None]
+    if window is not None:
+        hidden_XQL |= positions_L < ends_XQ[..., None] - window
+    scores_XHQL = scores_XHQL.masked_fill(hidden_XQL[:, None], float("-inf"))
+    if sinks is not None:
+        sinks_XHQ1 = sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, num_queries, 1)
+        scores_XHQL = torch.cat((scores_XHQL, sinks_XHQ1), -1)
+    work_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    weights_XHQL = scores_XHQL.softmax(-1, dtype=work_dtype).to(q.dtype)[..., :length]
+    return (weights_XHQL @ v).transpose(1, 2).reshape(q.shape[0], -1)

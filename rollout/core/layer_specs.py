@@ -70,7 +70,8 @@ class NormSpec:
 class AttentionSpec:
     """Attention over all earlier tokens with grouped query heads, scores over the root of the head size.
 
-    `qk_norm`: queries and keys go through an RMS norm a head, before the rotation.
+    `qk_norm`: queries and keys go through an RMS norm a head, before the rotation.  `window`: a token attends to itself
+    and the `window - 1` before it.  `sinks`: a weight a head is one more score in the softmax, which has no value.
     """
 
     num_heads: int
@@ -79,6 +80,9 @@ class AttentionSpec:
     rotary: RotarySpec
     qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    window: int | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,28 +170,46 @@ class DenseSpec:
 class RouterSpec:
     """How a token's `top_k` of `num_experts` are chosen and weighted.
 
-    Scores are a softmax over all experts, or sigmoids.  `correction_bias`: a float32 number an expert is added to its
-    score for the choice, not for the weight.  Choices come from the `top_groups` best of `num_groups` groups.  With
-    `normalise` the weights of a token are divided by their sum; all are multiplied by `scaling`.
+    Scores are a softmax over all experts, or over the chosen ones alone, or sigmoids.  `correction_bias`: a float32
+    number an expert is added to its score for the choice, not for the weight.  Choices come from the `top_groups` best
+    of `num_groups` groups.  With `normalise` the weights of a token are divided by their sum; all are multiplied by
+    `scaling`.  `bias`: the logits have one.  `name`: what checkpoints call the router.
     """
 
     num_experts: int
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
     normalise: bool = True
     scaling: float = 1.0
     correction_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    bias: bool = False
+    name: str = "gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, of gates of at most `limit` and ups between `-limit` and `limit`."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """Experts of `inner` features each, and for every token a shared one of `shared_inner`, if any."""
+    """Experts of `inner` features each, and for every token a shared one of `shared_inner`, if any.
+
+    `activation`: None is SwiGLU.  `bias`: every projection of an expert has one.  `fused`: how checkpoints and trainers
+    fuse the experts of a layer into one tensor, by `weight_sync.fused_experts`.
+    """
 
     router: RouterSpec
     inner: int
     shared_inner: int = 0
+    activation: ClampedSwiGLU | None = None
+    bias: bool = False
+    fused: Literal["rows", "interleaved"] = "rows"
 
 
 AttentionKind = AttentionSpec | LatentAttentionSpec

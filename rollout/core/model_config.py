@@ -170,9 +170,15 @@ def refuse_common(raw: Mapping[str, Any]) -> None:
         {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
             "use_sliding_window": bool(raw.get("use_sliding_window")),
-            "quantization_config": bool(raw.get("quantization_config")),
+            "quantization_config": bool(raw.get("quantization_config")) and not _is_mxfp4(raw["quantization_config"]),
         }
     )
+
+
+def _is_mxfp4(stated: Any) -> bool:
+    """Experts in MXFP4 and everything else plain, as GPT-OSS is published: which tensors are, their names say."""
+    keys = ("quant_method", "modules_to_not_convert", "dequantize")
+    return isinstance(stated, Mapping) and stated.get("quant_method") == "mxfp4" and not stated.keys() - {*keys}
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

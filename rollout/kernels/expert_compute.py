@@ -27,6 +27,39 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """[..., 2I], gate first -> `ClampedSwiGLU` [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    gate = gate * torch.sigmoid(gate * alpha)
+    return up.clamp(-limit, limit).add_(1).mul_(gate)
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What experts do beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit ClampedSwiGLU."""
+
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def inner(self, gate_up: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
+        """The activation of what the first product gave [A, 2I], or [P, C, 2I] where `experts_A` is None."""
+        gate_up = _biased(gate_up, self.w13_bias, experts_A)
+        return silu_and_mul(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit, self.alpha)
+
+    def out(self, out: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
+        """Of what the second product gave [A, D], or [P, C, D]."""
+        return _biased(out, self.w2_bias, experts_A)
+
+
+def _biased(rows: torch.Tensor, bias: torch.Tensor | None, experts_A: torch.Tensor | None) -> torch.Tensor:
+    if bias is None:
+        return rows
+    return rows.add_(bias.unsqueeze(1) if experts_A is None else bias.index_select(0, experts_A))
+
+
 @dataclass(frozen=True)
 class _Rates:
     """How fast one machine computes, fitted to timings on 2 cores of an AMD EPYC with AVX-512 (torch 2.13).
@@ -70,7 +103,7 @@ class Assignments:
         return torch.empty_like(positions_A).index_copy_(0, self.order_A, positions_A)
 
 
-Strategy = Callable[[torch.Tensor, Assignments, list[int], torch.Tensor, torch.Tensor], torch.Tensor]
+Strategy = Callable[[torch.Tensor, Assignments, list[int], torch.Tensor, torch.Tensor, ExpertForm], torch.Tensor]
 
 
 def apply_experts(
@@ -79,8 +112,9 @@ def apply_experts(
     w13_PID: torch.Tensor,
     w2_PDI: torch.Tensor,
     strategy: Strategy | None = None,
+    form: ExpertForm | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of expert `ids_RS[r, s]` applied to row r, unweighted: [R, S, D].
+    """SwiGLU of expert `ids_RS[r, s]` applied to row r, unweighted: [R, S, D].  `form`: neither biases nor clamps.
 
     `w13_PID` [P, 2I, D] holds gate rows, then up rows; `w2_PDI` [P, D, I].  One host synchronisation.
     """
@@ -94,7 +128,8 @@ def apply_experts(
     counts = counts_P.tolist()
     if strategy is None:
         strategy = choose_strategy(counts, w2_PDI)
-    return strategy(hidden_RD, assignments, counts, w13_PID, w2_PDI).view(num_rows, num_slots, -1)
+    out_AD = strategy(hidden_RD, assignments, counts, w13_PID, w2_PDI, form or ExpertForm())
+    return out_AD.view(num_rows, num_slots, -1)
 
 
 def choose_strategy(counts: list[int], w2_PDI: torch.Tensor) -> Strategy:
@@ -130,7 +165,12 @@ def padded_capacity(busiest: int) -> int:
 
 
 def padded(
-    hidden_RD: torch.Tensor, assigned: Assignments, counts: list[int], w13_PID: torch.Tensor, w2_PDI: torch.Tensor
+    hidden_RD: torch.Tensor,
+    assigned: Assignments,
+    counts: list[int],
+    w13_PID: torch.Tensor,
+    w2_PDI: torch.Tensor,
+    form: ExpertForm,
 ) -> torch.Tensor:
     """Every expert on `padded_capacity(C)` rows: its own, then copies of row 0 as padding.  Returns [A, D]."""
     experts, capacity = len(counts), padded_capacity(max(counts))
@@ -141,23 +181,34 @@ def padded(
     places_A += torch.arange(places_A.shape[0], device=hidden_RD.device)
     sources = places_A.new_zeros(experts * capacity).index_copy_(0, places_A, assigned.rows_A)
     rows = hidden_RD.index_select(0, sources).view(experts, capacity, -1)
-    inner = silu_and_mul(torch.bmm(rows, w13_PID.transpose(1, 2)))
-    out = torch.bmm(inner, w2_PDI.transpose(1, 2)).view(experts * capacity, -1)
+    inner = form.inner(torch.bmm(rows, w13_PID.transpose(1, 2)), None)
+    out = form.out(torch.bmm(inner, w2_PDI.transpose(1, 2)), None).view(experts * capacity, -1)
     return out.index_select(0, assigned.unsort(places_A))
 
 
 def grouped(
-    hidden_RD: torch.Tensor, assigned: Assignments, counts: list[int], w13_PID: torch.Tensor, w2_PDI: torch.Tensor
+    hidden_RD: torch.Tensor,
+    assigned: Assignments,
+    counts: list[int],
+    w13_PID: torch.Tensor,
+    w2_PDI: torch.Tensor,
+    form: ExpertForm,
 ) -> torch.Tensor:
     """Two grouped matmuls over the sorted rows.  Returns [A, D]."""
     ends_P = assigned.counts_P.cumsum(0).to(torch.int32)
     rows_AD = hidden_RD.index_select(0, assigned.rows_A)
-    inner = silu_and_mul(F.grouped_mm(rows_AD, w13_PID.transpose(1, 2), offs=ends_P))
-    return _unsorted(F.grouped_mm(inner, w2_PDI.transpose(1, 2), offs=ends_P), assigned)
+    inner = form.inner(F.grouped_mm(rows_AD, w13_PID.transpose(1, 2), offs=ends_P), assigned.experts_A)
+    out_AD = F.grouped_mm(inner, w2_PDI.transpose(1, 2), offs=ends_P)
+    return _unsorted(form.out(out_AD, assigned.experts_A), assigned)
 
 
 def looped(
-    hidden_RD: torch.Tensor, assigned: Assignments, counts: list[int], w13_PID: torch.Tensor, w2_PDI: torch.Tensor
+    hidden_RD: torch.Tensor,
+    assigned: Assignments,
+    counts: list[int],
+    w13_PID: torch.Tensor,
+    w2_PDI: torch.Tensor,
+    form: ExpertForm,
 ) -> torch.Tensor:
     """Two matmuls per used expert, one activation for all.  Returns [A, D]."""
     spans, end = [], 0
@@ -169,11 +220,11 @@ def looped(
     gate_up = rows_AD.new_empty(end, w13_PID.shape[1])
     for expert, span in spans:
         torch.mm(rows_AD[span], w13_PID[expert].t(), out=gate_up[span])
-    inner = silu_and_mul(gate_up)
+    inner = form.inner(gate_up, assigned.experts_A)
     out_AD = torch.empty_like(rows_AD)
     for expert, span in spans:
         torch.mm(inner[span], w2_PDI[expert].t(), out=out_AD[span])
-    return _unsorted(out_AD, assigned)
+    return _unsorted(form.out(out_AD, assigned.experts_A), assigned)
 
 
 def _unsorted(out_AD: torch.Tensor, assigned: Assignments) -> torch.Tensor:

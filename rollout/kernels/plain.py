@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from rollout.kernels.expert_compute import apply_experts, silu_and_mul
+from rollout.kernels.expert_compute import ExpertForm, apply_experts, silu_and_mul
 
 __all__ = ["silu_and_mul"]
 
@@ -72,14 +72,18 @@ def norm_route(
     top_groups: int = 1,
     forced_ids: torch.Tensor | None = None,
     weight_offset: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     normed_TD = add_rms_norm(residual, hidden, norm_weight, eps, weight_offset)
     work_dtype = torch.float64 if normed_TD.dtype == torch.float64 else torch.float32
     if scoring == "softmax":
-        scores_TE = choices_TE = F.linear(normed_TD, weight).softmax(dim=-1, dtype=work_dtype)
+        scores_TE = choices_TE = F.linear(normed_TD, weight, bias).softmax(dim=-1, dtype=work_dtype)
+        least = 0.0
+    elif scoring == "softmax_of_chosen":
+        scores_TE = choices_TE = F.linear(normed_TD, weight, bias)
         least = 0.0
     else:
-        assert scoring == "sigmoid", scoring
+        assert scoring == "sigmoid" and bias is None, scoring
         scores_TE = F.linear(normed_TD.to(work_dtype), weight.to(work_dtype)).sigmoid()
         choices_TE = scores_TE if correction_bias is None else scores_TE + correction_bias
         choices_TE = _of_best_groups(choices_TE, num_groups, top_groups)
@@ -88,7 +92,9 @@ def norm_route(
     if forced_ids is not None:
         ids_TK = torch.where(forced_ids[:, :1] >= 0, forced_ids, ids_TK)
     weights_TK = scores_TE.gather(1, ids_TK)
-    if normalise:
+    if scoring == "softmax_of_chosen":
+        weights_TK = weights_TK.softmax(dim=-1, dtype=work_dtype)
+    elif normalise:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
     return normed_TD, (weights_TK * scaling).to(normed_TD.dtype), ids_TK
 
@@ -150,8 +156,12 @@ def fused_experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     inner_size: int,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
 ) -> torch.Tensor:
-    outputs_TKD = apply_experts(hidden, ids, w13, w2)
+    outputs_TKD = apply_experts(hidden, ids, w13, w2, form=ExpertForm(w13_bias, w2_bias, limit, alpha))
     return outputs_TKD if weights is None else weighted_sum(outputs_TKD, weights)
 
 

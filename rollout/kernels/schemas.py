@@ -35,7 +35,7 @@ SCHEMAS = {
     "norm_route": (
         "(Tensor(a!) residual, Tensor? hidden, Tensor norm_weight, float eps, Tensor weight, int num_experts, "
         'int top_k, bool normalise, str scoring="softmax", float scaling=1.0, Tensor? correction_bias=None, '
-        "int num_groups=1, int top_groups=1, Tensor? forced_ids=None, float? weight_offset=None) "
+        "int num_groups=1, int top_groups=1, Tensor? forced_ids=None, float? weight_offset=None, Tensor? bias=None) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     # queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight [H + Hkv, hd], and rotated by
@@ -55,8 +55,12 @@ SCHEMAS = {
     "latent_values": "(Tensor latents, Tensor weight, int num_heads, int value_size) -> Tensor",
     # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
     "silu_and_mul": "(Tensor gate_up) -> Tensor",
-    # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D]
-    "fused_experts": "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size) -> Tensor",
+    # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].
+    # Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, ClampedSwiGLU.
+    "fused_experts": (
+        "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, "
+        "Tensor? w13_bias=None, Tensor? w2_bias=None, float? limit=None, float alpha=1.0) -> Tensor"
+    ),
 }
 
 _LIBRARY = torch.library.Library("lockstep", "FRAGMENT")

@@ -2,21 +2,36 @@
 
 Ranks that share tokens have some heads each; what the block returns is then one rank's part of a sum over them.
 
-Shapes: T tokens, D hidden, hd head size, rd of it that is rotated.
+Shapes: T tokens, D hidden, H query heads of this rank, hd head size, rd of it that is rotated.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from rollout.core.layer_specs import AttentionSpec, FullKV, NormSpec
 from rollout.distributed.parallel import Parallel
+from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
-from rollout.layers.linear import Linear, MergedLinear
+from rollout.layers.linear import Linear, MergedLinear, sharded_entry
 from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm
-from rollout.layers.shard import kv_heads, query_heads
+from rollout.layers.shard import Shard, kv_heads, query_heads
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
+
+
+class Sinks(WeightLayer):
+    """One score of each of this rank's query heads [H]."""
+
+    def __init__(self, heads: Shard, build: Build) -> None:
+        self.heads = heads
+        self.weight = build.empty(heads.length)
+
+    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        yield sharded_entry(prefix, self.weight, ViewPlace(self.weight), (self.heads.total,), 0, self.heads)
 
 
 class Attention(Layer):
@@ -36,7 +51,9 @@ class Attention(Layer):
         parts = {"q_proj": queries.times(head_dim), "k_proj": keys.times(head_dim), "v_proj": keys.times(head_dim)}
         self.qkv_proj = MergedLinear(hidden_size, parts, build, spec.qkv_bias)
         self.qk_norm = QueryKeyNorm(queries.length, keys.length, head_dim, build) if spec.qk_norm else None
-        self.o_proj = Linear(queries.times(head_dim), hidden_size, build)
+        self.o_proj = Linear(queries.times(head_dim), hidden_size, build, spec.o_bias)
+        self.window = spec.window
+        self.sinks = Sinks(queries, build) if spec.sinks else None
 
     @staticmethod
     def kept(spec: AttentionSpec, parallel: Parallel) -> FullKV:
@@ -66,4 +83,5 @@ class Attention(Layer):
             self._norm.eps,
             self._norm.weight_offset,
         )
-        return self.o_proj(context.attention.attend(self.layer_id, query))
+        sinks = None if self.sinks is None else self.sinks.weight
+        return self.o_proj(context.attention.attend(self.layer_id, query, window=self.window, sinks=sinks))

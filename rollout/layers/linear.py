@@ -53,21 +53,29 @@ class MergedLinear(WeightLayer):
 
 
 class Linear(WeightLayer):
-    """`x @ weight.T` with weight [O, D].  With a shard of the inputs, the product is one rank's part of a sum."""
+    """`x @ weight.T + bias` with weight [O, D].  With a shard of the inputs, it is one rank's part of a sum.
 
-    def __init__(self, inputs: Shard, out_features: int, build: Build) -> None:
+    All ranks hold the bias, and the one that has the first inputs adds it.
+    """
+
+    def __init__(self, inputs: Shard, out_features: int, build: Build, bias: bool = False) -> None:
         self.ops = build.ops
         self.inputs = inputs
         self.in_features, self.out_features = inputs.length, out_features
         self.weight = build.empty_matrix(out_features, inputs.length)
+        self.bias = build.empty(out_features) if bias else None
+        self._adds_bias = inputs.start == 0
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(hidden_TD, self.weight, self.out_features)
+        return self.ops.linear(hidden_TD, self.weight, self.out_features, self.bias if self._adds_bias else None)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         place = self.ops.storage.matrix_place(self.weight, range(self.out_features), self.in_features)
         shape = (self.out_features, self.inputs.total)
         yield sharded_entry(f"{prefix}.weight", self.weight, place, shape, 1, self.inputs)
+        if self.bias is not None:
+            outputs = Shard.whole(self.out_features)
+            yield sharded_entry(f"{prefix}.bias", self.bias, ViewPlace(self.bias), (outputs.total,), 0, outputs)
 
 
 def row_entry(name: str, weight: torch.Tensor, place: Place, rows: Shard, in_features: int) -> WeightEntry:

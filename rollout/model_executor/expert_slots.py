@@ -1,7 +1,7 @@
 """`ModelExpertSlots`: the expert slots of a model on this rank, as bytes that can be moved.
 
-However a matrix is stored, the content of one slot is one run of bytes in each of `w13` and `w2`, the same run
-for the same expert on every rank of the same shard.
+However a matrix is stored, the content of one slot is one run of bytes in each of a layer's tensors, the same run for
+the same expert on every rank of the same shard.
 
 Shapes: B bytes.
 """
@@ -58,13 +58,12 @@ class ModelExpertSlots:
     def empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._layers[0].w13.device)
 
-    def _tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        experts = self._layers[layer]
-        return experts.w13, experts.w2
+    def _tensors(self, layer: int) -> list[torch.Tensor]:
+        return self._layers[layer].slot_tensors()
 
     @staticmethod
     def _describe(layer: Experts) -> str:
-        shapes = [list(tensor.shape[1:]) for tensor in (layer.w13, layer.w2)]
+        shapes = [list(tensor.shape[1:]) for tensor in layer.slot_tensors()]
         return f"{layer.ops.storage.name} {layer.w13.dtype} {shapes}"
 
 

@@ -22,6 +22,7 @@ from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.loading import WeightLedger, load_weights, split_wire
+from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.staging import DirectSink
 
@@ -43,22 +44,25 @@ def load_model(
     """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
-    and coverage are checked before any tensor is read.  Raises `StartupError` in one line.
+    and coverage are checked before any tensor is read.  MXFP4 weights become their values.  Raises `StartupError` in
+    one line.
     """
     model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
     metas = [meta for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)
     try:
-        announced = WeightLedger(model.weights.metas())
-        for meta, pieces in zip(metas, split_wire(model.weights, metas, cast=True), strict=True):
+        announced, values = WeightLedger(model.weights.metas()), value_metas(metas)
+        for meta, pieces in zip(values, split_wire(model.weights, values, cast=True), strict=True):
             for piece in pieces:
                 announced.record(meta.name, piece.name)
         announced.settle()
         ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
+        experts = Mxfp4Experts(model.weights)
         for shard in shards:
             for name, tensor in read_tensors(shard):
-                load_weights(model.weights, [(name, tensor)], sink, ledger, cast=True)
+                for named in experts.take(name, tensor):
+                    load_weights(model.weights, [named], sink, ledger, cast=True)
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total)

@@ -16,6 +16,7 @@ import torch
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
+from weight_sync.mxfp4 import is_mxfp4
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
 
@@ -58,6 +59,8 @@ class WeightIndex:
             return list(self._fused[name].pieces)
         if self._ignored and name.startswith(self._ignored):
             return []
+        if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
+            raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
         raise UnknownTensorError(self._unknown(wire.name))
 
     def write(self, name: str, source: torch.Tensor) -> None:

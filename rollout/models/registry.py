@@ -19,6 +19,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "rollout.models.glm4_moe_lite",
     "DeepseekV3ForCausalLM": "rollout.models.deepseek_v3",
+    "GptOssForCausalLM": "rollout.models.gpt_oss",
 }
 
 

@@ -24,26 +24,31 @@ float sample(int64_t i) { return static_cast<float>(std::sin(i * 12.9898) * 2.0)
 
 template <class Scalar>
 struct Example {
-  int hd, kv_heads, group, length;
-  std::vector<Scalar> queries, keys, values;
+  int hd, vd, kv_heads, group, length, window;
+  std::vector<Scalar> queries, keys, values, sinks;
   std::vector<int64_t> slots;
 
-  Example(int hd, int kv_heads, int group, int length) : hd(hd), kv_heads(kv_heads), group(group), length(length) {
+  Example(int hd, int vd, int kv_heads, int group, int length, int window, bool has_sinks)
+      : hd(hd), vd(vd), kv_heads(kv_heads), group(group), length(length), window(window) {
     // One slot more than positions: NaN, which nobody may read.
-    const int64_t slot = slot_stride();
-    keys.assign((length + 1) * slot, static_cast<Scalar>(NAN));
-    values = keys;
+    keys.assign((length + 1) * key_slot(), static_cast<Scalar>(NAN));
+    values.assign((length + 1) * value_slot(), static_cast<Scalar>(NAN));
     for (int64_t i = 0; i < length; ++i) slots.push_back(length - i);
-    for (int64_t i = 0; i < length * slot; ++i) {
-      keys[slot + i] = static_cast<Scalar>(sample(i));
-      values[slot + i] = static_cast<Scalar>(sample(i + 99991));
+    for (int64_t i = 0; i < length * key_slot(); ++i) keys[key_slot() + i] = static_cast<Scalar>(sample(i));
+    for (int64_t i = 0; i < length * value_slot(); ++i) {
+      values[value_slot() + i] = static_cast<Scalar>(sample(i + 99991));
     }
-    for (int64_t i = 0; i < length * row(); ++i) queries.push_back(static_cast<Scalar>(sample(i + 777)));
+    for (int64_t i = 0; i < length * query_row(); ++i) queries.push_back(static_cast<Scalar>(sample(i + 777)));
+    // Below and above what scores come to.
+    for (int64_t i = 0; has_sinks && i < kv_heads * group; ++i) sinks.push_back(static_cast<Scalar>(5 * sample(i + 5)));
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(hd)); }
-  int64_t slot_stride() const { return int64_t{kv_heads} * hd; }
-  int64_t row() const { return slot_stride() * group; }
+  int64_t key_slot() const { return int64_t{kv_heads} * hd; }
+  int64_t value_slot() const { return int64_t{kv_heads} * vd; }
+  int64_t query_row() const { return key_slot() * group; }
+  int64_t row() const { return value_slot() * group; }
+  HeadSizes sizes() const { return {hd, vd}; }
 
   // Positions first .. first + positions - 1, so many key/value heads in each tile: [positions][query heads][hd].
   std::vector<Scalar> attend(int first, int positions, int heads) const {
@@ -51,39 +56,47 @@ struct Example {
     struct alignas(64) Line {
       float x[16];
     };
-    std::vector<Line> memory(Workspace::floats(memory_rows, hd) / 16 + 1);
-    const Workspace space(memory[0].x, memory_rows, hd);
+    std::vector<Line> memory(Workspace::floats(memory_rows, sizes()) / 16 + 1);
+    const Workspace space(memory[0].x, memory_rows, sizes());
     std::vector<Scalar> out(positions * row());
+    // What lies before the first query's window is another sequence's by now.
+    std::vector<int64_t> kept = slots;
+    for (int i = 0; i <= first - window; ++i) kept[i] = 0;
     for (int head = 0; head < kv_heads; head += heads) {
-      const int64_t offset = int64_t{head} * hd, query_offset = offset * group;
-      const Tile<Scalar> tile{queries.data() + first * row() + query_offset, row(), hd,
-                              keys.data() + offset, values.data() + offset, slot_stride(), slot_stride(), hd, hd,
-                              slots.data(), length + 1, first, positions, group, heads};
-      const TileAttention<Units<Scalar>> attention(tile, space, hd, scale());
+      const int64_t group_of = int64_t{head} * group;
+      const Tile<Scalar> tile{queries.data() + first * query_row() + group_of * hd, query_row(), hd,
+                              keys.data() + int64_t{head} * hd, values.data() + int64_t{head} * vd,
+                              key_slot(), value_slot(), hd, vd,
+                              kept.data(), length + 1, first, positions, group, heads, window,
+                              sinks.empty() ? nullptr : sinks.data() + group_of};
+      const TileAttention<Units<Scalar>> attention(tile, space, sizes(), scale());
       attention.pack_queries();
       attention.attend_all(attention.total());
-      attention.write(attention.total(), out.data() + query_offset, row());
+      attention.write(attention.total(), out.data() + group_of * vd, row());
     }
     return out;
   }
 
   std::vector<double> exact(int position, int head) const {
-    const Scalar* query = queries.data() + position * row() + head * hd;
-    const auto at = [&](const std::vector<Scalar>& pool, int j, int d) {
-      return double(float(pool[slots[j] * slot_stride() + head / group * hd + d]));
+    const Scalar* query = queries.data() + position * query_row() + head * hd;
+    const auto at = [&](const std::vector<Scalar>& pool, int size, int j, int d) {
+      return double(float(pool[(slots[j] * kv_heads + head / group) * size + d]));
     };
-    std::vector<double> weights, out(hd);
-    double largest = -INFINITY, total = 0;
-    for (int j = 0; j <= position; ++j) {
+    std::vector<double> scores, out(vd);
+    const int from = std::max(0, position + 1 - window);
+    const double sink = sinks.empty() ? -INFINITY : double(float(sinks[head]));
+    double largest = sink;
+    for (int j = from; j <= position; ++j) {
       double score = 0;
-      for (int d = 0; d < hd; ++d) score += double(float(query[d])) * at(keys, j, d);
-      weights.push_back(score * scale());
-      largest = std::max(largest, weights.back());
+      for (int d = 0; d < hd; ++d) score += double(float(query[d])) * at(keys, hd, j, d);
+      scores.push_back(score * scale());
+      largest = std::max(largest, scores.back());
     }
-    for (int j = 0; j <= position; ++j) {
-      weights[j] = std::exp(weights[j] - largest);
-      total += weights[j];
-      for (int d = 0; d < hd; ++d) out[d] += weights[j] * at(values, j, d);
+    double total = std::exp(sink - largest);
+    for (int j = from; j <= position; ++j) {
+      const double weight = std::exp(scores[j - from] - largest);
+      total += weight;
+      for (int d = 0; d < vd; ++d) out[d] += weight * at(values, vd, j, d);
     }
     for (double& x : out) x /= total;
     return out;
@@ -91,20 +104,21 @@ struct Example {
 };
 
 template <class Scalar>
-void check(const char* dtype, int hd, int group, double tolerance) {
-  const Example<Scalar> example(hd, 2, group, 577);
+void check(const char* dtype, int hd, int vd, int group, double tolerance, int window = 1 << 20, bool sinks = false) {
+  const Example<Scalar> example(hd, vd, 2, group, 577, window, sinks);
   const int64_t row = example.row();
   const std::vector<Scalar> whole = example.attend(0, example.length, 1);
   double worst = 0;
   for (int position : {0, 1, 62, 63, 64, 127, 128, 300, 511, 512, 576}) {
     for (int head = 0; head < example.kv_heads * group; ++head) {
       const std::vector<double> exact = example.exact(position, head);
-      for (int d = 0; d < hd; ++d) {
-        worst = std::max(worst, std::abs(double(float(whole[position * row + head * hd + d])) - exact[d]));
+      for (int d = 0; d < vd; ++d) {
+        const double off = std::abs(double(float(whole[position * row + head * vd + d])) - exact[d]);
+        worst = off <= worst ? worst : off;  // also what is not a number
       }
     }
   }
-  expect(worst < tolerance, "far from the exact result", dtype, hd, worst);
+  expect(worst < tolerance && !std::isnan(worst), "far from the exact result", dtype, hd, worst);
   const auto expect_same = [&](int first, int count, const char* what) {
     for (int heads : {1, 2}) {
       const std::vector<Scalar> part = example.attend(first, count, heads);
@@ -133,11 +147,24 @@ int main() {
   std::printf("%s: ", kIsa);
   for (int hd : {8, 40, 64}) {
     for (int group : {1, 2, 3, 4}) {
-      check<float>("float32", hd, group, 4e-6);
-      check<c10::Half>("float16", hd, group, 2e-3);
-      check<bf16>("bfloat16", hd, group, 2e-2);
+      check<float>("float32", hd, hd, group, 4e-6);
+      check<c10::Half>("float16", hd, hd, group, 2e-3);
+      check<bf16>("bfloat16", hd, hd, group, 2e-2);
     }
   }
+  // Windows within a block, over several, over a segment; sinks; values of another size.
+  for (int window : {1, 5, 128, 150, 520}) {
+    for (int group : {1, 3, 8}) {
+      check<float>("float32, window", 40, 40, group, 4e-6, window, group == 3);
+      check<bf16>("bfloat16, window", 40, 40, group, 2e-2, window, group == 3);
+    }
+  }
+  check<float>("float32, sinks", 16, 16, 2, 4e-6, 1 << 20, true);
+  check<bf16>("bfloat16, sinks", 16, 16, 8, 2e-2, 1 << 20, true);
+  check<float>("float32, wide values", 16, 56, 2, 4e-6);
+  check<float>("float32, narrow values", 72, 40, 8, 4e-6);
+  check<bf16>("bfloat16, narrow values", 72, 64, 3, 2e-2);
+  check<bf16>("bfloat16, latent", 96, 64, 16, 2e-2);
   std::printf("%d failed\n", failures);
   return failures > 255 ? 255 : failures;
 }

@@ -8,6 +8,7 @@ from capture import replay
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
+from tests.family_zoo import family_model
 
 BATCH, SEQ, EXPERTS, TOP_K, LAYERS = 2, 7, 8, 3, 2
 
@@ -352,3 +353,31 @@ def test_routers_with_another_formula_are_refused():
     with record_routes(router) as record:
         router(torch.randn(5, 4))
     assert tuple(record.ids().shape) == (5, 1, TOP_K)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpt_oss_is_forced_and_its_router_learns(dtype):
+    """Scores are a softmax of the chosen logits alone, which have a bias; forced ones are those of the forced."""
+    model = family_model("gpt_oss", 3).to(dtype)
+    ids = tokens()
+    with record_routes(model) as record:
+        logits = logits_of(model, ids)
+    routes = record.ids().view(BATCH, SEQ, 2, 3)
+    with force_routes(model, routes):
+        forced = logits_of(model, ids)
+    assert torch.equal(forced, logits)
+    forced.logsumexp(-1).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if ".router." in name}
+    assert len(gradients) == 4 and all(gradient.abs().max() > 0 for gradient in gradients.values())
+    other = (routes + 1) % 8
+    seen = []
+    routers = find_routers(model)
+    with force_routes(model, other):
+        handles = [router.register_forward_hook(lambda m, x, y: seen.append(y)) for router in routers]
+        changed = logits_of(model, ids)
+    for handle in handles:
+        handle.remove()
+    assert not torch.allclose(changed, logits, atol=1e-2)
+    for layer, (router_logits, scores, chosen) in enumerate(seen):
+        assert torch.equal(chosen, other.flatten(0, 1)[:, layer])
+        assert torch.equal(scores, router_logits.gather(1, chosen).softmax(-1))

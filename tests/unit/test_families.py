@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.core.layer_specs import RotarySpec
+from rollout.core.errors import StartupError
+from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, NormSpec, RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 from rollout.kernels.ops import plain_ops
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.models.registry import FAMILIES as REGISTERED
-from rollout.models.registry import load_model_config
+from rollout.models.registry import load_model_config, model_config_from_dict
 from tests import model_zoo
 from tests.family_zoo import FAMILIES, family_checkpoint, family_model
 from tests.forward_harness import ForwardHarness, StepOutput
@@ -78,7 +79,7 @@ def _theirs(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor
         order_TK = weights_TK.argsort(dim=-1, descending=True, stable=True)
         chosen.append(ids_TK.gather(1, order_TK))
 
-    hooks = [m.register_forward_hook(note) for k, m in model.named_modules() if k.endswith("mlp.gate")]
+    hooks = [m.register_forward_hook(note) for k, m in model.named_modules() if k.endswith(("mlp.gate", "mlp.router"))]
     with torch.no_grad():
         log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     for hook in hooks:
@@ -150,6 +151,27 @@ def _router(config: ModelConfig, **changes: Any) -> ModelConfig:
     return replace(config, layers=tuple(replace(x, mlp=wrong if x.mlp == moe else x.mlp) for x in config.layers))
 
 
+def _experts(config: ModelConfig, **changes: Any) -> ModelConfig:
+    assert config.moe is not None
+    wrong = replace(config.moe, **changes)
+    return replace(config, layers=tuple(replace(layer, mlp=wrong) for layer in config.layers))
+
+
+def _windows(config: ModelConfig, window: int | None) -> ModelConfig:
+    """Of the layers that have one."""
+    changed = []
+    for layer in config.layers:
+        attention: Any = layer.attention
+        changed.append(replace(layer, attention=replace(attention, window=attention.window and window)))
+    return replace(config, layers=tuple(changed))
+
+
+def _scaling(config: ModelConfig, **changes: Any) -> ModelConfig:
+    rotary = config.layers[0].attention.rotary
+    assert rotary is not None and rotary.scaling is not None
+    return _attention(config, rotary=replace(rotary, scaling=replace(rotary.scaling, **changes)))
+
+
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "other theta": ("qwen2", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=20000.0))),
     "unscaled rotation": ("llama", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=500000.0))),
@@ -158,6 +180,14 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "weights as they are": ("glm4_moe", lambda c: _router(c, normalise=False)),
     "no groups": ("glm4_moe, no QK norm", lambda c: _router(c, num_groups=1, top_groups=1)),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
+    "a window longer by one": ("gpt_oss", lambda c: _windows(c, 8)),
+    "no window": ("gpt_oss", lambda c: _windows(c, None)),
+    "a softmax over all experts": ("gpt_oss", lambda c: _router(c, scoring="softmax", normalise=False)),
+    "SwiGLU": ("gpt_oss", lambda c: _experts(c, activation=None)),
+    "clamped later": ("gpt_oss", lambda c: _experts(c, activation=ClampedSwiGLU(limit=2.0, alpha=1.702))),
+    "another alpha": ("gpt_oss", lambda c: _experts(c, activation=ClampedSwiGLU(limit=1.5, alpha=1.0))),
+    "truncated ramp": ("gpt_oss", lambda c: _scaling(c, truncate=True)),
+    "rotation as it is": ("gpt_oss", lambda c: _scaling(c, attention_factor=1.0)),
 }
 
 
@@ -170,6 +200,60 @@ def test_a_wrong_kind_is_noticed(tmp_path: Path, wrong: str, monkeypatch: pytest
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() < 1e-4
     monkeypatch.setattr(model_zoo, "load_model_config", lambda folder: change(load_model_config(folder)))
     assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+
+
+OF_GPT_OSS = [
+    *("self_attn.sinks", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    *("self_attn.o_proj.bias", "mlp.router.bias", "mlp.router.weight", "experts.3.gate_proj.bias"),
+    *("experts.3.up_proj.bias", "experts.3.down_proj.bias", "experts.3.down_proj.weight"),
+]
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("part", OF_GPT_OSS)
+def test_every_part_of_gpt_oss_counts(tmp_path: Path, part: str) -> None:
+    """So that parity would not hold with one of them left out."""
+    model = load_tiny(family_checkpoint(tmp_path / "model", "gpt_oss", 7), torch.float32)
+    before = _ours(model, _ids(3), "torch_native").log_probs
+    (name,) = [name for name in model.weights.metas() if name.startswith("model.layers.0.") and name.endswith(part)]
+    model.weights.write(name, torch.zeros(model.weights.metas()[name].shape))
+    assert (_ours(model, _ids(3), "torch_native").log_probs - before).abs().max() > 1e-2
+
+
+GPT_OSS = {**family_model("gpt_oss", 0).config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "linear_attention"]}, "layer type 'linear_attention' is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 2"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"num_local_experts": None}, "config.json: "),
+    ],
+)
+def test_what_is_not_built_of_gpt_oss_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    model_config_from_dict(GPT_OSS)
+    with pytest.raises(StartupError, match=message) as refused:
+        model_config_from_dict({**GPT_OSS, **change})
+    assert "\n" not in str(refused.value)
+
+
+def test_keys_that_published_gpt_oss_checkpoints_have() -> None:
+    """As of openai/gpt-oss-20b, whose rotation and experts a token have older names."""
+    published = dict(GPT_OSS)
+    rope = dict(published.pop("rope_parameters"))
+    published |= {"rope_scaling": rope, "rope_theta": rope.pop("rope_theta"), "swiglu_limit": 7.0}
+    published["experts_per_token"] = published.pop("num_experts_per_tok")
+    config = model_config_from_dict(published)
+    assert config.layers[0].attention == model_config_from_dict(GPT_OSS).layers[0].attention
+    assert config.num_experts_per_tok == 3 and config.norm == NormSpec(eps=1e-5, weight_offset=0.0)
+    assert config.moe is not None and config.moe.activation == ClampedSwiGLU(limit=7.0, alpha=1.702)
+    windows = [layer.attention.window for layer in config.layers if isinstance(layer.attention, AttentionSpec)]
+    assert windows == [7, None]
 
 
 def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:

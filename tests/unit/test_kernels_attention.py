@@ -1,11 +1,12 @@
 """The compiled attention operator and its backend: against float64 and torch, and bit for bit against itself.
 
-Shapes: T queries, N sequences, H query heads, Hkv key/value heads, hd head size.
+Shapes: T queries, N sequences, H query heads, Hkv key/value heads, hd size of a query and a key.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.layer_specs import FullKV
+from rollout.core.layer_specs import FullKV, KVKind, LatentKV
 from rollout.mem_cache.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
+from tests.invariance import compute_threads
 from tests.kernels import error, native_ops, rows_are_independent
 from tests.model_zoo import load_tiny, tiny_checkpoint
 from tests.tiers import examples
@@ -41,18 +43,27 @@ class Sequences:
     """Queries, keys and values of whole sequences, the latter scattered over a pool whose other slots are NaN."""
 
     def __init__(
-        self, lengths: list[int], dtype: torch.dtype, heads: tuple[int, int, int] = (16, 4, 64), scale: float = 1.0
+        self,
+        lengths: list[int],
+        dtype: torch.dtype,
+        heads: tuple[int, int, int] = (16, 4, 64),
+        scale: float = 1.0,
+        kind: KVKind | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
     ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         self.lengths, longest = lengths, max(lengths)
+        self.window = window
         generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
-        self.pool = KVPool(len(lengths) * longest + 9, [FullKV(num_kv_heads, head_dim)], dtype)
+        self.pool = KVPool(len(lengths) * longest + 9, [kind or FullKV(num_kv_heads, head_dim)], dtype)
+        self.sinks = (2 * torch.randn(num_heads, generator=generator)).to(dtype) if has_sinks else None
         self.k_pool, self.v_pool = self.pool.k[0].fill_(torch.nan), self.pool.v[0].fill_(torch.nan)
         slots = torch.randperm(self.k_pool.shape[0], generator=generator)
         self.req_to_token = slots[: len(lengths) * longest].view(len(lengths), longest)
         for row, length in enumerate(lengths):
-            for pool in (self.k_pool, self.v_pool):
-                values = torch.randn(length, num_kv_heads, head_dim, generator=generator)
+            for pool in (self.v_pool, self.k_pool):
+                values = torch.randn(length, *pool.shape[1:], generator=generator)
                 pool[self.req_to_token[row, :length]] = values.to(dtype)
         shape = (len(lengths), longest, num_heads, head_dim)
         self.q = (torch.randn(shape, generator=generator) * scale).to(dtype)
@@ -75,6 +86,8 @@ class Sequences:
             torch.tensor([stop - start for _, start, stop in spans], dtype=torch.int64),
             torch.tensor([stop for _, _, stop in spans], dtype=torch.int64),
             self.q.shape[-1] ** -0.5,
+            self.window,
+            self.sinks,
         )
 
     def exact(self, spans: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -86,8 +99,14 @@ class Sequences:
         group = q.shape[1] // self.k_pool.shape[1]
         k, v = (x(row, stop).double().repeat_interleave(group, 1) for x in (self.keys, self.values))
         scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
-        masked = torch.arange(stop) > torch.arange(start, stop)[:, None]
-        return torch.einsum("hij,jhd->ihd", scores.masked_fill(masked, -torch.inf).softmax(-1), v)
+        ago = torch.arange(start, stop)[:, None] - torch.arange(stop)
+        masked = (ago < 0) | (ago >= (self.window or stop))
+        scores = scores.masked_fill(masked, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, stop - start, 1)), -1)
+        return torch.einsum(
+            "hij,jhd->ihd", scores.softmax(-1)[..., :stop], v.masked_fill(masked.all(0)[:, None, None], 0)
+        )
 
     def whole(self) -> list[tuple[int, int, int]]:
         return [(row, 0, length) for row, length in enumerate(self.lengths)]
@@ -106,6 +125,70 @@ def test_against_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> Non
         assert out.dtype == dtype and out.shape == exact.shape
         assert error(out, exact) < TOLERANCES[dtype]
         assert (out.double() - exact).abs().max() < 8 * TOLERANCES[dtype]
+
+
+# What GPT-OSS and DeepSeek-V3 ask for: H, Hkv, hd; what is kept of a token; window; whether there are sinks.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "window": {"heads": (8, 2, 64), "window": 128},
+    "short window": {"heads": (4, 4, 16), "window": 3},
+    "window and sinks": {"heads": (16, 2, 40), "window": 150, "has_sinks": True},
+    "long window": {"heads": (4, 2, 64), "window": 600, "has_sinks": True},
+    "sinks": {"heads": (8, 1, 64), "has_sinks": True},
+    "latent": {"heads": (16, 1, 576), "kind": LatentKV(512, 64)},
+    "small latent": {"heads": (3, 1, 56), "kind": LatentKV(40, 16)},
+    "two latent heads": {"heads": (2, 1, 192), "kind": LatentKV(128, 64)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_windows_sinks_and_latents(dtype: torch.dtype, name: str) -> None:
+    """Against float64; the same bits in any chunks, batch and number of threads."""
+    sequences = Sequences([1300, 65, 1, 513, 130], dtype, **SPECIAL[name])
+    spans = sequences.whole()
+    whole = sequences.attend(spans)
+    # A latent's scores are sums over many elements, of which some are values as well.
+    assert error(whole, sequences.exact(spans)) < 2 * TOLERANCES[dtype]
+    first = whole[:1300]
+    for chunk in (1, 7, 64, 200):
+        steps = [sequences.attend([(0, start, min(1300, start + chunk))]) for start in range(0, 1300, chunk)]
+        assert torch.equal(torch.cat(steps), first), f"chunks of {chunk}"
+    mixed = sequences.attend([(3, 500, 513), (1, 0, 65), (0, 1299, 1300), (4, 127, 130)])
+    parts = whole.split(sequences.lengths)
+    assert torch.equal(mixed, torch.cat([parts[3][500:], parts[1], parts[0][-1:], parts[4][-3:]]))
+    with compute_threads(2):
+        assert torch.equal(sequences.attend(spans), whole)
+        for start in (1299, 1290, 640, 511):
+            assert torch.equal(sequences.attend([(0, start, 1300)]), first[start:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [1299, 1290, 1000])
+def test_what_lies_before_the_window_is_not_read(dtype: torch.dtype, start: int) -> None:
+    for window in (1, 128, 150, 520):
+        sequences = Sequences([1300], dtype, (8, 2, 64), window=window, has_sinks=True)
+        expected = sequences.attend([(0, start, 1300)])
+        gone = sequences.req_to_token[0, : start + 1 - window]
+        for pool in (sequences.k_pool, sequences.v_pool):
+            pool[gone] = torch.nan
+        sequences.req_to_token[0, : start + 1 - window] = -1
+        assert torch.equal(sequences.attend([(0, start, 1300)]), expected)
+        last_seen = sequences.req_to_token[0, start + 1 - window : start + 2 - window]
+        sequences.v_pool[last_seen] += 1
+        assert not torch.equal(sequences.attend([(0, start, 1300)]), expected)
+
+
+def test_a_sink_of_any_size() -> None:
+    """Nothing is left of the values under a large one, everything under a small one."""
+    sequences = Sequences([300], torch.float32, (4, 2, 16), has_sinks=True)
+    assert sequences.sinks is not None
+    for value, share in ((-1e4, 1.0), (-torch.inf, 1.0), (1e4, 0.0)):
+        sequences.sinks.fill_(value)
+        out = sequences.attend(sequences.whole())
+        sinks, sequences.sinks = sequences.sinks, None
+        plain = sequences.attend(sequences.whole())
+        sequences.sinks = sinks
+        torch.testing.assert_close(out, plain * share, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.mutant
@@ -268,6 +351,10 @@ def _arguments(**changes: object) -> dict[str, object]:
         ({"q": torch.ones(3, 4, 16)}, ValueError, "2 queries, q has 3"),
         ({"q": torch.ones(2, 4, 16, dtype=torch.bfloat16)}, TypeError, "differ in dtype"),
         ({"v_pool": torch.ones(8, 2, 16)}, ValueError, "differ in shape"),
+        ({"v_pool": torch.ones(9, 2, 12)}, ValueError, "value size 12"),
+        ({"window": 0}, ValueError, "window"),
+        ({"sinks": torch.ones(2)}, ValueError, "one sink a query head"),
+        ({"sinks": torch.ones(4, dtype=torch.bfloat16)}, TypeError, "sinks differ in dtype"),
         ({"req_to_token": torch.full((2, 3), 9)}, IndexError, "slot 9 is not one of 9"),
         ({"req_to_token": torch.full((2, 3), -1)}, IndexError, "slot -1"),
         ({"req_to_token": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "int64"),
@@ -302,7 +389,9 @@ def test_a_wrong_slot_found_by_another_thread_is_an_error_too() -> None:
         torch.set_num_threads(before)
 
 
-def _step(sequences: Sequences, computed: list[int], num_extends: int, backend: AttentionBackend) -> torch.Tensor:
+def _step(
+    sequences: Sequences, computed: list[int], num_extends: int, backend: AttentionBackend, scale: float | None = None
+) -> torch.Tensor:
     """The last `computed[r]` tokens of each request in one step, the first `num_extends` requests extending."""
     lengths = sequences.lengths
     starts = [length - new for length, new in zip(lengths, computed, strict=True)]
@@ -321,7 +410,7 @@ def _step(sequences: Sequences, computed: list[int], num_extends: int, backend: 
         logits_rows=torch.empty(0, dtype=torch.int64),
     )
     backend.plan(batch)
-    return backend.attend(0, sequences.q[rows, positions])
+    return backend.attend(0, sequences.q[rows, positions], scale, sequences.window, sequences.sinks)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -333,11 +422,15 @@ def test_backend_agrees_with_torch_on_any_layout(data: st.DataObject) -> None:
     pairs = data.draw(st.lists(pair, min_size=num_extends, max_size=num_extends), "prefix and extend lengths")
     lengths = data.draw(st.lists(st.integers(1, 200), min_size=num_decodes, max_size=num_decodes), "decode lengths")
     dtype = data.draw(st.sampled_from(DTYPES), "dtype")
-    sequences = Sequences([sum(x) for x in pairs] + lengths, dtype, (4, 2, 16))
+    window = data.draw(st.sampled_from([None, None, 1, 20, 128]), "window")
+    kind = data.draw(st.sampled_from([FullKV(2, 16), LatentKV(16, 8)]), "kind")
+    has_sinks, scale = data.draw(st.booleans(), "sinks"), data.draw(st.sampled_from([None, 0.3]), "scale")
+    heads = (4, kind.num_heads, kind.key_size)
+    sequences = Sequences([sum(x) for x in pairs] + lengths, dtype, heads, 1.0, kind, window, has_sinks)
     computed = [new for _, new in pairs] + [1] * num_decodes
     backends = [create_attention_backend(name, sequences.pool) for name in ("native_cpu", "torch_native")]
-    ours, plain = (_step(sequences, computed, num_extends, backend) for backend in backends)
-    assert ours.shape == plain.shape == (sum(computed), 64)
+    ours, plain = (_step(sequences, computed, num_extends, backend, scale) for backend in backends)
+    assert ours.shape == plain.shape == (sum(computed), 4 * kind.value_size)
     # Both round to the dtype: two roundings apart.
     assert error(ours, plain.double()) < 2 * TOLERANCES[dtype]
 
@@ -366,7 +459,7 @@ def test_the_operator_is_chosen_where_it_applies() -> None:
         return type(create_attention_backend("auto", pool, kernels_available)).__name__
 
     assert all(chosen(dtype, 64) == "NativeCpuBackend" for dtype in DTYPES)
-    for dtype, head_dim in ((torch.float64, 64), (torch.float32, 12), (torch.float32, 264)):
+    for dtype, head_dim in ((torch.float64, 64), (torch.float32, 12), (torch.float32, 584)):
         assert chosen(dtype, head_dim) == "TorchNativeBackend"
     assert chosen(torch.float32, 64, kernels_available=False) == "TorchNativeBackend"
     on_meta = KVPool(4, [FullKV(1, 64)], torch.float32, "meta")

@@ -35,6 +35,17 @@ MISTAKES = {
     ),
     # The mask one key too wide.
     "far from": ("attention_tile.h", "row / tile_.group + 1 - begin", "row / tile_.group + 2 - begin"),
+    # The window one key too wide, and in the blocks that are read, one too narrow.
+    "window": ("attention_tile.h", "seen - tile_.window, 0", "seen - tile_.window - 1, 0"),
+    "other bits in a chunk: float32, window": (
+        "attention_tile.h",
+        "first_position + 1 - window",
+        "first_position + 2 - window",
+    ),
+    # The sink counted as a score that is not scaled yet; taken in again with each segment would show the same way.
+    "sinks": ("attention_tile.h", "sink * kLog2E -", "sink * scale_ -"),
+    # Values of the keys' size.
+    "wide values": ("attention_block.h", "return round_up(value, kLanes)", "return round_up(key, kLanes)"),
     # Rows that are the first to see a block read the queries of the first rows.
     "both sides of an edge": ("attention_tile.h", "query_stride_ + row :", "query_stride_ :"),
 }

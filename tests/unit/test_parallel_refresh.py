@@ -34,12 +34,13 @@ from rollout.core.weight_io_struct import (
     WeightsCheckerReqInput,
 )
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
-from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.model_zoo import logical_tensors, stored_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
 from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.sender import split_fused_experts
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import TensorMeta
 
@@ -167,7 +168,7 @@ def test_what_is_read_back_is_whole(engine: ParallelHarness, new: Tensors) -> No
 
 @WITH_FAMILIES
 def test_from_disk_and_by_delta(engine: ParallelHarness, old: Path, tmp_path: Path) -> None:
-    before = logical_tensors(old)
+    before = stored_tensors(old)
     after = {name: tensor * 1.5 for name, tensor in before.items()}
     source, local = tmp_path / "source", tmp_path / "local"
     encoder = DeltaEncoder(before.items())
@@ -175,10 +176,26 @@ def test_from_disk_and_by_delta(engine: ParallelHarness, old: Path, tmp_path: Pa
     verb = {"local_checkpoint_dir": str(local), "source_dir": str(source), "target_version": 1, "update_memory": True}
     pulled = engine.control(PullWeightsReqInput, **verb)
     assert pulled.success, pulled.message
-    check_content(engine, {name: tensor.double() for name, tensor in after.items()})
+    check_content(engine, in_dtype(dict(split_fused_experts(after.items())), torch.float64))
     answer = engine.control(UpdateWeightsFromDiskReqInput, model_path=str(old), weight_version="back")
     assert answer.success, answer.message
-    check_content(engine, {name: tensor.double() for name, tensor in before.items()})
+    check_content(engine, in_dtype(logical_tensors(old), torch.float64))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True, scope="module")
+def test_by_fused_tensors_as_its_checkpoints_have_them(
+    engine: ParallelHarness, old: Path, new: Tensors, tmp_path: Path
+) -> None:
+    wire = in_dtype(stored_tensors(family_checkpoint(tmp_path / "m", "gpt_oss", 6)), torch.float64)
+    assert len(wire) < len(new) / 3
+    ended = refresh(engine, wire, "fused")
+    assert ended.success, ended.message
+    check_content(engine, new)
+    same_as_one_rank(engine, new, old)
+    checked = engine.control(WeightsCheckerReqInput, action="checksum")
+    metas = [(TensorMeta(name, t.dtype, tuple(t.shape)), fingerprint(t)) for name, t in new.items()]
+    assert checked.data["digest"] == digest(metas)
 
 
 @pytest.mark.full(but="dp2 all-to-all-moe_dense_first")

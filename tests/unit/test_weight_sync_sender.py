@@ -10,6 +10,7 @@ import torch
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits, expert_name, fused, version
 from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError, WeightRequestError
+from weight_sync.fingerprint import fingerprint
 from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import split_pieces
@@ -66,6 +67,44 @@ def test_fused_experts_split_into_checkpoint_tensors() -> None:
         assert bits(tensor) == bits(expected[name])
 
 
+def _interleaved(num_experts: int, hidden: int, inner: int) -> dict[str, torch.Tensor]:
+    """The fused tensors of a GPT-OSS layer."""
+    shapes = {
+        "gate_up_proj": (num_experts, hidden, 2 * inner),
+        "gate_up_proj_bias": (num_experts, 2 * inner),
+        "down_proj": (num_experts, inner, hidden),
+        "down_proj_bias": (num_experts, hidden),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return {f"layers.0.mlp.experts.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 6), (2, 5, 5), (2, 6, 3)])
+def test_fused_experts_with_biases_are_interleaved_and_transposed(sizes: tuple[int, int, int]) -> None:
+    fused_tensors = _interleaved(*sizes)
+    gate_up, gate_up_bias, down, down_bias = fused_tensors.values()
+    x = torch.randn(sizes[1], generator=torch.Generator().manual_seed(1))
+    split = dict(split_fused_experts(fused_tensors.items()))
+    assert len(split) == 6 * sizes[0]
+    for e in range(sizes[0]):
+        name = f"layers.0.mlp.experts.{e}"
+        both = x @ gate_up[e] + gate_up_bias[e]  # as transformers' GPT-OSS computes it
+        torch.testing.assert_close(split[f"{name}.gate_proj.weight"] @ x + split[f"{name}.gate_proj.bias"], both[::2])
+        torch.testing.assert_close(split[f"{name}.up_proj.weight"] @ x + split[f"{name}.up_proj.bias"], both[1::2])
+        out = both[::2] @ down[e] + down_bias[e]
+        torch.testing.assert_close(split[f"{name}.down_proj.weight"] @ both[::2] + split[f"{name}.down_proj.bias"], out)
+
+
+def test_buckets_and_fingerprints_of_interleaved_tensors_are_of_their_content() -> None:
+    sources = _interleaved(3, 4, 6)
+    plan, expected = plan_tensors(sources, torch.bfloat16), dict(split_fused_experts(sources.items()))
+    values = Gatherer(plan, None).fingerprints()
+    assert values == {name: fingerprint(tensor.bfloat16()) for name, tensor in expected.items()}
+    flat = torch.zeros(sum(meta.nbytes for meta in plan.metas), dtype=torch.uint8)
+    pieces = Gatherer(plan, None).gather(plan.metas, flat)
+    assert torch.equal(torch.cat(pieces), pack([(name, tensor.bfloat16()) for name, tensor in expected.items()]))
+
+
 def test_split_gives_views() -> None:
     gate_up = fused(version(1))[GATE_UP]
     addresses = {tensor.untyped_storage().data_ptr() for _, tensor in split_fused_experts([(GATE_UP, gate_up)])}
@@ -106,7 +145,7 @@ def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
     }
     assert {meta.dtype for meta in plan.metas} == {torch.float16}
     for name, part in plan.parts.items():
-        assert torch.equal(plan.sources[part.source][part.index].to(expected[name].dtype), expected[name])
+        assert torch.equal(part.piece.of(plan.sources[part.source]).to(expected[name].dtype), expected[name])
         assert plan.sources[part.source].data_ptr() == sources[part.source].data_ptr()
     unsplit = plan_tensors(sources, split_experts=False)
     assert unsplit.parts.keys() == sources.keys()

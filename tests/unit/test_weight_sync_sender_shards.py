@@ -1,4 +1,4 @@
-"""Which rank holds what: boxes against `torch.chunk`, and runs of the flat tensor against its indices."""
+"""Which rank holds what: boxes against `torch.chunk`, pieces and runs of the flat tensor against indices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.sender.plan import Part
-from weight_sync.sender.shards import box_of_part, flat_offset, index_in, intersection, shard_box, size_of
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.sender.shards import box_among, flat_offset, picks_of, shard_box, size_of, source_index
+from weight_sync.tensor_meta import Piece
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
@@ -52,32 +51,42 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...
     return tuple(tuple(sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(1, n))))) for n in shape)  # type: ignore[misc]
 
 
+@st.composite
+def pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> Piece:
+    """Integers and slices of any step; at least one element."""
+    index: list[int | slice] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        start = draw(st.integers(0, size - 1))
+        stop, step = draw(st.integers(start + 1, size)), draw(st.integers(1, 3))
+        index.append(draw(st.sampled_from([start, slice(start, stop, step), slice(start, None, step), slice(None)])))
+    return Piece("w", tuple(index))
+
+
 @given(st.data())
-def test_runs_and_intersections_against_indices(data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+def test_what_of_a_piece_lies_in_a_box_against_indices(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     whole = flat_indices(shape)
-    outer = data.draw(boxes(shape).filter(lambda box: all(a < b for a, b in box)))
-    inner = data.draw(boxes(shape).filter(lambda box: all(a < b for a, b in box)))
-    met = intersection(outer, inner)
-    common = {*whole[tuple(slice(*s) for s in outer)].flatten().tolist()} & {
-        *whole[tuple(slice(*s) for s in inner)].flatten().tolist()
-    }
-    assert (met is not None) == bool(common)
-    if met is None:
+    held = data.draw(boxes(shape).filter(lambda box: all(a < b for a, b in box)))
+    piece = data.draw(pieces(shape))
+    picks = picks_of(piece, shape)
+    local = whole[tuple(slice(*span) for span in held)]  # what the holder has of the source
+    common = {*local.flatten().tolist()} & {*piece.of(whole).flatten().tolist()}
+    box = box_among(picks, held)
+    assert (box is not None) == bool(common)
+    if box is None:
         return
-    assert {*whole[tuple(slice(*s) for s in met)].flatten().tolist()} == common
-    local = flat_indices(size_of(outer))  # flat indices inside a tensor that holds `outer`
-    picked = local[index_in(met, outer)].flatten().tolist()
-    is_run = picked == list(range(picked[0], picked[0] + len(picked)))
-    offset = flat_offset(met, outer)
-    assert (offset is not None) == is_run
-    if offset is not None:
-        assert offset == picked[0]
+    assert {*local[source_index(picks, box, held)].flatten().tolist()} == common
+    sizes = tuple(len(picked) for picked in picks)
+    assert torch.Size(sizes).numel() == piece.of(whole).numel()
+    spans = tuple(slice(*span) for span in box)
+    assert torch.equal(local[source_index(picks, box, held)], piece.of(whole).view(sizes)[spans])
+    picked = flat_indices(sizes)[spans].flatten().tolist()
+    offset = flat_offset(box, sizes)
+    assert (offset is not None) == (picked == list(range(picked[0], picked[0] + len(picked))))
+    assert offset in (None, picked[0])
 
 
-def test_box_of_a_part() -> None:
-    part = Part(TensorMeta("up", torch.float32, (2, 5)), "gate_up", (1, slice(2, 4)))
-    assert box_of_part(part, (3, 4, 5)) == ((1, 2), (2, 4), (0, 5))
-    whole = Part(TensorMeta("w", torch.float32, (3, 4)), "w")
-    assert box_of_part(whole, (3, 4)) == ((0, 3), (0, 4))
-    assert box_of_part(Part(TensorMeta("s", torch.float32, ()), "s"), ()) == ()
+def test_the_picks_of_a_piece() -> None:
+    assert picks_of(Piece("up", (1, slice(1, None, 2))), (3, 4, 5)) == (range(1, 2), range(1, 4, 2), range(5))
+    assert picks_of(Piece("s"), ()) == ()
+    assert box_among((), ()) == ()

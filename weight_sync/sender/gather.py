@@ -24,7 +24,17 @@ from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
-from weight_sync.sender.shards import Box, Holding, box_of_part, flat_offset, holdings, index_in, intersection, size_of
+from weight_sync.sender.shards import (
+    Box,
+    Holding,
+    Picks,
+    box_among,
+    flat_offset,
+    holdings,
+    picks_of,
+    size_of,
+    source_index,
+)
 from weight_sync.tensor_meta import TensorMeta
 
 _ALIGNMENT = 16  # at least any item size, so that a rank's bytes can be read as their dtypes
@@ -32,16 +42,26 @@ _ALIGNMENT = 16  # at least any item size, so that a rank's bytes can be read as
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank brings of one part: a box of the part's source."""
+    """What one rank brings of one part: `box` counts what the part picks of each dimension of its source."""
 
     part: Part
-    holding: Holding
-    index: tuple[slice, ...]  # in the part, without dropping dimensions
-    size: tuple[int, ...]
+    rank: int
+    box: Box
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return size_of(self.box)
 
     @property
     def nbytes(self) -> int:
         return TensorMeta("", self.part.meta.dtype, self.size).nbytes
+
+    def flat_offset(self, picks: Picks) -> int | None:
+        """Where it begins in the part, flat; None if it is not one run there."""
+        box, sizes = self.box, tuple(len(picked) for picked in picks)
+        if self.part.piece.transposed:
+            box, sizes = (*box[:-2], box[-1], box[-2]), (*sizes[:-2], sizes[-1], sizes[-2])
+        return flat_offset(box, sizes)
 
 
 class Gatherer:
@@ -107,13 +127,13 @@ class Gatherer:
     # --- packing ------------------------------------------------------------------------------------------------
 
     def _whole(self, part: Part) -> torch.Tensor:
-        return self._plan.sources[part.source][part.index].to(part.meta.dtype)
+        return part.piece.of(self._plan.sources[part.source]).to(part.meta.dtype)
 
     def _pieces_of_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = []
         for room, cut in zip(split_pieces(metas, flat), cut_pieces(metas, PIECE_BYTES), strict=True):
             parts = [self._plan.parts[meta.name] for meta in cut]
-            tensors = [self._plan.sources[part.source][part.index] for part in parts]
+            tensors = [part.piece.of(self._plan.sources[part.source]) for part in parts]
             there = end_to_end(tensors, cut[0].dtype, room.device) if len({meta.dtype for meta in cut}) == 1 else None
             if there is None:
                 for (_, view), tensor in zip(unpack(room, cut), tensors, strict=True):
@@ -141,46 +161,42 @@ class Gatherer:
         """What all ranks hold of a part; at most one piece a rank."""
         if name not in self._pieces_of:
             part = self._plan.parts[name]
-            whole = self._whole_box(part)
-            met = [(held.rank, intersection(whole, held.box)) for held in self._holdings[part.source]]
-            self._pieces_of[name] = [
-                _Piece(part, Holding(rank, box), index_in(box, whole), size_of(box))
-                for rank, box in met
-                if box is not None
-            ]
+            picks = self._picks(part)
+            met = [(held.rank, box_among(picks, held.box)) for held in self._holdings[part.source]]
+            self._pieces_of[name] = [_Piece(part, rank, box) for rank, box in met if box is not None]
         return self._pieces_of[name]
 
-    def _whole_box(self, part: Part) -> Box:
-        return box_of_part(part, tuple(self._plan.sources[part.source].shape))
+    def _picks(self, part: Part) -> Picks:
+        return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
 
     def _content(self, piece: _Piece) -> torch.Tensor:
-        """A view into what lives here, in the source's dtype."""
-        name, box = piece.part.source, piece.holding.box
+        """A view into what lives here, in the source's dtype and with its dimensions."""
+        name = piece.part.source
         source = self._plan.sources[name]
-        if not isinstance(source, DTensor):
-            return source[index_in(box, tuple((0, size) for size in source.shape))]
-        (here,) = [held.box for held in self._holdings[name] if held.rank == piece.holding.rank]
-        return source.to_local()[index_in(box, here)]
+        (here,) = [held.box for held in self._holdings[name] if held.rank == piece.rank]
+        local = source.to_local() if isinstance(source, DTensor) else source
+        return local[source_index(self._picks(piece.part), piece.box, here)]
 
     # --- fingerprints -------------------------------------------------------------------------------------------
 
     def _is_in_runs(self, part: Part) -> bool:
         """Whether each rank's piece is one run of the flat tensor."""
-        whole = self._whole_box(part)
-        return all(flat_offset(piece.holding.box, whole) is not None for piece in self._pieces(part.meta.name))
+        picks = self._picks(part)
+        return all(piece.flat_offset(picks) is not None for piece in self._pieces(part.meta.name))
 
     def _own_share(self, part: Part, rank: int) -> int:
-        whole = self._whole_box(part)
+        picks = self._picks(part)
         shares = 0
         for piece in _of_rank(self._pieces(part.meta.name), rank):
-            offset = flat_offset(piece.holding.box, whole)
+            offset = piece.flat_offset(picks)
             assert offset is not None, "only asked for pieces that are runs"
-            shares += fingerprint(self._content(piece).to(part.meta.dtype), offset)
+            content = self._content(piece).to(part.meta.dtype)
+            shares += fingerprint(content.mT if part.piece.transposed else content, offset)
         return shares
 
 
 def _of_rank(pieces: Sequence[_Piece], rank: int) -> list[_Piece]:
-    return [piece for piece in pieces if piece.holding.rank == rank]
+    return [piece for piece in pieces if piece.rank == rank]
 
 
 def _padded(pieces: Sequence[_Piece]) -> int:
@@ -198,9 +214,11 @@ def _split(packed: torch.Tensor, pieces: Sequence[_Piece]) -> Iterator[torch.Ten
 
 def _view_of(views: dict[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
     """Where the piece belongs in the bucket, with the dimensions of its source."""
-    part = piece.part
-    view = views[part.meta.name]
-    for dim, picked in enumerate(part.index):
+    wanted = piece.part.piece
+    view = views[wanted.name]
+    if wanted.transposed:
+        view = view.mT
+    for dim, picked in enumerate(wanted.index):
         if isinstance(picked, int):
             view = view.unsqueeze(dim)
-    return view[piece.index]
+    return view[tuple(slice(start, stop) for start, stop in piece.box)]

@@ -2,13 +2,11 @@
 
 Reads models and state dicts, whole or sharded (DTensor), without copying anything: the cast to the engine's dtype
 happens when a bucket is made.
-
-Shapes: E logical experts, I expert width, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +14,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weight_sync.errors import WeightRequestError
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.fused_experts import fused_pieces, is_fused, layout_of
+from weight_sync.tensor_meta import Piece, TensorMeta
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 TensorSource = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-Index = tuple[int | slice, ...]
 
 _COMPILED = "_orig_mod."  # torch.compile's addition to names
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor to send: `source[index]`, cast to `meta.dtype`.  Index `()` is the whole."""
+    """One tensor to send: `piece` of the trainer's tensor `source`, cast to `meta.dtype`."""
 
     meta: TensorMeta
     source: str
-    index: Index = ()
+    piece: Piece
 
     @property
     def is_fused(self) -> bool:
         """A fused expert tensor that goes as it is: the engine splits it, so it has no fingerprint of its own."""
-        return _is_fused(self.meta.name)
+        return is_fused(self.meta.name)
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     parts: dict[str, Part] = {}
     for name, tensor in sources.items():
         sent_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        for part_name, index, shape in _split(name, tuple(tensor.shape)) if split_experts else [(name, (), None)]:
-            if part_name in parts:
-                raise WeightRequestError(f"{part_name} is given twice")
-            meta = TensorMeta(part_name, sent_as, tuple(tensor.shape) if shape is None else shape)
-            parts[part_name] = Part(meta, name, index)
+        shape = tuple(tensor.shape)
+        for piece in _split(name, shape, sources) if split_experts else [Piece(name)]:
+            if piece.name in parts:
+                raise WeightRequestError(f"{piece.name} is given twice")
+            parts[piece.name] = Part(TensorMeta(piece.name, sent_as, piece.shape_in(shape)), name, piece)
     return TensorPlan(sources, parts)
 
 
@@ -98,42 +96,23 @@ def named_tensors_of(
 def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
     """Fused expert tensors of transformers 5 as per-expert checkpoint tensors; everything else as it is.
 
-    `*.experts.gate_up_proj` [E, 2I, D] gives `*.experts.{e}.gate_proj.weight` (first I rows) and `.up_proj.weight`;
-    `*.experts.down_proj` [E, D, I] gives `*.experts.{e}.down_proj.weight`.  The results are views.
+    As `weight_sync.fused_experts` says; which of the layouts there it is, the biases of the same layer tell, so they
+    come in one call.  The results are views.
     """
+    given = list(named_tensors)
+    names = {name for name, _ in given}
     named: NamedTensors = []
-    for name, tensor in named_tensors:
-        if not _is_fused(name):
+    for name, tensor in given:
+        if not is_fused(name):
             named.append((name, tensor))
             continue
-        named.extend((part_name, tensor[index]) for part_name, index, _ in _split(name, tuple(tensor.shape)))
+        named.extend((piece.name, piece.of(tensor)) for piece in _split(name, tuple(tensor.shape), names))
     return named
 
 
-def _split(name: str, shape: tuple[int, ...]) -> list[tuple[str, Index, tuple[int, ...] | None]]:
-    """Name, index and shape of each checkpoint tensor inside `name`; (name, (), None) for what is not fused."""
-    if not _is_fused(name):
-        return [(name, (), None)]
-    prefix, _, kind = name.rpartition(".")
-    if len(shape) != 3 or (kind == "gate_up_proj" and shape[1] % 2):
-        raise WeightRequestError(f"{name}: not a fused expert tensor, shape {list(shape)}")
-    num_experts, num_rows, num_columns = shape
-    parts: list[tuple[str, Index, tuple[int, ...] | None]] = []
-    for logical_expert in range(num_experts):
-        stem = f"{prefix}.{logical_expert}"
-        if kind == "down_proj":
-            parts.append((f"{stem}.down_proj.weight", (logical_expert,), (num_rows, num_columns)))
-            continue
-        width = num_rows // 2
-        gate, up = (logical_expert, slice(0, width)), (logical_expert, slice(width, num_rows))
-        parts.append((f"{stem}.gate_proj.weight", gate, (width, num_columns)))
-        parts.append((f"{stem}.up_proj.weight", up, (width, num_columns)))
-    return parts
-
-
-def _is_fused(name: str) -> bool:
-    prefix, _, kind = name.rpartition(".")
-    return prefix.endswith("experts") and kind in ("gate_up_proj", "down_proj")
+def _split(name: str, shape: tuple[int, ...], names: Collection[str]) -> list[Piece]:
+    """The checkpoint tensors inside `name`, that comes with `names`; itself where it is not fused."""
+    return fused_pieces(name, shape, layout_of(name, names)) if is_fused(name) else [Piece(name)]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weight_sync.errors import WeightRequestError
-from weight_sync.sender.plan import Part
+from weight_sync.tensor_meta import Piece
 
 Box = tuple[tuple[int, int], ...]
+Picks = tuple[range, ...]
 
 
 @dataclass(frozen=True)
@@ -65,42 +66,45 @@ def shard_box(shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int]]) -> B
     return tuple(box)
 
 
-def box_of_part(part: Part, shape: tuple[int, ...]) -> Box:
-    """The part's box in its source of `shape`; dimensions that the index picks with an integer have size 1."""
+def picks_of(piece: Piece, shape: tuple[int, ...]) -> Picks:
+    """Which indices of each dimension of its source the piece is made of; one, where its own index is an integer."""
+    picked = (*piece.index, *[slice(None)] * (len(shape) - len(piece.index)))
+    return tuple(range(size)[slice(at, at + 1) if isinstance(at, int) else at] for at, size in zip(picked, shape))
+
+
+def box_among(picks: Picks, held: Box) -> Box | None:
+    """What of the picks lies in a box of the source, as a box of their own numbers; None where nothing does."""
     box = []
-    for dim, size in enumerate(shape):
-        picked = part.index[dim] if dim < len(part.index) else slice(None)
-        start, stop, _ = (picked, picked + 1, 1) if isinstance(picked, int) else picked.indices(size)
+    for picked, (first, end) in zip(picks, held, strict=True):
+        start = max(0, -((picked.start - first) // picked.step))
+        stop = min(len(picked), -((picked.start - end) // picked.step))
+        if start >= stop:
+            return None  # most boxes part in their first dimension, and there are many
         box.append((start, stop))
     return tuple(box)
 
 
-def intersection(one: Box, other: Box) -> Box | None:
-    """None where they do not meet."""
-    if one and (one[0][0] >= other[0][1] or other[0][0] >= one[0][1]):
-        return None  # most pairs part here, and there are many pairs
-    met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return met if all(stop > start for start, stop in met) else None
-
-
-def index_in(box: Box, outer: Box) -> tuple[slice, ...]:
-    """`box` as an index into a tensor that holds `outer`."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
+def source_index(picks: Picks, box: Box, held: Box) -> tuple[slice, ...]:
+    """A box of the picks' numbers as an index into a tensor that holds `held` of the source."""
+    return tuple(
+        slice(picked[start] - first, picked[stop - 1] - first + 1, picked.step)
+        for picked, (start, stop), (first, _) in zip(picks, box, held, strict=True)
+    )
 
 
 def size_of(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def flat_offset(box: Box, outer: Box) -> int | None:
-    """Flat index of the box's first element in a row-major tensor that holds `outer`; None if it is not one run."""
-    sizes, lengths = size_of(outer), size_of(box)
+def flat_offset(box: Box, sizes: Sequence[int]) -> int | None:
+    """Flat index of the box's first element in a row-major tensor of `sizes`; None if it is not one run."""
+    lengths = size_of(box)
     partial = [dim for dim, (size, length) in enumerate(zip(sizes, lengths)) if size != length]
     if partial and any(length != 1 for length in lengths[: partial[-1]]):
         return None
     offset = 0
-    for size, at in zip(sizes, index_in(box, outer)):
-        offset = offset * size + at.start
+    for size, (start, _) in zip(sizes, box):
+        offset = offset * size + start
     return offset
 
 

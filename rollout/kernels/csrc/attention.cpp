@@ -2,10 +2,11 @@
 //
 // Tensors are checked here, and work divided over threads.  The arithmetic is in attention_tile.h.
 //
-// Shapes: T query tokens, N sequences, H query heads, Hkv key/value heads, G = H / Hkv, hd head size, S slots of the
-// pool, R rows and C positions of the slot table.
+// Shapes: T query tokens, N sequences, H query heads, Hkv key/value heads, G = H / Hkv, hd size of a query and a key, vd of
+// a value, S slots of the pool, R rows and C positions of the slot table.
 #include <atomic>
 #include <memory>
+#include <optional>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -19,9 +20,11 @@
 namespace lockstep::attention {
 namespace {
 
-constexpr int kMaxHeadSize = 256;
-// Most rows of a tile: its keys and values are packed once for all of them.
-constexpr int kTileRows = 256;
+constexpr int kMaxKeySize = 576, kMaxValueSize = 512;
+// Most rows of a tile: its keys and values are packed once for all of them.  Fewer of large heads: queries and sums of a
+// tile fit the second level of the cache.
+constexpr int kTileRows = 256, kLargeHeadRows = 64, kLargeHead = 256;
+constexpr int64_t kNoWindow = int64_t{1} << 40;  // positions
 // Pieces of work for each thread, so that none waits long for the last.
 constexpr int64_t kPiecesPerThread = 8;
 // Multiplications in a nanosecond, about: fewer with few rows, more with many.
@@ -34,7 +37,6 @@ struct Sequence {
   int64_t num_queries;
 
   int64_t length() const { return first_position + num_queries; }
-  int64_t num_segments() const { return (length() + kSegment - 1) / kSegment; }
 };
 
 // A tile, or one segment of a tile, for one thread.
@@ -53,17 +55,20 @@ using Works = c10::SmallVector<Work, 8>;
 struct Arguments {
   const at::Tensor &q, &k_pool, &v_pool;
   at::Tensor& out;
+  const std::optional<at::Tensor>& sinks;
   Sequences sequences;
   float scale;
+  int64_t window;
 
-  int hd() const { return static_cast<int>(q.size(2)); }
+  HeadSizes sizes() const { return {static_cast<int>(q.size(2)), static_cast<int>(v_pool.size(2))}; }
+  int tile_rows() const { return sizes().key > kLargeHead ? kLargeHeadRows : kTileRows; }
   int kv_heads() const { return static_cast<int>(k_pool.size(1)); }
   int group() const { return static_cast<int>(q.size(1) / k_pool.size(1)); }
   // For one thread, about; masked keys included.
   int64_t nanoseconds() const {
     int64_t products = 0;
-    for (const Sequence& x : sequences) products += x.num_queries * x.length();
-    return 2 * q.size(1) * hd() * products / kSpeed;
+    for (const Sequence& x : sequences) products += x.num_queries * std::min(x.length(), window + x.num_queries);
+    return q.size(1) * (sizes().key + sizes().value) * products / kSpeed;
   }
 };
 
@@ -88,22 +93,30 @@ class Division {
   int64_t splits = 0;
 
  private:
-  int most_positions() const { return std::max(1, kTileRows / arguments_.group()); }
+  int most_positions() const { return std::max(1, arguments_.tile_rows() / arguments_.group()); }
   bool is_short(const Sequence& x) const { return x.num_queries <= most_positions(); }
-  int segments_of(const Sequence& x) const { return threads_ > 1 ? static_cast<int>(x.num_segments()) : 1; }
+  int first_segment_of(const Sequence& x) const {
+    return static_cast<int>(std::max<int64_t>(0, x.first_position + 1 - arguments_.window) / kSegment);
+  }
+  int segments_of(const Sequence& x) const {
+    if (threads_ == 1) return 1;
+    return static_cast<int>((x.length() + kSegment - 1) / kSegment) - first_segment_of(x);
+  }
 
   void cut_by_segments(int64_t i) {
     const Sequence& sequence = arguments_.sequences[i];
     const int positions = static_cast<int>(sequence.num_queries), segments = segments_of(sequence);
     if (positions == 0) return;
     const int head_rows = positions * arguments_.group();
-    const int most = std::clamp(kTileRows / std::max(kInPlaceRows, head_rows), 1, std::max(1, heads_));
+    const int most = std::clamp(arguments_.tile_rows() / std::max(kInPlaceRows, head_rows), 1, std::max(1, heads_));
     for (int kv_head = 0; kv_head < arguments_.kv_heads(); kv_head += most) {
       const int heads = std::min(most, arguments_.kv_heads() - kv_head);
       const int64_t floats = round_up(
-          static_cast<int>(RunningSoftmax::floats(heads * head_rows, round_up(arguments_.hd(), kLanes))), kLanes);
-      for (int segment = 0; segment < segments; ++segment) {
-        works.push_back({i, 0, kv_head, heads, positions, segments == 1 ? -1 : segment, splits, partial_floats});
+          static_cast<int>(RunningSoftmax::floats(heads * head_rows, arguments_.sizes().value_columns())), kLanes);
+      const int first_segment = first_segment_of(sequence);
+      for (int n = 0; n < segments; ++n) {
+        const int segment = segments == 1 ? -1 : first_segment + n;
+        works.push_back({i, 0, kv_head, heads, positions, segment, splits, partial_floats});
         if (segments > 1) partial_floats += floats;
       }
       if (segments > 1) ++splits;
@@ -169,8 +182,8 @@ class Step {
   TileAttention<Units<Scalar>> tile_of(const Work& work) const {
     const Sequence& sequence = arguments_.sequences[work.sequence];
     const at::Tensor &q = arguments_.q, &k = arguments_.k_pool, &v = arguments_.v_pool;
-    const int hd = arguments_.hd(), group = arguments_.group();
-    const int rows = std::max(kTileRows, group);
+    const HeadSizes sizes = arguments_.sizes();
+    const int group = arguments_.group(), rows = std::max(arguments_.tile_rows(), group);
     const int64_t first_query = sequence.first_query + work.first;
     Tile<Scalar> tile{
         q.const_data_ptr<Scalar>() + first_query * q.stride(0) + work.kv_head * group * q.stride(1),
@@ -187,8 +200,10 @@ class Step {
         sequence.first_position + work.first,
         work.positions,
         group,
-        work.heads};
-    return {tile, Workspace(thread_memory(Workspace::floats(rows, hd)), rows, hd), hd, arguments_.scale};
+        work.heads,
+        arguments_.window,
+        arguments_.sinks ? arguments_.sinks->const_data_ptr<Scalar>() + work.kv_head * group : nullptr};
+    return {tile, Workspace(thread_memory(Workspace::floats(rows, sizes)), rows, sizes), sizes, arguments_.scale};
   }
 
   void write(const TileAttention<Units<Scalar>>& tile, const Work& work, const RunningSoftmax& state) const {
@@ -200,7 +215,7 @@ class Step {
 
   RunningSoftmax partial(const Work& work) const {
     const int rows = work.heads * work.positions * arguments_.group();
-    return RunningSoftmax::in(partials_.get() + work.partial, rows, round_up(arguments_.hd(), kLanes));
+    return RunningSoftmax::in(partials_.get() + work.partial, rows, arguments_.sizes().value_columns());
   }
 
   void attend(int64_t i) {
@@ -214,14 +229,15 @@ class Step {
     }
     tile.attend_segment(work.segment, partial(work));
     // The last thread to finish combines them, in the order of the segments.
-    if (--unfinished_[work.split] == 0) combine(tile, i - work.segment);
+    if (--unfinished_[work.split] == 0) combine(tile, i - (work.segment - tile.first_segment()));
   }
 
   // Work `first` is the first segment of a tile, whose others follow it.
   void combine(const TileAttention<Units<Scalar>>& tile, int64_t first) const {
     const Works& works = division_.works;
     const RunningSoftmax total = partial(works[first]);
-    for (int64_t i = first + 1; i < static_cast<int64_t>(works.size()) && works[i].segment > 0; ++i) {
+    const auto is_next = [&](int64_t i) { return i < std::ssize(works) && works[i].segment > works[i - 1].segment; };
+    for (int64_t i = first + 1; is_next(i); ++i) {
       tile.merge_into(total, partial(works[i]), works[i].segment);
     }
     write(tile, works[first], total);
@@ -235,12 +251,21 @@ class Step {
 };
 
 void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool, const at::Tensor& req_to_token,
-           const at::Tensor& rows, const at::Tensor& query_lens, const at::Tensor& kv_lens, double scale) {
+           const at::Tensor& rows, const at::Tensor& query_lens, const at::Tensor& kv_lens, double scale,
+           std::optional<int64_t> window, const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK_VALUE(q.dim() == 3 && k_pool.dim() == 3 && v_pool.dim() == 3, "q and the pools have three dimensions");
   const int64_t hd = q.size(2), kv_heads = k_pool.size(1);
-  TORCH_CHECK_VALUE(k_pool.sizes() == v_pool.sizes(), "the pools differ in shape");
-  TORCH_CHECK_VALUE(k_pool.size(2) == hd, "head size of q is ", hd, ", of the pools ", k_pool.size(2));
-  TORCH_CHECK_VALUE(hd > 0 && hd % 8 == 0 && hd <= kMaxHeadSize, "head size ", hd, " is not a multiple of 8 up to 256");
+  const int64_t vd = v_pool.size(2);
+  TORCH_CHECK_VALUE(k_pool.size(0) == v_pool.size(0) && v_pool.size(1) == kv_heads, "the pools differ in shape");
+  TORCH_CHECK_VALUE(k_pool.size(2) == hd, "head size of q is ", hd, ", of the keys ", k_pool.size(2));
+  TORCH_CHECK_VALUE(hd > 0 && hd % 8 == 0 && hd <= kMaxKeySize, "head size ", hd, " is not a multiple of 8 up to ",
+                    kMaxKeySize);
+  TORCH_CHECK_VALUE(vd > 0 && vd % 8 == 0 && vd <= kMaxValueSize, "value size ", vd, " is not a multiple of 8 up to ",
+                    kMaxValueSize);
+  TORCH_CHECK_VALUE(!window || *window > 0, "the window is not positive");
+  TORCH_CHECK_VALUE(!sinks || (sinks->dim() == 1 && sinks->size(0) == q.size(1) && sinks->is_contiguous()),
+                    "there is one sink a query head");
+  TORCH_CHECK_TYPE(!sinks || sinks->scalar_type() == q.scalar_type(), "q and the sinks differ in dtype");
   TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, q.size(1), " query heads over ", kv_heads, " KV heads");
   TORCH_CHECK_TYPE(q.scalar_type() == k_pool.scalar_type() && q.scalar_type() == v_pool.scalar_type(),
                    "q and the pools differ in dtype");
@@ -275,20 +300,28 @@ Sequences read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, co
   return sequences;
 }
 
-// q [T, H, hd], k_pool and v_pool [S, Hkv, hd] of q's dtype (float32, bfloat16, float16), req_to_token [R, C], rows,
-// query_lens and kv_lens [N], all int64 -> [T, H, hd].
+// q [T, H, hd], k_pool [S, Hkv, hd] and v_pool [S, Hkv, vd] of q's dtype (float32, bfloat16, float16), which may share
+// memory, req_to_token [R, C], rows, query_lens and kv_lens [N], all int64 -> [T, H, vd].
 //
 // q holds the queries of one sequence after the other.  Those of sequence n are at its last query_lens[n] positions;
 // its keys and values, their own included, lie in the slots req_to_token[rows[n], 0 : kv_lens[n]].  Query head h reads
-// key/value head h / G.  A row of scores that are all -inf gives NaN.  NaN or infinity in a value makes NaN, and may
+// key/value head h / G.  With a window a query sees the keys of its own position and of the window - 1 before; the others
+// are not read, but for those that a neighbouring query sees.  `sinks` [H] are one more logit, without a value.  A row of scores that are all -inf gives NaN.  NaN or infinity in a value makes NaN, and may
 // also do so at the positions of the same call and block before it.  Raises ValueError, TypeError, IndexError.
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool,
                            const at::Tensor& req_to_token, const at::Tensor& rows, const at::Tensor& query_lens,
-                           const at::Tensor& kv_lens, double scale) {
-  check(q, k_pool, v_pool, req_to_token, rows, query_lens, kv_lens, scale);
-  at::Tensor out = at::empty(q.sizes(), q.options());
-  const Arguments arguments{q, k_pool, v_pool, out, read_sequences(q, req_to_token, rows, query_lens, kv_lens),
-                            static_cast<float>(scale)};
+                           const at::Tensor& kv_lens, double scale, std::optional<int64_t> window,
+                           const std::optional<at::Tensor>& sinks) {
+  check(q, k_pool, v_pool, req_to_token, rows, query_lens, kv_lens, scale, window, sinks);
+  at::Tensor out = at::empty({q.size(0), q.size(1), v_pool.size(2)}, q.options());
+  const Arguments arguments{.q = q,
+                            .k_pool = k_pool,
+                            .v_pool = v_pool,
+                            .out = out,
+                            .sinks = sinks,
+                            .sequences = read_sequences(q, req_to_token, rows, query_lens, kv_lens),
+                            .scale = static_cast<float>(scale),
+                            .window = std::min(window.value_or(kNoWindow), kNoWindow)};
   const int threads = team_size(arguments.nanoseconds());
   switch (q.scalar_type()) {
     case at::kFloat: Step<float>(arguments, threads).run(); break;
@@ -304,7 +337,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const 
 
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def("paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor rows, Tensor query_lens, "
-        "Tensor kv_lens, float scale) -> Tensor");
+        "Tensor kv_lens, float scale, int? window=None, Tensor? sinks=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("paged_attention", &lockstep::attention::paged_attention); }

@@ -17,6 +17,16 @@ inline constexpr int kBlock = 128;
 // Rows of units that are rearranged together.
 inline constexpr int kTileKeys = kLanes;
 
+// Elements of a head's keys, which are those of its queries, and of its values.
+struct HeadSizes {
+  int key, value;
+
+  int key_columns() const { return round_up(key, kLanes); }
+  int value_columns() const { return round_up(value, kLanes); }
+};
+
+inline int64_t block_floats(HeadSizes sizes) { return kBlock * (sizes.key_columns() + sizes.value_columns()); }
+
 // Where the keys and values of a block lie, for the first head; the last again and again up to a multiple of kTileKeys.
 template <class Scalar>
 struct Places {
@@ -32,15 +42,13 @@ struct HeadPlaces {
 
   // Asks for keys and values [begin, begin + kTileKeys): rows lie anywhere in the pool.  The second level of the cache
   // has to do: rows of one head are a power of two apart, and would drive each other out of the first.
-  LOCKSTEP_INLINE void prefetch(int begin, int hd) const {
+  LOCKSTEP_INLINE void prefetch(int begin, HeadSizes sizes) const {
     constexpr int kLine = 64 / static_cast<int>(sizeof(Scalar));
     const int end = std::min(begin + kTileKeys, places->count);
     for (int i = begin; i < end; ++i) {
       const Scalar *key = places->keys[i] + key_offset, *value = places->values[i] + value_offset;
-      for (int d = 0; d < hd; d += kLine) {
-        __builtin_prefetch(key + d, 0, 2);
-        __builtin_prefetch(value + d, 0, 2);
-      }
+      for (int d = 0; d < sizes.key; d += kLine) __builtin_prefetch(key + d, 0, 2);
+      for (int d = 0; d < sizes.value; d += kLine) __builtin_prefetch(value + d, 0, 2);
     }
   }
 };
@@ -79,41 +87,44 @@ LOCKSTEP_INLINE void transpose_units(const typename U::Scalar* const* rows, int6
   for (int i = 0; i < kTileKeys; ++i) store(out + i * stride, tile[i]);
 }
 
-// Queries are [row][stride] here, so many rows of units of hd.
+// Queries are [row][stride] here, so many rows of units of a key.
 template <class U>
 class PackedBlock {
  public:
   using Scalar = typename U::Scalar;
 
-  // In `memory` of 2 * kBlock * padded hd floats, aligned to a cache line:
-  //   keys    [unit of hd][kBlock]         one lane for each key
-  //   values  [unit of kBlock][padded hd]  one lane for each column of the output
-  PackedBlock(float* memory, int hd)
-      : hd_(hd), columns_(round_up(hd, kLanes)), keys_(memory), values_(memory + kBlock * columns_) {}
+  // In `memory` of `block_floats(sizes)` floats, aligned to a cache line:
+  //   keys    [unit of a key][kBlock]              one lane for each key
+  //   values  [unit of kBlock][padded value size]  one lane for each column of the output
+  PackedBlock(float* memory, HeadSizes sizes)
+      : sizes_(sizes),
+        columns_(sizes.value_columns()),
+        keys_(memory),
+        values_(memory + kBlock * sizes.key_columns()) {}
 
   void pack(const HeadPlaces<Scalar>& from, const HeadPlaces<Scalar>& next) const {
     constexpr int kElements = kLanes * U::kPerUnit;
-    const bool whole = hd_ % kElements == 0;
+    const bool whole = sizes_.key % kElements == 0 && sizes_.value % kElements == 0;
     for (int begin = 0; begin < from.places->count; begin += kTileKeys) {
       const Scalar* const* keys = from.places->keys + begin;
       const Scalar* const* values = from.places->values + begin;
-      for (int d = 0; d < hd_; d += kElements) {
+      for (int d = 0; d < sizes_.key; d += kElements) {
         float* target = keys_ + d / U::kPerUnit * kBlock + begin;
-        (whole ? pack_keys<true> : pack_keys<false>)(keys, from.key_offset + d, hd_ - d, target);
+        (whole ? pack_keys<true> : pack_keys<false>)(keys, from.key_offset + d, sizes_.key - d, target);
       }
-      for (int column = 0; column < hd_; column += kLanes) {
+      for (int column = 0; column < sizes_.value; column += kLanes) {
         float* target = values_ + begin / U::kPerUnit * columns_ + column;
         const int64_t offset = from.value_offset + column;
-        (whole ? pack_values<true> : pack_values<false>)(values, offset, hd_ - column, columns_, target);
+        (whole ? pack_values<true> : pack_values<false>)(values, offset, sizes_.value - column, columns_, target);
       }
-      next.prefetch(begin, hd_);
+      next.prefetch(begin, sizes_);
     }
   }
 
   template <int R, int N>
   LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int stride, int vector,
                                      F32x16 (&sums)[R][N]) const {
-    multiply<U>(queries + row * stride, stride, 1, keys_ + vector * kLanes, kBlock, hd_ / U::kPerUnit, sums);
+    multiply<U>(queries + row * stride, stride, 1, keys_ + vector * kLanes, kBlock, sizes_.key / U::kPerUnit, sums);
   }
 
   template <int R, int N>
@@ -140,31 +151,33 @@ class PackedBlock {
     }
   }
 
-  const int hd_, columns_;
+  const HeadSizes sizes_;
+  const int columns_;
   float *const keys_, *const values_;
 };
 
 // Up to so many rows of a head, packing would cost more than it saves.
 inline constexpr int kInPlaceRows = 4;
 
-// Queries are [unit of hd][kInPlaceRows] here, zeros after the last.  kWhole: hd is a multiple of kLanes units.
+// Queries are [unit of a key][kInPlaceRows] here, zeros after the last.  kWhole: both sizes are multiples of kLanes units.
 template <class U, bool kWhole>
 class InPlaceBlock {
  public:
   using Scalar = typename U::Scalar;
 
-  InPlaceBlock(const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next, int hd) : at_(at), next_(next), hd_(hd) {}
+  InPlaceBlock(const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next, HeadSizes sizes)
+      : at_(at), next_(next), sizes_(sizes) {}
 
   template <int R, int N>
   LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int, int vector, F32x16 (&sums)[R][N]) const {
     constexpr int kElements = kLanes * U::kPerUnit;
-    for (int d = 0; d < hd_; d += kElements) {
+    for (int d = 0; d < sizes_.key; d += kElements) {
       alignas(64) float keys[kLanes * N * kTileKeys];
       for (int n = 0; n < N; ++n) {
         const Scalar* const* rows = at_.places->keys + (vector + n) * kTileKeys;
-        const SomeLanes some = first_of((hd_ - d) / U::kPerUnit);
+        const SomeLanes some = first_of((sizes_.key - d) / U::kPerUnit);
         transpose_units<U, kWhole>(rows, at_.key_offset + d, some, keys + n * kLanes, N * kTileKeys);
-        if (d == 0) next_.prefetch((vector + n) * kTileKeys, hd_);
+        if (d == 0) next_.prefetch((vector + n) * kTileKeys, sizes_);
       }
       multiply<U>(queries + row + d / U::kPerUnit * kInPlaceRows, 1, kInPlaceRows, keys, N * kTileKeys, kLanes, sums);
     }
@@ -174,7 +187,7 @@ class InPlaceBlock {
   LOCKSTEP_INLINE void multiply_values(const float* probabilities, int stride, int count, int column,
                                        F32x16 (&sums)[R][N]) const {
     SomeLanes some[N];
-    for (int n = 0; n < N; ++n) some[n] = U::some_columns(hd_ - column - n * kLanes);
+    for (int n = 0; n < N; ++n) some[n] = U::some_columns(sizes_.value - column - n * kLanes);
     const Scalar* const* values = at_.places->values;
     const int64_t offset = at_.value_offset + column;
     for (int i = 0; i < count; i += U::kPerUnit) {
@@ -187,7 +200,7 @@ class InPlaceBlock {
 
  private:
   const HeadPlaces<Scalar> at_, next_;
-  const int hd_;
+  const HeadSizes sizes_;
 };
 
 }  // namespace lockstep::attention

@@ -1,6 +1,6 @@
 // Some rows of one head against one block: scores, probabilities, numerators.
 //
-//   * scores add up over hd, and numerators over keys, one unit at a time into one accumulator;
+//   * scores add up over a key, and numerators over keys, one unit at a time into one accumulator;
 //   * a masked key has the probability 0, which leaves every accumulator as it is.
 #pragma once
 
@@ -34,14 +34,16 @@ LOCKSTEP_INLINE void with_count(int count, Body body) {
 template <class U, class Block>
 class Panel {
  public:
-  // `rows` rows of queries as the block takes them; row r sees the first visible[r] keys of the block, ascending.
-  Panel(const Block& block, int columns, const float* queries, int query_stride, int rows, const int* visible,
-        float scale)
+  // `rows` rows of queries as the block takes them; row r sees the keys hidden[r] .. visible[r] - 1 of the block, both
+  // ascending; where there is no `hidden`, from the first on.
+  Panel(const Block& block, int columns, const float* queries, int query_stride, int rows, const int* hidden,
+        const int* visible, float scale)
       : block_(block),
         columns_(columns),
         queries_(queries),
         query_stride_(query_stride),
         rows_(rows),
+        hidden_(hidden),
         visible_(visible),
         vectors_((visible[rows - 1] + kLanes - 1) / kLanes),
         scale_(scale) {}
@@ -84,6 +86,12 @@ class Panel {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
           sums[r][n] = keep_first(sums[r][n], visible_[row + r] - (vector + n) * kLanes, kMinusInfinity);
+        }
+      }
+      if (hidden_ != nullptr && hidden_[row + r] > vector * kLanes) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          sums[r][n] = drop_first(sums[r][n], hidden_[row + r] - (vector + n) * kLanes, kMinusInfinity);
         }
       }
       F32x16 top = vector == 0 ? sums[r][0] : load(tops_ + (row + r) * kLanes);
@@ -145,7 +153,7 @@ class Panel {
   const int columns_;
   const float* queries_;
   const int query_stride_, rows_;
-  const int* visible_;
+  const int *hidden_, *visible_;
   const int vectors_;
   const float scale_;
   alignas(64) float scores_[kPanelRows * kBlock];

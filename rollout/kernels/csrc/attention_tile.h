@@ -4,11 +4,15 @@
 //   * keys are taken in blocks of kBlock at absolute positions, in ascending order, with a running softmax;
 //   * every kSegment positions a new running softmax starts, and the segments are merged in ascending order
 //     (the split of Flash-Decoding), whether they were computed side by side or one after the other;
-//   * within a block see attention_panel.h.
+//   * within a block see attention_panel.h;
+//   * what is left out, blocks and segments before its window, would add nothing: not a bit of the sums changes;
+//   * a sink is added to the denominator at the end.
 // So it does not matter which rows share a tile, how a sequence was cut into chunks, or which thread came by.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include <c10/util/Exception.h>
 
@@ -17,6 +21,7 @@
 namespace lockstep::attention {
 
 inline constexpr int kSegment = 512;
+inline constexpr float kLog2E = 1.44269504f;
 static_assert(kSegment % kBlock == 0 && kBlock % kTileKeys == 0);
 
 // Where a tile's queries, keys and values lie and which of its rows see which.
@@ -31,6 +36,8 @@ struct Tile {
   int64_t num_slots;
   int64_t first_position;
   int positions, group, heads;  // rows: key/value head by head, of each position by position
+  int64_t window = std::numeric_limits<int64_t>::max() / 2;  // keys that a row sees at most, its own last
+  const Scalar* sinks = nullptr;                         // of the query heads, where there are any
 
   int head_rows() const { return positions * group; }
   int rows() const { return heads * head_rows(); }
@@ -39,6 +46,9 @@ struct Tile {
   int first_row(int64_t position) const {
     return static_cast<int>(std::max<int64_t>(0, position - first_position)) * group;
   }
+  // The first key that a row sees.
+  int64_t first_key() const { return std::max<int64_t>(0, first_position + 1 - window); }
+  int first_segment() const { return static_cast<int>(first_key() / kSegment); }
   int num_segments() const { return static_cast<int>((length() + kSegment - 1) / kSegment); }
 };
 
@@ -47,16 +57,16 @@ struct Workspace {
   float *queries, *block;
   RunningSoftmax total, segment;
 
-  static int64_t floats(int rows, int hd) {
-    const int columns = round_up(hd, kLanes);
-    return rows * columns + 2 * kBlock * columns + 2 * RunningSoftmax::floats(rows, columns);
+  static int64_t floats(int rows, HeadSizes sizes) {
+    return rows * sizes.key_columns() + block_floats(sizes) +
+           2 * RunningSoftmax::floats(rows, sizes.value_columns());
   }
 
-  Workspace(float* memory, int rows, int hd) {
-    const int columns = round_up(hd, kLanes);
+  Workspace(float* memory, int rows, HeadSizes sizes) {
+    const int columns = sizes.value_columns();
     block = memory;
-    queries = block + 2 * kBlock * columns;
-    float* rest = queries + rows * columns;
+    queries = block + block_floats(sizes);
+    float* rest = queries + rows * sizes.key_columns();
     total = RunningSoftmax::in(rest, rows, columns);
     segment = RunningSoftmax::in(rest + RunningSoftmax::floats(rows, columns), rows, columns);
   }
@@ -67,14 +77,14 @@ class TileAttention {
  public:
   using Scalar = typename U::Scalar;
 
-  TileAttention(const Tile<Scalar>& tile, const Workspace& space, int hd, float scale)
+  TileAttention(const Tile<Scalar>& tile, const Workspace& space, HeadSizes sizes, float scale)
       : tile_(tile),
         space_(space),
-        hd_(hd),
-        units_(hd / U::kPerUnit),
+        sizes_(sizes),
+        units_(sizes.key / U::kPerUnit),
         query_stride_(round_up(units_, kLanes)),
-        columns_(round_up(hd, kLanes)),
-        scale_(scale * 1.44269504f) {}
+        columns_(sizes.value_columns()),
+        scale_(scale * kLog2E) {}
 
   void pack_queries() const {
     if (tile_.head_rows() <= kInPlaceRows) return transpose_queries();
@@ -92,13 +102,14 @@ class TileAttention {
   void attend_segment(int segment, const RunningSoftmax& state) const {
     const int64_t begin = static_cast<int64_t>(segment) * kSegment;
     const int64_t end = std::min<int64_t>(begin + kSegment, tile_.length());
+    const int64_t first_block = std::max(begin, tile_.first_key() / kBlock * kBlock);
     for (int head = 0; head < tile_.heads; ++head) {
       state.reset(head * tile_.head_rows() + tile_.first_row(begin), (head + 1) * tile_.head_rows(), columns_);
     }
     // Of this block and the next, which is asked for in time.
     Places<Scalar> places[2];
-    find(begin, end, places[0]);
-    for (int64_t block = begin, i = 0; block < end; block += kBlock, ++i) {
+    find(first_block, end, places[0]);
+    for (int64_t block = first_block, i = 0; block < end; block += kBlock, ++i) {
       const Places<Scalar>&now = places[i % 2], &next = places[(i + 1) % 2];
       find(block + kBlock, end, places[(i + 1) % 2]);
       for (int head = 0; head < tile_.heads; ++head) {
@@ -109,14 +120,15 @@ class TileAttention {
   }
 
   void attend_all(const RunningSoftmax& state) const {
-    attend_segment(0, state);
-    for (int segment = 1; segment < tile_.num_segments(); ++segment) {
+    attend_segment(tile_.first_segment(), state);
+    for (int segment = tile_.first_segment() + 1; segment < tile_.num_segments(); ++segment) {
       attend_segment(segment, space_.segment);
       merge_into(state, space_.segment, segment);
     }
   }
 
   const RunningSoftmax& total() const { return space_.total; }
+  int first_segment() const { return tile_.first_segment(); }
 
   // `part` is of `segment`.
   void merge_into(const RunningSoftmax& total, const RunningSoftmax& part, int segment) const {
@@ -126,22 +138,39 @@ class TileAttention {
     }
   }
 
-  // The rows' results, laid out as `out` [positions][position_stride] with heads of hd each.
+  // The rows' results, laid out as `out` [positions][position_stride] with heads of a value each.
   void write(const RunningSoftmax& state, Scalar* out, int64_t position_stride) const {
-    const float *numerators = state.numerators, *denominators = state.denominators;
+    const float *numerators = state.numerators, *denominators = state.denominators, *maxima = state.maxima;
     for_each_row([&](int position, int head) {
-      Scalar* target = out + position * position_stride + head * hd_;
-      const F32x16 denominator = splat(sum(load(denominators)));
-      for (int d = 0; d < hd_; d += kLanes) {
+      Scalar* target = out + position * position_stride + head * sizes_.value;
+      float total = sum(load(denominators)), factor = 1.0f;
+      if (tile_.sinks != nullptr) add_sink(static_cast<float>(tile_.sinks[head]), *maxima, total, factor);
+      const F32x16 denominator = splat(total), numerator = splat(factor);
+      for (int d = 0; d < sizes_.value; d += kLanes) {
         // Adding zero makes -0 and 0 one: which of them a masked key leaves behind depends on its value.
-        store_some(target + d, load(numerators + d) / denominator + zeros(), first_of(hd_ - d));
+        const F32x16 average = load(numerators + d) * numerator / denominator + zeros();
+        store_some(target + d, average, first_of(sizes_.value - d));
       }
       numerators += columns_;
       denominators += kLanes;
+      ++maxima;
     });
   }
 
  private:
+  // One more logit: `total` is relative to the largest score, or to the sink if that is larger; then the numerators have
+  // to be multiplied by `factor`.
+  void add_sink(float sink, float largest_score, float& total, float& factor) const {
+    const float distance = sink * kLog2E - largest_score * scale_;
+    const float power = sum(keep_first(exp2<kExact>(splat(-std::abs(distance))), 1, 0.0f));
+    if (distance <= 0.0f) {
+      total += power;
+    } else {
+      total = total * power + 1.0f;
+      factor = power;
+    }
+  }
+
   const Scalar* query_at(int position, int head) const {
     return tile_.queries + position * tile_.query_stride + head * tile_.query_head_stride;
   }
@@ -179,7 +208,8 @@ class TileAttention {
   void find(int64_t begin, int64_t end, Places<Scalar>& places) const {
     places.count = static_cast<int>(std::clamp<int64_t>(end - begin, 0, kBlock));
     for (int i = 0; i < places.count; ++i) {
-      const int64_t slot = tile_.slots[begin + i];
+      // What no row sees may be anything by now: another key takes its place.
+      const int64_t slot = tile_.slots[std::max(begin + i, tile_.first_key())];
       TORCH_CHECK_INDEX(slot >= 0 && slot < tile_.num_slots, "KV slot ", slot, " is not one of ", tile_.num_slots);
       places.keys[i] = tile_.keys + slot * tile_.key_stride;
       places.values[i] = tile_.values + slot * tile_.value_stride;
@@ -197,11 +227,12 @@ class TileAttention {
   void attend_block(int64_t begin, int head, const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next,
                     const RunningSoftmax& state) const {
     if (tile_.head_rows() <= kInPlaceRows) {
-      with_constant(hd_ % (kLanes * U::kPerUnit) == 0, [&]<bool kWhole>() {
-        attend_rows<true>(InPlaceBlock<U, kWhole>(at, next, hd_), begin, head, state);
+      constexpr int kElements = kLanes * U::kPerUnit;
+      with_constant(sizes_.key % kElements == 0 && sizes_.value % kElements == 0, [&]<bool kWhole>() {
+        attend_rows<true>(InPlaceBlock<U, kWhole>(at, next, sizes_), begin, head, state);
       });
     } else {
-      const PackedBlock<U> block(space_.block, hd_);
+      const PackedBlock<U> block(space_.block, sizes_);
       block.pack(at, next);
       attend_rows<false>(block, begin, head, state);
     }
@@ -210,10 +241,11 @@ class TileAttention {
   template <bool kInPlace, class Block>
   void attend_rows(const Block& block, int64_t begin, int head, const RunningSoftmax& state) const {
     const int head_rows = tile_.head_rows();
+    const bool windowed = tile_.window < tile_.length();
     for (int row = tile_.first_row(begin); row < head_rows; row += kPanelRows) {
       const int rows = std::min(kPanelRows, head_rows - row);
       const int first_row = head * head_rows + row;
-      int visible[kPanelRows];
+      int hidden[kPanelRows], visible[kPanelRows];
       int64_t seen = tile_.first_position + row / tile_.group + 1 - begin;
       for (int r = 0, left = tile_.group - row % tile_.group; r < rows; ++r, --left) {
         if (left == 0) {
@@ -221,16 +253,20 @@ class TileAttention {
           ++seen;
         }
         visible[r] = static_cast<int>(std::min<int64_t>(kBlock, seen));
+        if (windowed) hidden[r] = static_cast<int>(std::clamp<int64_t>(seen - tile_.window, 0, kBlock));
       }
+      if (windowed && hidden[0] == kBlock) break;  // and of later rows all keys are hidden as well
       const float* queries =
           space_.queries + (kInPlace ? head * kInPlaceRows * query_stride_ + row : first_row * query_stride_);
-      Panel<U, Block>(block, columns_, queries, query_stride_, rows, visible, scale_).add_to(state, first_row);
+      Panel<U, Block>(block, columns_, queries, query_stride_, rows, windowed ? hidden : nullptr, visible,
+                      scale_).add_to(state, first_row);
     }
   }
 
   const Tile<Scalar> tile_;
   const Workspace space_;
-  const int hd_, units_, query_stride_, columns_;
+  const HeadSizes sizes_;
+  const int units_, query_stride_, columns_;
   const float scale_;
 };
 

@@ -63,6 +63,11 @@ LOCKSTEP_INLINE F32x16 keep_first(F32x16 x, int count, float other) {
   return {_mm512_mask_mov_ps(_mm512_set1_ps(other), first_of(count > 0 ? count : 0), x.v)};
 }
 
+// The others: `other` in the first `count` lanes, x in the rest.
+LOCKSTEP_INLINE F32x16 drop_first(F32x16 x, int count, float other) {
+  return {_mm512_mask_mov_ps(x.v, first_of(count > 0 ? count : 0), _mm512_set1_ps(other))};
+}
+
 // The largest lane.
 LOCKSTEP_INLINE float largest(F32x16 x) { return _mm512_reduce_max_ps(x.v); }
 #else
@@ -95,6 +100,13 @@ LOCKSTEP_INLINE F32x16 keep_first(F32x16 x, int count, float other) {
   float lanes[kLanes];
   store(lanes, x);
   for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? lanes[i] : other;
+  return load(lanes);
+}
+
+LOCKSTEP_INLINE F32x16 drop_first(F32x16 x, int count, float other) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? other : lanes[i];
   return load(lanes);
 }
 

@@ -12,7 +12,7 @@
 //
 // A panel of w13 holds sixteen gate rows, then the sixteen up rows that go with them.  Rounding to the storage dtype
 // happens where torch rounds: gate, up, silu(gate), their product, the expert's output, its product with the weight, the
-// sum.
+// sum; and after every other operation of experts with biases or a clamp.
 #include <optional>
 #include <vector>
 
@@ -59,7 +59,47 @@ struct SortedAssignments {
   }
 };
 
+// Of experts that are more than SwiGLU: biases [P, 2I], gate first, and [P, D], or null; with `clamped`, what
+// `ClampedSwiGLU` says.
 template <class T>
+struct Extras {
+  const T* w13_bias;
+  const T* w2_bias;
+  bool clamped;
+  float limit, alpha;
+
+  bool any() const { return w13_bias != nullptr || w2_bias != nullptr || clamped; }
+
+  // Sixteen elements of expert `expert`'s row, or of half of it; zeros beyond I or D, and where there is no bias.
+  F32x16 gate_bias(int64_t expert, int64_t inner_size, int64_t first) const {
+    return some(w13_bias, 2 * expert * inner_size + first, inner_size - first);
+  }
+  F32x16 up_bias(int64_t expert, int64_t inner_size, int64_t first) const {
+    return some(w13_bias, (2 * expert + 1) * inner_size + first, inner_size - first);
+  }
+  F32x16 down_bias(int64_t expert, int64_t hidden_size, int64_t first) const {
+    return some(w2_bias, expert * hidden_size + first, hidden_size - first);
+  }
+
+  // A bound comes first, so that a NaN stays one.
+  F32x16 activate(F32x16 gate, F32x16 up) const {
+    if (!clamped) return round_to<T>(silu(gate)) * up;
+    const F32x16 one = splat(1.0f), most = splat(limit);
+    gate = min(most, gate);
+    up = max(splat(-limit), min(most, up));
+    const F32x16 powers = exp(splat(0.0f) - round_to<T>(gate * splat(alpha)));
+    return round_to<T>(up + one) * round_to<T>(gate * round_to<T>(one / (one + powers)));
+  }
+
+ private:
+  static F32x16 some(const T* bias, int64_t first, int64_t count) {
+    if (bias == nullptr || count <= 0) return splat(0.0f);
+    return load(bias + first, static_cast<int>(std::min<int64_t>(kLanes, count)));
+  }
+};
+
+// `kPlain`: SwiGLU without biases; `extras` is not read.
+template <class T, bool kPlain>
 struct Experts {
   const T* hidden;
   const T* w13;
@@ -68,6 +108,7 @@ struct Experts {
   T* slots;          // [T, K, D]
   T* out;            // [T, D], or null
   int64_t num_tokens, num_slots, hidden_size, inner_size;
+  const Extras<T>& extras;
   const SortedAssignments& sorted;
   uint32_t* packed_hidden;  // a tile starts at its first assignment times the groups of D, then of I
   uint32_t* packed_inner;
@@ -91,7 +132,12 @@ struct Experts {
   }
 
   void gate_up(int64_t used, int64_t block) const {
-    const int64_t panel = sorted.experts[used] * inner_panels() + block;
+    const int64_t expert = sorted.experts[used], panel = expert * inner_panels() + block;
+    F32x16 gate_bias, up_bias;
+    if constexpr (!kPlain) {
+      gate_bias = extras.gate_bias(expert, inner_size, block * kLanes);
+      up_bias = extras.up_bias(expert, inner_size, block * kLanes);
+    }
     const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
     each_tile(used, [&](const ExpertTile& tile) {
       uint32_t* place = packed_inner + tile.begin * inner_groups();
@@ -99,9 +145,13 @@ struct Experts {
       multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(),
                      w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
-        const F32x16 gate = round_to<T>(silu(round_to<T>(sums[t][0])));
-        T columns[kLanes];  // zeros beyond I, as the weights are zeros there
-        store(columns, gate * round_to<T>(sums[t][1]));
+        const F32x16 gate = round_to<T>(sums[t][0]), up = round_to<T>(sums[t][1]);
+        T columns[kLanes];  // zeros beyond I, as the weights and biases are zeros there
+        if constexpr (kPlain) {
+          store(columns, round_to<T>(silu(gate)) * up);
+        } else {
+          store(columns, extras.activate(round_to<T>(gate + gate_bias), round_to<T>(up + up_bias)));
+        }
         for (int64_t g = first; g < last; ++g) {
           std::memcpy(place + g * tile.rows + t, columns + (g - first) * kGroup<T>, sizeof(uint32_t));
         }
@@ -110,7 +160,11 @@ struct Experts {
   }
 
   void down(int64_t used, int64_t block) const {
-    const int64_t panel = sorted.experts[used] * panels_of(hidden_size) + block;
+    const int64_t expert = sorted.experts[used], panel = expert * panels_of(hidden_size) + block;
+    F32x16 biases[kPanelVectors];
+    for (int v = 0; v < kPanelVectors && !kPlain; ++v) {
+      biases[v] = extras.down_bias(expert, hidden_size, block * kPanelRows + v * kLanes);
+    }
     each_tile(used, [&](const ExpertTile& tile) {
       F32x16 sums[kTileTokens][kPanelVectors];
       multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
@@ -119,7 +173,8 @@ struct Experts {
         T* row = slots + sorted.order[tile.begin + t] * hidden_size;
         for (int v = 0; v < kPanelVectors; ++v) {
           const int64_t d = block * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, hidden_size - d);
-          if (n > 0) store(row + d, sums[t][v], static_cast<int>(n));
+          if (n <= 0) continue;
+          store(row + d, kPlain ? sums[t][v] : round_to<T>(sums[t][v]) + biases[v], static_cast<int>(n));
         }
       }
     });
@@ -156,6 +211,18 @@ struct Experts {
   }
 };
 
+void check_extras(const at::Tensor& hidden, int64_t num_experts, int64_t inner_size,
+                  const std::optional<at::Tensor>& w13_bias, const std::optional<at::Tensor>& w2_bias) {
+  const auto check = [&](const std::optional<at::Tensor>& bias, int64_t size) {
+    if (!bias) return;
+    TORCH_CHECK(bias->dim() == 2 && bias->size(0) == num_experts && bias->size(1) == size && bias->is_contiguous(),
+                "a bias of the experts must be [", num_experts, ", ", size, "] and contiguous");
+    check_same_dtype(hidden, {*bias});
+  };
+  check(w13_bias, 2 * inner_size);
+  check(w2_bias, hidden.size(1));
+}
+
 void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
                    const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size) {
   TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() == 5 && w2.dim() == 5, "wrong number of dimensions");
@@ -173,8 +240,11 @@ void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::o
 }
 
 at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
-                         const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size) {
+                         const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size,
+                         const std::optional<at::Tensor>& w13_bias, const std::optional<at::Tensor>& w2_bias,
+                         std::optional<double> limit, double alpha) {
   check_experts(hidden, ids, weights, w13, w2, inner_size);
+  check_extras(hidden, w13.size(0), inner_size, w13_bias, w2_bias);
   const int64_t num_tokens = hidden.size(0), num_slots = ids.size(1), hidden_size = hidden.size(1);
   const int64_t num_experts = w13.size(0), chunk = std::min(num_tokens, kMaxTokens);
   const at::Tensor rows = hidden.contiguous(), picks = ids.contiguous();
@@ -189,25 +259,36 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
     using T = decltype(zero);
     const at::Tensor packed_hidden = packed_token_buffer<T>(chunk * num_slots, hidden_size);
     const at::Tensor packed_inner = packed_token_buffer<T>(chunk * num_slots, inner_size);
+    const Extras<T> extras{
+        .w13_bias = w13_bias ? w13_bias->const_data_ptr<T>() : nullptr,
+        .w2_bias = w2_bias ? w2_bias->const_data_ptr<T>() : nullptr,
+        .clamped = limit.has_value(),
+        .limit = static_cast<float>(limit.value_or(0.0)),
+        .alpha = static_cast<float>(alpha),
+    };
     for (int64_t first = 0; first < num_tokens; first += kMaxTokens) {
       const int64_t count = std::min(kMaxTokens, num_tokens - first);
       const SortedAssignments sorted(pick + first * num_slots, count * num_slots, num_experts);
-      const Experts<T> experts{
-          .hidden = rows.const_data_ptr<T>() + first * hidden_size,
-          .w13 = w13.const_data_ptr<T>(),
-          .w2 = w2.const_data_ptr<T>(),
-          .weights = weights ? factors.const_data_ptr<T>() + first * num_slots : nullptr,
-          .slots = slots.mutable_data_ptr<T>() + (weights ? 0 : first * num_slots * hidden_size),
-          .out = weights ? out.mutable_data_ptr<T>() + first * hidden_size : nullptr,
-          .num_tokens = count,
-          .num_slots = num_slots,
-          .hidden_size = hidden_size,
-          .inner_size = inner_size,
-          .sorted = sorted,
-          .packed_hidden = reinterpret_cast<uint32_t*>(packed_hidden.mutable_data_ptr<int32_t>()),
-          .packed_inner = reinterpret_cast<uint32_t*>(packed_inner.mutable_data_ptr<int32_t>()),
+      const auto run = [&](auto plain) {
+        const Experts<T, decltype(plain)::value> experts{
+            .hidden = rows.const_data_ptr<T>() + first * hidden_size,
+            .w13 = w13.const_data_ptr<T>(),
+            .w2 = w2.const_data_ptr<T>(),
+            .weights = weights ? factors.const_data_ptr<T>() + first * num_slots : nullptr,
+            .slots = slots.mutable_data_ptr<T>() + (weights ? 0 : first * num_slots * hidden_size),
+            .out = weights ? out.mutable_data_ptr<T>() + first * hidden_size : nullptr,
+            .num_tokens = count,
+            .num_slots = num_slots,
+            .hidden_size = hidden_size,
+            .inner_size = inner_size,
+            .extras = extras,
+            .sorted = sorted,
+            .packed_hidden = reinterpret_cast<uint32_t*>(packed_hidden.mutable_data_ptr<int32_t>()),
+            .packed_inner = reinterpret_cast<uint32_t*>(packed_inner.mutable_data_ptr<int32_t>()),
+        };
+        experts.run();
       };
-      experts.run();
+      extras.any() ? run(std::false_type()) : run(std::true_type());
     }
   });
   return out;

@@ -32,12 +32,6 @@ struct PutRow {
   }
 };
 
-void check_bias(const at::Tensor& input, const std::optional<at::Tensor>& bias, int64_t out_size) {
-  if (!bias) return;
-  TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out_size && bias->is_contiguous(), "the bias must be [", out_size, "]");
-  check_same_dtype(input, {*bias});
-}
-
 at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight, int64_t out_size,
                   const std::optional<at::Tensor>& bias) {
   check_weight(hidden, weight, out_size);

@@ -5,6 +5,8 @@
 //   finish   span of tokens               what needs whole rows of the result
 #pragma once
 
+#include <optional>
+
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
@@ -23,6 +25,12 @@ inline void check_weight(const at::Tensor& input, const at::Tensor& weight, int6
   const int64_t groups = (input.size(1) + group - 1) / group;
   TORCH_CHECK(weight.numel() == panels_of(out_size) * groups * kPanelRows * group, "the packed weight is not [",
               out_size, ", ", input.size(1), "]");
+}
+
+inline void check_bias(const at::Tensor& input, const std::optional<at::Tensor>& bias, int64_t out_size) {
+  if (!bias) return;
+  TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out_size && bias->is_contiguous(), "the bias must be [", out_size, "]");
+  check_same_dtype(input, {*bias});
 }
 
 // Room for `num_tokens` packed rows; a tile starts at `tiles.begin(tile) * groups`.

@@ -58,6 +58,21 @@ class Router {
     weigh(0.0f, ids, weights);
   }
 
+  // GPT-OSS: the best K logits, or those of `forced`, and a softmax over them alone.
+  template <class T>
+  void softmax_of_chosen(const T* logits, const int64_t* forced, T* weights, int64_t* ids) {
+    for_vectors([&](int64_t e, int n) { store(scores_.data() + e, load(logits + e, n), n); });
+    if (forced != nullptr) {
+      std::copy_n(forced, s_.top_k, ids);
+    } else {
+      best(scores_.data(), s_.num_experts, s_.top_k, ids);
+    }
+    float largest = scores_[ids[0]];
+    for (int64_t j = 1; j < s_.top_k; ++j) largest = std::max(largest, scores_[ids[j]]);
+    for_vectors([&](int64_t e, int n) { store(scores_.data() + e, exp(load(scores_.data() + e, n) - splat(largest)), n); });
+    weigh(0.0f, ids, weights);
+  }
+
   // DeepSeek-V3: scores are sigmoids, choices are made of score + `bias` among the best groups, weights of scores.
   template <class T>
   void sigmoid(const float* logits, const float* bias, const int64_t* forced, T* weights, int64_t* ids) {
@@ -137,11 +152,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
     at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& norm_weight, double eps,
     const at::Tensor& weight, int64_t num_experts, int64_t k, bool normalise, c10::string_view scoring, double scaling,
     const std::optional<at::Tensor>& correction_bias, int64_t num_groups, int64_t top_groups,
-    const std::optional<at::Tensor>& forced_ids, std::optional<double> weight_offset) {
+    const std::optional<at::Tensor>& forced_ids, std::optional<double> weight_offset,
+    const std::optional<at::Tensor>& bias) {
   const Scoring rule{num_experts, k, num_groups, top_groups, normalise, scaling};
-  const bool is_sigmoid = scoring == "sigmoid";
-  TORCH_CHECK(is_sigmoid || scoring == "softmax", "scores are softmax or sigmoid, not ", scoring);
-  TORCH_CHECK(is_sigmoid || (!correction_bias && num_groups == 1), "only sigmoid scores have a bias and groups");
+  const bool is_sigmoid = scoring == "sigmoid", of_chosen = scoring == "softmax_of_chosen";
+  TORCH_CHECK(is_sigmoid || of_chosen || scoring == "softmax", "unknown scores: ", scoring);
+  TORCH_CHECK(is_sigmoid ? !bias : !correction_bias && num_groups == 1,
+              "only sigmoid scores have a correction bias and groups, only others have a bias");
+  TORCH_CHECK(normalise || !of_chosen, "the softmax of the chosen experts is normalised");
+  check_bias(residual, bias, num_experts);
   check_norm(residual, hidden, norm_weight);
   check_weight(residual, weight, num_experts);
   check_routing(residual, rule, correction_bias, forced_ids);
@@ -152,12 +171,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
   // A softmax is of logits in the model's dtype, a sigmoid of logits in float32, as trainers compute them.
   at::Tensor logits =
       at::empty({num_tokens, num_experts}, is_sigmoid ? residual.options().dtype(at::kFloat) : residual.options());
-  const float* bias = correction_bias ? correction_bias->const_data_ptr<float>() : nullptr;
+  const float* correction = correction_bias ? correction_bias->const_data_ptr<float>() : nullptr;
   const int64_t* given = forced_ids ? forced_ids->const_data_ptr<int64_t>() : nullptr;
   with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
     const NormRows<T> norm(residual, hidden, norm_weight, {eps, weight_offset});
     T *x = normed.mutable_data_ptr<T>(), *w = factors.mutable_data_ptr<T>();
+    const T* added = bias ? bias->const_data_ptr<T>() : nullptr;
     T* rounded = is_sigmoid ? nullptr : logits.mutable_data_ptr<T>();
     float* exact = is_sigmoid ? logits.mutable_data_ptr<float>() : nullptr;
     int64_t* i = ids.mutable_data_ptr<int64_t>();
@@ -169,6 +189,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
         },
         [&](int64_t token, int64_t column, int n, F32x16 sums) {
           if (is_sigmoid) return store(exact + token * num_experts + column, sums, n);
+          if (added != nullptr) sums = sums + load(added + column, n);
           store(rounded + token * num_experts + column, sums, n);
         },
         [&](int64_t first, int64_t last) {
@@ -176,7 +197,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
           for (int64_t t = first; t < last; ++t) {
             const int64_t* forced = given == nullptr || given[t * k] < 0 ? nullptr : given + t * k;
             if (is_sigmoid) {
-              router.sigmoid(exact + t * num_experts, bias, forced, w + t * k, i + t * k);
+              router.sigmoid(exact + t * num_experts, correction, forced, w + t * k, i + t * k);
+            } else if (of_chosen) {
+              router.softmax_of_chosen(rounded + t * num_experts, forced, w + t * k, i + t * k);
             } else {
               router.softmax(rounded + t * num_experts, forced, w + t * k, i + t * k);
             }

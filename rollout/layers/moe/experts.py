@@ -8,7 +8,7 @@ Shapes: R rows, S expert slots of a row, A filled slots, E logical experts, D hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,17 +16,21 @@ import torch
 from eplb.placement import ExpertPlacement
 from rollout.core.layer_specs import MoESpec
 from rollout.kernels.ops import ExpertPart
-from rollout.kernels.places import Place, ShardPlace
+from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.kernels.plain import weighted_sum
 from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
-from weight_sync.tensor_meta import Piece
+from weight_sync.fused_experts import fused_pieces
+
+SlotsOf = Callable[[int, int], list[int]]  # of a layer and a logical expert
 
 
 class Experts(WeightLayer):
     """`w13` holds gate and up projections, `w2` down projections, as `Ops.storage` lays them out.
+
+    Biases lie in `w13_bias` [P, 2I], gate first, and in `w2_bias` [P, D], of P slots.
 
     Raises `StartupError` for an inner size that does not divide over the ranks.
     """
@@ -51,6 +55,17 @@ class Experts(WeightLayer):
         stored = placement.num_local_experts
         sizes = (stored, self.inner.length, hidden_size)
         self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
+        self._fused = spec.fused
+        self.has_bias = spec.bias
+        self.w13_bias = build.empty(stored, 2 * self.inner.length) if spec.bias else None
+        self.w2_bias = build.empty(stored, hidden_size) if spec.bias else None
+        self._adds_w2_bias = self.inner.start == 0  # one rank of those that an expert's sum goes over
+        clamp = spec.activation
+        self._activation = () if clamp is None else (clamp.limit, clamp.alpha)
+
+    def slot_tensors(self) -> list[torch.Tensor]:
+        """All that makes up the experts here, by slot in the first dimension."""
+        return [held for held in (self.w13, self.w2, self.w13_bias, self.w2_bias) if held is not None]
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:
         """[R, D] where the work carries weights, else [R, S, D] unweighted.
@@ -64,7 +79,17 @@ class Experts(WeightLayer):
     def _outputs(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.ops.fused_experts(hidden_RD, local_ids_RS, weights_RS, self.w13, self.w2, self.inner.length)
+        return self.ops.fused_experts(
+            hidden_RD,
+            local_ids_RS,
+            weights_RS,
+            self.w13,
+            self.w2,
+            self.inner.length,
+            self.w13_bias,
+            self.w2_bias if self._adds_w2_bias else None,
+            *self._activation,
+        )
 
     def _of_filled_slots(self, work: DispatchOutput) -> torch.Tensor:
         """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros."""
@@ -86,31 +111,43 @@ class Experts(WeightLayer):
         }
         for logical_expert in range(self.num_logical_experts):
             for part, shape in parts.items():
-                name = f"{prefix}.{logical_expert}.{part}.weight"
-                places = partial(self._places, self.placement.local_slots, part, logical_expert)
-                proposed = partial(self._places, self.placement.proposed_slots, part, logical_expert)
-                yield WeightEntry(name, shape, self.w13.dtype, places, proposed)
+                name = f"{prefix}.{logical_expert}.{part}"
+                yield self._entry(f"{name}.weight", shape, partial(self._places, part, logical_expert))
+                if self.has_bias:
+                    yield self._entry(f"{name}.bias", shape[:1], partial(self._bias_places, part, logical_expert))
+
+    def _entry(self, name: str, shape: tuple[int, ...], places_in: Callable[[SlotsOf], list[Place]]) -> WeightEntry:
+        places, proposed = self.placement.local_slots, self.placement.proposed_slots
+        return WeightEntry(name, shape, self.w13.dtype, partial(places_in, places), partial(places_in, proposed))
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
-        """The form of transformers 5: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""
-        experts, size, hidden = range(self.num_logical_experts), self.inner.total, self.hidden_size
-        halves = (("gate_proj", slice(0, size)), ("up_proj", slice(size, 2 * size)))
-        yield FusedForm(
-            f"{prefix}.gate_up_proj",
-            (len(experts), 2 * size, hidden),
-            tuple(Piece(f"{prefix}.{e}.{part}.weight", (e, rows)) for e in experts for part, rows in halves),
-        )
-        yield FusedForm(
-            f"{prefix}.down_proj",
-            (len(experts), hidden, size),
-            tuple(Piece(f"{prefix}.{e}.down_proj.weight", (e,)) for e in experts),
-        )
+        """`gate_up_proj` and `down_proj` of all experts, in the family's layout."""
+        both, hidden = 2 * self.inner.total, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (both, hidden), "down_proj": (hidden, both // 2)}
+        if self._fused == "interleaved":
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
+        if self.has_bias:
+            shapes |= {"gate_up_proj_bias": (both,), "down_proj_bias": (hidden,)}
+        for kind, shape in shapes.items():
+            name, whole = f"{prefix}.{kind}", (self.num_logical_experts, *shape)
+            yield FusedForm(name, whole, tuple(fused_pieces(name, whole, self._fused)))
 
-    def _places(self, slots_of: Callable[[int, int], list[int]], part: ExpertPart, logical_expert: int) -> list[Place]:
+    def _places(self, part: ExpertPart, logical_expert: int, slots_of: SlotsOf) -> list[Place]:
         sizes = self.inner.length, self.hidden_size
         slots = slots_of(self.moe_layer, logical_expert)
         places = [self.ops.storage.expert_place(self.w13, self.w2, part, slot, *sizes) for slot in slots]
+        return self._sharded(places, 1 if part == "down_proj" else 0)
+
+    def _bias_places(self, part: ExpertPart, logical_expert: int, slots_of: SlotsOf) -> list[Place]:
+        held = self.w2_bias if part == "down_proj" else self.w13_bias
+        assert held is not None, "only experts with biases have entries for them"
+        rows = [held[slot] for slot in slots_of(self.moe_layer, logical_expert)]
+        if part == "down_proj":
+            return [ViewPlace(row) for row in rows]
+        length = self.inner.length
+        return self._sharded([ViewPlace(row[:length] if part == "gate_proj" else row[length:]) for row in rows], 0)
+
+    def _sharded(self, places: Sequence[Place], dim: int) -> list[Place]:
         if self.inner.is_whole:
-            return places
-        dim = 1 if part == "down_proj" else 0
+            return list(places)
         return [ShardPlace(place, dim, self.inner.start, self.inner.length) for place in places]

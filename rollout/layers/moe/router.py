@@ -24,7 +24,7 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class TopKRouter(WeightLayer):
-    """Weight [E, D], and the correction bias float32 [E] where the spec has one.
+    """Weight [E, D], and where the spec has them a bias [E] and the correction bias float32 [E].
 
     `moe_layer` is the layer's ordinal among the MoE layers.
     """
@@ -37,6 +37,8 @@ class TopKRouter(WeightLayer):
         self.placement = placement
         self.hidden_size, self.num_logical_experts, self.top_k = hidden_size, spec.num_experts, spec.top_k
         self.weight = build.empty_matrix(spec.num_experts, hidden_size)
+        self.name = spec.name
+        self.bias = build.empty(spec.num_experts) if spec.bias else None
         self.correction_bias: torch.Tensor | None = None
         if spec.correction_bias:
             self.correction_bias = torch.empty(spec.num_experts, dtype=torch.float32, device=build.device)
@@ -67,6 +69,7 @@ class TopKRouter(WeightLayer):
             *self._groups,
             forced_TK,
             norm.weight_offset,
+            self.bias,
         )
         self.show(logical_ids_TK, context.route_hooks)
         physical_ids_TK = self.placement.logical_to_physical(self.moe_layer, logical_ids_TK, first_row)
@@ -86,9 +89,10 @@ class TopKRouter(WeightLayer):
         return forced_TK[first_row : first_row + num_rows]
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        prefix = f"{prefix.rpartition('.')[0]}.{self.name}"
         experts = Shard.whole(self.num_logical_experts)
         place = self.ops.storage.matrix_place(self.weight, range(experts.total), self.hidden_size)
         yield row_entry(f"{prefix}.weight", self.weight, place, experts, self.hidden_size)
-        if (bias := self.correction_bias) is not None:
-            name = f"{prefix}.e_score_correction_bias"
-            yield sharded_entry(name, bias, ViewPlace(bias), (experts.total,), 0, experts)
+        for name, bias in (("bias", self.bias), ("e_score_correction_bias", self.correction_bias)):
+            if bias is not None:
+                yield sharded_entry(f"{prefix}.{name}", bias, ViewPlace(bias), (experts.total,), 0, experts)

@@ -1,0 +1,50 @@
+"""GPT-OSS (`GptOssForCausalLM`).  Numerics as in transformers `models/gpt_oss`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, LayerSpec, MoESpec, RouterSpec
+from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Attention with sinks, over a window in every other layer, and experts with biases in every layer.
+
+    What the keys that published checkpoints lack stand for is transformers' default.
+    """
+    num_layers, bias = int(raw["num_hidden_layers"]), bool(raw.get("attention_bias", True))
+    full = AttentionSpec(**heads_of(raw, rope_types=("default", "yarn")), qkv_bias=bias, o_bias=bias, sinks=True)
+    router = RouterSpec(
+        num_experts=int(raw["num_local_experts"]),
+        top_k=int(raw["num_experts_per_tok"] if "num_experts_per_tok" in raw else raw["experts_per_token"]),
+        scoring="softmax_of_chosen",
+        bias=True,
+        name="router",
+    )
+    experts = MoESpec(
+        router=router,
+        inner=int(raw["intermediate_size"]),
+        activation=ClampedSwiGLU(
+            limit=float(raw.get("swiglu_limit", 7.0)), alpha=float(raw.get("swiglu_alpha", 1.702))
+        ),
+        bias=True,
+        fused="interleaved",
+    )
+    kinds = raw.get("layer_types") or [_KINDS[index % 2] for index in range(num_layers)]
+    refuse({f"layer type {kind!r}": kind not in _KINDS for kind in kinds})
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+    if "sliding_attention" in kinds and int(raw["sliding_window"]) < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {raw['sliding_window']}")
+    layers = []
+    for kind in kinds:
+        window = int(raw["sliding_window"]) if kind == "sliding_attention" else None
+        layers.append(LayerSpec(attention=replace(full, window=window), mlp=experts))
+    common = common_fields({"rms_norm_eps": 1e-5, **raw}, generation)
+    common["norm"] = replace(common["norm"], weight_offset=0.0)
+    return ModelConfig(**common, layers=tuple(layers))
