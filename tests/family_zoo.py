@@ -55,6 +55,34 @@ _GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }
+_NOT_QWEN3_5_MOE = ("intermediate_size", "norm_topk_prob")
+# Neither head size is a multiple of the sixteen lanes of a vector.
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+_QWEN3_5: dict[str, Any] = {**_SIZES, **_DELTA, "linear_num_value_heads": 4, "tie_word_embeddings": True}
+_QWEN3_5_MOE: dict[str, Any] = {
+    **{key: value for key, value in (_SIZES | _EXPERTS | _DELTA).items() if key not in _NOT_QWEN3_5_MOE},
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 32,
+}
+_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 
 # name -> what transformers' configuration of the family is made with
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -154,6 +182,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-5,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_SIZES,
+        **_EXPERTS,
+        **_DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **_QWEN3_5},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_QWEN3_5_MOE},
+    "qwen3_5 that sees": {
+        "model_type": "qwen3_5",
+        "text_config": _QWEN3_5,
+        "vision_config": _EYES,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe that sees": {"model_type": "qwen3_5_moe", "text_config": _QWEN3_5_MOE, "vision_config": _EYES},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
     "gpt_oss": {"model_type": "gpt_oss", **_GPT_OSS, "sliding_window": 7},
     "gpt_oss, long window": {
@@ -213,7 +259,7 @@ def family_model(name: str, seed: int) -> Any:
     """transformers' model in float32, with random weights."""
     config = _transformers_config(name)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = _auto_class(config).from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -228,7 +274,13 @@ def _transformers_config(name: str) -> Any:
 
 
 def _architecture(name: str) -> str:
-    return transformers.AutoModelForCausalLM._model_mapping[type(_transformers_config(name))].__name__
+    config = _transformers_config(name)
+    return _auto_class(config)._model_mapping[type(config)].__name__
+
+
+def _auto_class(config: Any) -> Any:
+    has_eyes = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_eyes else transformers.AutoModelForCausalLM
 
 
 def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -239,8 +291,10 @@ def _random(key: str, tensor: torch.Tensor, generator: torch.Generator) -> torch
         return 0.5 * values
     if key.endswith("sinks"):
         return 1 + values
+    if key.endswith("A_log"):
+        return values - 4  # states that remember over hundreds of tokens
     if tensor.ndim == 1:
-        return 1 + 0.1 * values
+        return tensor + 0.1 * values  # norms begin at zero where one is added to their weight
     is_router = key.endswith(("mlp.gate.weight", "mlp.router.weight"))
-    gain = 2.5 if is_router else 2.0 if "embed" in key or "lm_head" in key else 1.0
+    gain = 2.5 if is_router or "conv1d" in key else 2.0 if "embed" in key or "lm_head" in key else 1.0
     return values * gain / math.sqrt(tensor.shape[-1])

@@ -18,6 +18,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.decoder import DecoderForCausalLM
+from tests.hand_states import HandStates
 
 
 @dataclass
@@ -39,6 +40,7 @@ class ForwardHarness:
         self.pool = KVPool(num_slots, model.kv_layers, model.dtype)
         for tensor in (*self.pool.k, *self.pool.v):
             tensor.fill_(float("nan"))
+        self.states = HandStates(model.state_layers, max_requests, model.dtype)
         self.attention = create_attention_backend(backend, self.pool)
         slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(7))
         self.req_to_token = slots.view(max_requests, max_context)
@@ -76,6 +78,10 @@ class ForwardHarness:
     ) -> dict[int, StepOutput]:
         """One forward; the rows of each request."""
         extends, decodes = extends or {}, decodes or {}
+        rows = [*extends, *decodes]
+        begins = [row if self.lengths[row] else -1 for row in rows]
+        counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
+        states = self.states.operands(counts, rows, begins)
         batch = self.batch(extends, decodes)
         num_layers, top_k = len(self.model.moe_layer_ids), self.model.config.num_experts_per_tok
         routes = torch.full((batch.num_tokens, num_layers, top_k), -1, dtype=torch.int64)
@@ -84,9 +90,8 @@ class ForwardHarness:
             routes[:, moe_layer] = logical_ids_TK
 
         self.attention.plan(batch)
-        hidden = self.model(batch, ForwardContext(batch, self.attention, [capture]))
+        hidden = self.model(batch, ForwardContext(batch, self.attention, [capture], states=states))
         logits = self.model.compute_logits(hidden[batch.logits_rows])
         log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
         parts = zip((*extends, *decodes), log_probs.split(counts), routes.split(counts), strict=True)
         return {request: StepOutput(rows, chosen) for request, rows, chosen in parts}

@@ -22,6 +22,7 @@ from rollout.kernels.ops import Ops, compiled_ops
 from rollout.layers.norm_rotary import RotaryTable
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
+from tests.delta_rule import Sequences, Sizes
 from tests.kernels import plain_build
 from tests.layer_storage import PARTS, stored_experts, stored_matrix
 
@@ -92,7 +93,22 @@ def routers(ops: Ops) -> Iterator[torch.Tensor]:
 def activations(ops: Ops) -> Iterator[torch.Tensor]:
     for dtype, inner, tokens in product(DTYPES, DEPTHS, TOKENS):
         yield ops.silu_and_mul(_randn(dtype, tokens, 2 * inner))
+        for gates in {1, inner}:
+            yield ops.sigmoid_gate(_randn(dtype, tokens, inner), _randn(dtype, tokens, gates + 3)[:, 1:-2])
     _refuses(lambda: ops.silu_and_mul(torch.ones(2, 3)))
+
+
+def delta_rules(ops: Ops) -> Iterator[torch.Tensor]:
+    for dtype, (key_heads, heads), key_dim, value_dim, taps in product(
+        DTYPES, ((1, 1), (2, 6)), (1, 18, 64), (1, 15, 32, 70), (1, 2, 4)
+    ):
+        sizes = Sizes(key_heads, heads, key_dim, value_dim, taps)
+        sequences = Sequences(sizes, (1, 2, 16, 35), dtype)
+        for steps in (sequences.at_once(), sequences.chunks(17)):
+            results = sequences.run(ops.gated_delta, steps)
+            yield from (*results.read, *results.state, *results.conv)
+        copied = Sequences(sizes, (33,), dtype).through_snapshots(ops.gated_delta, [1, 16, 32])
+        yield from (*copied.read, *copied.state, *copied.conv)
 
 
 ROUTINGS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -215,7 +231,7 @@ def samplers(ops: Ops) -> Iterator[torch.Tensor]:
             _refuses(lambda: sampler.score(logits, wrong, 1.0, [], 0))  # noqa: B023
 
 
-OPERATORS = (matrices, routers, activations, experts, heads, attention, samplers)
+OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, attention, samplers)
 
 
 def digest() -> str:

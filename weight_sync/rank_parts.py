@@ -10,7 +10,6 @@ and no rank reads what another holds.
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,13 +18,12 @@ import torch
 
 from weight_sync.errors import CopiesDifferError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
-from weight_sync.tensor_meta import Part, Region, TensorMeta, tensor_bytes
+from weight_sync.tensor_meta import Part, Region, Run, TensorMeta, tensor_bytes
 
 Exchange = Callable[[bytes], list[bytes]]
 """All-gather of bytes, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
 
-_PART = struct.Struct("<?3q")
-_WHOLE = (-1, 0, 0)
+_END = b"\n"  # of what stands before the content of a part
 
 
 def alone(mine: bytes) -> list[bytes]:
@@ -49,7 +47,8 @@ def share_of(meta: TensorMeta, part: Part) -> int:
     """What a part contributes to the fingerprint of its tensor."""
     if part.region is None:
         return fingerprint(part.content)
-    return fingerprint_slice(part.content, meta.shape, part.region.index)
+    runs = part.region.runs()
+    return combine(*(fingerprint_slice(part.content[run.in_part], meta.shape, run.in_whole) for run in runs))
 
 
 def gather_places(
@@ -90,25 +89,40 @@ def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Ex
     One exchange.  Where several ranks hold the same, the first one's counts.  Raises `WeightSyncError` where a part is
     nowhere.
     """
-    rows = TensorMeta(meta.name, meta.dtype, (min(count, meta.shape[0]), *meta.shape[1:]))
+    count = min(count, meta.shape[0])
     mine = b""
     for region, content in parts[:1]:
-        if region is not None and region.dim == 0:
-            region = Region(0, region.start, max(0, min(region.length, rows.shape[0] - region.start)))
-            content = content[: region.length]
-        content = tensor_bytes(content[: rows.shape[0]])
-        mine = _PART.pack(True, *_numbers(region)) + content.numpy().tobytes()
-    found: dict[Region | None, bytes] = {}
+        pieces = [content[run.in_part] for run in _first_runs(region, count)]
+        numbers = json.dumps(_numbers(region)).encode()
+        mine = numbers + _END + b"".join(tensor_bytes(piece).numpy().tobytes() for piece in pieces)
+    found: dict[Region | None, memoryview] = {}
     for data in exchange(mine):
-        if data:
-            _, *numbers = _PART.unpack(data[: _PART.size])
-            found.setdefault(_region(numbers), data[_PART.size :])
-    whole = torch.empty(rows.shape, dtype=meta.dtype)
-    for part in _cover(rows, found):
-        target = whole if part is None else part.of(whole)
-        if target.numel():
-            target.copy_(torch.frombuffer(bytearray(found[part]), dtype=meta.dtype).view(target.shape))
+        numbers, end, content_bytes = data.partition(_END)
+        if end:
+            found.setdefault(_region(json.loads(numbers)), memoryview(bytearray(content_bytes)))
+    whole = torch.empty((count, *meta.shape[1:]), dtype=meta.dtype)
+    for part in _cover(meta, found):
+        rest = found[part]
+        for run in _first_runs(part, count):
+            target = whole[run.in_whole]
+            if target.numel():
+                target.copy_(torch.frombuffer(rest, dtype=meta.dtype, count=target.numel()).view(target.shape))
+                rest = rest[target.nbytes :]
     return whole
+
+
+def _first_runs(region: Region | None, count: int) -> list[Run]:
+    """What a region has of the first `count` rows."""
+    if region is None:
+        return [Run((slice(0, count),), (slice(0, count),))]
+    if region.dim:
+        cut = slice(0, count)
+        return [Run((cut, *run.in_part[1:]), (cut, *run.in_whole[1:])) for run in region.runs()]
+    found = []
+    for (here,), (there,) in region.runs():
+        length = max(0, min(there.stop, count) - there.start)
+        found.append(Run((slice(here.start, here.start + length),), (slice(there.start, there.start + length),)))
+    return found
 
 
 def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Region | None]:
@@ -132,9 +146,12 @@ def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Regio
     return parts
 
 
-def _numbers(region: Region | None) -> tuple[int, int, int]:
-    return _WHOLE if region is None else (region.dim, region.start, region.length)
+def _numbers(region: Region | None) -> list[int]:
+    return [] if region is None else [region.dim, region.start, region.length, *region.sections]
 
 
 def _region(numbers: Sequence[int]) -> Region | None:
-    return None if tuple(numbers) == _WHOLE else Region(*numbers)
+    if not numbers:
+        return None
+    dim, start, length, *sections = numbers
+    return Region(dim, start, length, tuple(sections))

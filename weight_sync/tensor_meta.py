@@ -104,20 +104,47 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a logical tensor: indices `start` .. `start + length - 1` of dimension `dim`."""
+    """A part of a logical tensor: indices `start` .. `start + length - 1` of dimension `dim`.
+
+    `sections` are sizes that make up the dimension, such as queries, keys and values in one matrix: the region is then
+    that share of each of them, side by side.
+    """
 
     dim: int
     start: int
     length: int
+    sections: tuple[int, ...] = ()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of this part of a tensor of the whole's shape."""
-        return tensor.narrow(self.dim, self.start, self.length)
+        """This part of a tensor of the whole's shape: a view, but for that of several sections."""
+        parts = [tensor[run.in_whole] for run in self.runs()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """`whole[index]` is this part."""
-        return (*[slice(None)] * self.dim, slice(self.start, self.start + self.length))
+    def runs(self) -> list[Run]:
+        """What lies together in the whole, ascending; at least one."""
+        total, ends, at = sum(self.sections), 0, 0
+        spans = [(self.start, self.length)]
+        if self.sections:
+            spans = []
+            for size in self.sections:
+                spans.append((ends + size * self.start // total, size * self.length // total))
+                ends += size
+        found = []
+        for start, length in spans:
+            found.append(Run(self._index(at, length), self._index(start, length)))
+            at += length
+        assert at == self.length, "a region has an equal share of each section"
+        return found
+
+    def _index(self, start: int, length: int) -> tuple[slice, ...]:
+        return (*[slice(None)] * self.dim, slice(start, start + length))
+
+
+class Run(NamedTuple):
+    """`part[in_part]` is `whole[in_whole]`."""
+
+    in_part: tuple[slice, ...]
+    in_whole: tuple[slice, ...]
 
 
 class Part(NamedTuple):

@@ -20,11 +20,12 @@ from benchmarks.profile.profile import MIN_OUTPUT_LEN, Profile, Profiler, Worklo
 from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
 from benchmarks.profile.trace import write_trace
 from rollout.core.errors import BadRequest, LockstepError, StartupError
-from rollout.core.layer_specs import FullKV
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import DTYPES
+from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.layers.attention_kinds import ATTENTION_LAYERS
 from rollout.mem_cache.kv_pool import kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes
 from rollout.models.registry import load_model_config
@@ -119,9 +120,8 @@ def _check(args: argparse.Namespace, config: ModelConfig) -> None:
         if path is not None and not path.resolve().parent.is_dir():
             raise BadRequest(f"{path.parent} is not a folder")
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
-    slot = kv_bytes_per_token(
-        [FullKV(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in config.layers], dtype
-    )
+    kept = [ATTENTION_LAYERS[type(layer.attention)].kept(layer.attention, Parallel()) for layer in config.layers]
+    slot = kv_bytes_per_token(kept, dtype)
     needed, available = _pool_tokens(args) * slot, available_memory_bytes()
     if needed > available:
         raise StartupError(

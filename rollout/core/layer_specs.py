@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,8 @@ class AttentionSpec:
 
     `qk_norm`: queries and keys go through an RMS norm a head, before the rotation.  `window`: a token attends to itself
     and the `window - 1` before it.  `sinks`: a weight a head is one more score in the softmax, which has no value.
+    `output_gate`: `q_proj` gives every head its query, then a gate of the same size; what the head attends to is
+    multiplied by the gate's sigmoid.
     """
 
     num_heads: int
@@ -83,6 +88,7 @@ class AttentionSpec:
     o_bias: bool = False
     window: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +166,48 @@ KVKind = FullKV | LatentKV
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """The gated delta rule (Yang et al., 2024): a state for each value head instead of the tokens before.
+
+    Queries, keys and values go through a causal convolution over `conv_size` tokens; a key head serves
+    `values_per_key` value heads.  `merged_by_key_head`: checkpoints have two projections, `in_proj_qkvz` and
+    `in_proj_ba`, whose rows lie key head by key head; otherwise four, each of one kind.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    merged_by_key_head: bool = False
+    rotary: ClassVar[RotarySpec | None] = None
+
+    @property
+    def values_per_key(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a layer keeps of a sequence, however long, in a row of the state pool.
+
+    The last `conv_size - 1` inputs of a convolution [conv_size - 1, conv_channels] in the model's dtype, and a state
+    [num_heads, key_dim, value_dim] in float32, or float64 for float64.
+    """
+
+    conv_channels: int
+    conv_size: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Of one row, in a model of `dtype`."""
+        conv = self.conv_channels * (self.conv_size - 1) * dtype.itemsize
+        return conv + max(4, dtype.itemsize) * self.num_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseSpec:
     """SwiGLU (Shazeer, 2020) of `inner` features."""
 
@@ -202,6 +250,7 @@ class MoESpec:
 
     `activation`: None is SwiGLU.  `bias`: every projection of an expert has one.  `fused`: how checkpoints and trainers
     fuse the experts of a layer into one tensor, by `weight_sync.fused_experts`.
+    `shared_gate`: its output is multiplied by a sigmoid of one number a token.  `shared_name`: in checkpoints.
     """
 
     router: RouterSpec
@@ -210,9 +259,11 @@ class MoESpec:
     activation: ClampedSwiGLU | None = None
     bias: bool = False
     fused: Literal["rows", "interleaved"] = "rows"
+    shared_gate: bool = False
+    shared_name: str = "shared_experts"
 
 
-AttentionKind = AttentionSpec | LatentAttentionSpec
+AttentionKind = AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class ModelConfig:
     """Shape of a decoder-only transformer.
 
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
+    `renamed_prefixes`: what names of tensors may begin with instead, and what the canonical ones begin with.
     """
 
     architecture: str
@@ -41,6 +42,7 @@ class ModelConfig:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     ignored_names: tuple[str, ...] = ()
+    renamed_prefixes: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:

@@ -122,6 +122,8 @@ class Ops:
     latent_query_store: Callable[..., torch.Tensor]
     latent_values: Callable[..., torch.Tensor]
     silu_and_mul: Callable[..., torch.Tensor]
+    sigmoid_gate: Callable[..., torch.Tensor]
+    gated_delta: Callable[..., torch.Tensor]
     fused_experts: Callable[..., torch.Tensor]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from weight_sync.tensor_meta import Place, Region
 
-__all__ = ["AbsorbedPlace", "LatentSizes", "PackedPlace", "Place", "ShardPlace", "ViewPlace"]
+__all__ = ["AbsorbedPlace", "LatentSizes", "PackedPlace", "Place", "ReorderedPlace", "ShardPlace", "ViewPlace"]
 
 
 class ViewPlace:
@@ -147,15 +147,46 @@ class AbsorbedPlace:
             yield row[:keys], row[keys:]
 
 
+class ReorderedPlace:
+    """Rows in another order than the logical one: row i of the `inner` place is row `order[i]` of the content."""
+
+    region: Region | None = None
+
+    def __init__(self, inner: Place, order: torch.Tensor) -> None:
+        self._inner = inner
+        self._order = order
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._inner.storage
+
+    @property
+    def numel(self) -> int:
+        return self._inner.numel
+
+    def rebind(self, storage: torch.Tensor) -> ReorderedPlace:
+        return ReorderedPlace(self._inner.rebind(storage), self._order)
+
+    def write(self, source: torch.Tensor) -> None:
+        self._inner.write(source.index_select(0, self._order.to(source.device)))
+
+    def read(self) -> torch.Tensor:
+        content = self._inner.read()
+        return content.index_select(0, self._order.argsort().to(content.device))
+
+    def restore(self, content: torch.Tensor) -> None:
+        self._inner.restore(content.index_select(0, self._order.to(content.device)))
+
+
 class ShardPlace:
     """The part of a logical tensor that this rank holds, in an `inner` place of just that part.
 
-    It is `length` indices of dimension `dim`, from `start` on.
+    It is `length` indices of dimension `dim`, from `start` on; see `Region`.
     """
 
-    def __init__(self, inner: Place, dim: int, start: int, length: int) -> None:
+    def __init__(self, inner: Place, dim: int, start: int, length: int, sections: tuple[int, ...] = ()) -> None:
         self._inner = inner
-        self.region: Region = Region(dim, start, length)
+        self.region: Region = Region(dim, start, length, sections)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -166,7 +197,8 @@ class ShardPlace:
         return self._inner.numel
 
     def rebind(self, storage: torch.Tensor) -> ShardPlace:
-        return ShardPlace(self._inner.rebind(storage), self.region.dim, self.region.start, self.region.length)
+        region = self.region
+        return ShardPlace(self._inner.rebind(storage), region.dim, region.start, region.length, region.sections)
 
     def write(self, source: torch.Tensor) -> None:
         self._inner.write(self.region.of(source))

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from rollout.kernels.delta_rule import gated_delta
 from rollout.kernels.expert_compute import ExpertForm, apply_experts, silu_and_mul
 
-__all__ = ["silu_and_mul"]
+__all__ = ["gated_delta", "silu_and_mul"]
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -147,6 +148,11 @@ def latent_values(latents: torch.Tensor, weight: torch.Tensor, num_heads: int, v
     by_head_HTR = latents.unflatten(1, (num_heads, -1)).transpose(0, 1)
     weight_HVR = weight.view(num_heads, -1, weight.shape[1])[:, -value_size:]
     return torch.bmm(by_head_HTR, weight_HVR.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    groups_TGn = hidden.unflatten(1, (gate.shape[1], -1))
+    return (groups_TGn * gate.sigmoid().unsqueeze(-1)).flatten(1)
 
 
 def fused_experts(

@@ -61,6 +61,19 @@ SCHEMAS = {
         "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, "
         "Tensor? w13_bias=None, Tensor? w2_bias=None, float? limit=None, float alpha=1.0) -> Tensor"
     ),
+    # hidden [T, N] in groups of N / G neighbours, each times the sigmoid of its gate [T, G], which is rounded
+    "sigmoid_gate": "(Tensor hidden, Tensor gate) -> Tensor",
+    # The gated delta rule over the sequences of a step, from projections [T, C + Hv dv + 2 Hv] of mixed queries, keys
+    # and values, output gates, b and a, to what is read from the states, normed and gated [T, Hv dv].  C = 2 Hk dk +
+    # Hv dv.  The convolution has a weight [w, C]; inputs of it before a token are in the pool [R, w - 1, C], states in
+    # that [R, Hv, dk, dv].  Sequence n has query_lens[n] tokens, begins from the row sources[n], or from zeros where
+    # that is negative, and ends in rows[n]; `snapshots` [M, 3] are (n, tokens of the step, row): copies on the way.
+    # No row is written that another sequence of the step begins from.
+    "gated_delta": (
+        "(Tensor projected, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight, float eps, "
+        "Tensor(a!) conv_pool, Tensor(b!) state_pool, Tensor query_lens, Tensor rows, Tensor sources, "
+        "Tensor snapshots) -> Tensor"
+    ),
 }
 
 _LIBRARY = torch.library.Library("lockstep", "FRAGMENT")

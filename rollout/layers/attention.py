@@ -49,7 +49,12 @@ class Attention(Layer):
         queries, keys = query_heads(spec, build.parallel), kv_heads(spec, build.parallel)
         head_dim = spec.head_dim
         parts = {"q_proj": queries.times(head_dim), "k_proj": keys.times(head_dim), "v_proj": keys.times(head_dim)}
-        self.qkv_proj = MergedLinear(hidden_size, parts, build, spec.qkv_bias)
+        orders: dict[str, torch.Tensor] = {}
+        self._gate_size = 0
+        if spec.output_gate:  # the gates of all heads, then their queries
+            self._gate_size, parts["q_proj"] = queries.length * head_dim, queries.times(2 * head_dim)
+            orders["q_proj"] = torch.arange(2 * self._gate_size).view(-1, 2, head_dim).flip(1).transpose(0, 1).flatten()
+        self.qkv_proj = MergedLinear(hidden_size, parts, build, spec.qkv_bias, orders)
         self.qk_norm = QueryKeyNorm(queries.length, keys.length, head_dim, build) if spec.qk_norm else None
         self.o_proj = Linear(queries.times(head_dim), hidden_size, build, spec.o_bias)
         self.window = spec.window
@@ -59,6 +64,10 @@ class Attention(Layer):
     def kept(spec: AttentionSpec, parallel: Parallel) -> FullKV:
         """Of a token, on this rank."""
         return FullKV(kv_heads(spec, parallel).length, spec.head_dim)
+
+    @staticmethod
+    def state(spec: AttentionSpec, parallel: Parallel) -> None:
+        """Nothing: its tokens are all it keeps."""
 
     def __call__(
         self,
@@ -71,7 +80,9 @@ class Attention(Layer):
         """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        qkv = self.qkv_proj(residual_TD, hidden_TD, norm)
+        qkv, gate = self.qkv_proj(residual_TD, hidden_TD, norm), None
+        if self._gate_size:
+            gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :]
         kv, qk_norm = context.attention.kv, self.qk_norm
         query = self.ops.qk_norm_rope_store(
             qkv,
@@ -84,4 +95,5 @@ class Attention(Layer):
             self._norm.weight_offset,
         )
         sinks = None if self.sinks is None else self.sinks.weight
-        return self.o_proj(context.attention.attend(self.layer_id, query, window=self.window, sinks=sinks))
+        attended = context.attention.attend(self.layer_id, query, window=self.window, sinks=sinks)
+        return self.o_proj(attended if gate is None else self.ops.sigmoid_gate(attended, gate))

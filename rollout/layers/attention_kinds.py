@@ -7,11 +7,20 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.layer_specs import AttentionKind, AttentionSpec, KVKind, LatentAttentionSpec, NormSpec
+from rollout.core.layer_specs import (
+    AttentionKind,
+    AttentionSpec,
+    GatedDeltaSpec,
+    KVKind,
+    LatentAttentionSpec,
+    NormSpec,
+    RecurrentState,
+)
 from rollout.distributed.parallel import Parallel
 from rollout.layers.attention import Attention
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
+from rollout.layers.gated_delta import GatedDelta
 from rollout.layers.latent_attention import LatentAttention
 from rollout.layers.norm_rotary import RMSNorm
 
@@ -40,8 +49,13 @@ class AttentionLayer(Protocol):
     def kept(spec: Any, parallel: Parallel) -> KVKind | None:
         """What the KV pool holds of a token for it, on this rank."""
 
+    @staticmethod
+    def state(spec: Any, parallel: Parallel) -> RecurrentState | None:
+        """What the state pool holds of a sequence for it, on this rank."""
+
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    GatedDeltaSpec: GatedDelta,
 }

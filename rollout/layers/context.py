@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,3 +61,4 @@ class ForwardContext:
     attention: AttentionBackend
     route_hooks: Sequence[RouteHook] = ()
     slice_routes: SliceRoutes | None = None
+    states: Any = None

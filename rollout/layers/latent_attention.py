@@ -61,6 +61,10 @@ class LatentAttention(Layer):
         """Of a token, on every rank."""
         return LatentKV(spec.kv_rank, spec.rotary.dim)
 
+    @staticmethod
+    def state(spec: LatentAttentionSpec, parallel: Parallel) -> None:
+        """Nothing: its tokens are all it keeps."""
+
     def __call__(
         self,
         residual_TD: torch.Tensor,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rollout.kernels.places import Place, ShardPlace, ViewPlace
+from rollout.kernels.places import Place, ReorderedPlace, ShardPlace, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.norm_rotary import RMSNorm
 from rollout.layers.shard import Shard
@@ -20,12 +20,21 @@ class MergedLinear(WeightLayer):
     """Several projections of one input as one matrix; a checkpoint names each of them as a sibling of this layer.
 
     `self_attn.qkv_proj` with parts of 64, 32 and 32 rows `{"q_proj": .., "k_proj": .., "v_proj": ..}` holds
-    `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.
+    `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.  `orders`: of a part,
+    which of its rows on this rank comes first, second, ..., where that is not their order in the checkpoint.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, Shard], build: Build, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, Shard],
+        build: Build,
+        bias: bool = False,
+        orders: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.ops = build.ops
         self.parts = dict(parts)
+        self._orders = orders or {}
         self.in_features, self.out_features = in_features, sum(part.length for part in parts.values())
         self.weight = build.empty_matrix(self.out_features, in_features)
         self.bias = build.empty(self.out_features) if bias else None
@@ -44,12 +53,17 @@ class MergedLinear(WeightLayer):
         start = 0
         for part, rows in self.parts.items():
             end = start + rows.length
-            place = self.ops.storage.matrix_place(self.weight, range(start, end), self.in_features)
+            place = self._in_order(
+                part, self.ops.storage.matrix_place(self.weight, range(start, end), self.in_features)
+            )
             yield row_entry(f"{parent}.{part}.weight", self.weight, place, rows, self.in_features)
             if self.bias is not None:
-                part_of_bias = ViewPlace(self.bias[start:end])
+                part_of_bias = self._in_order(part, ViewPlace(self.bias[start:end]))
                 yield sharded_entry(f"{parent}.{part}.bias", self.bias, part_of_bias, (rows.total,), 0, rows)
             start = end
+
+    def _in_order(self, part: str, place: Place) -> Place:
+        return ReorderedPlace(place, self._orders[part]) if part in self._orders else place
 
 
 class Linear(WeightLayer):
@@ -89,5 +103,5 @@ def sharded_entry(
     """The entry of a logical tensor of `shape`, of which this rank has `shard` in dimension `dim`, at `place`."""
     if shard.is_whole:
         return WeightEntry(name, shape, weight.dtype, lambda: [place])
-    part = ShardPlace(place, dim, shard.start, shard.length)
+    part = ShardPlace(place, dim, shard.start, shard.length, shard.sections)
     return WeightEntry(name, shape, weight.dtype, lambda: [part])

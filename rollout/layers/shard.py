@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec, LatentAttentionSpec
+from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` of `total`, from `start` on."""
+    """`length` of `total`, from `start` on; with `sections`, that share of each of them."""
 
     total: int
     start: int
     length: int
+    sections: tuple[int, ...] = ()
 
     @classmethod
     def whole(cls, total: int) -> Shard:
@@ -41,7 +43,13 @@ class Shard:
 
     def times(self, size: int) -> Shard:
         """The same shard in smaller units, `size` of which make one of these."""
+        assert not self.sections
         return Shard(self.total * size, self.start * size, self.length * size)
+
+    def of_sections(self, sizes: Sequence[int]) -> Shard:
+        """The same share of each of several sizes that lie one after the other."""
+        total = sum(sizes)
+        return Shard(total, total * self.start // self.total, total * self.length // self.total, tuple(sizes))
 
 
 def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -> Shard:
@@ -68,6 +76,12 @@ def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     raise StartupError(
         f"--tp-size {_sizes(parallel)}: key-value heads: {total} is no multiple of {ranks} ranks, nor the reverse"
     )
+
+
+def delta_heads(spec: GatedDeltaSpec, parallel: Parallel) -> Shard:
+    """Key heads of the gated delta rule.  Raises `StartupError`."""
+    ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
+    return Shard.equal(spec.num_key_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: linear key heads")
 
 
 def _sizes(parallel: Parallel) -> str:

@@ -140,11 +140,14 @@ class DecoderForCausalLM(Layer):
         self.kv_layers = [
             ATTENTION_LAYERS[type(layer.attention)].kept(layer.attention, parallel) for layer in config.layers
         ]
+        self.state_layers = [
+            ATTENTION_LAYERS[type(layer.attention)].state(layer.attention, parallel) for layer in config.layers
+        ]
         embedding = self.model.embed_tokens
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
         self.lm_head = OutputHead(config.vocab_size, config.hidden_size, build, tied_to)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
-        self.weights = WeightIndex(self, aliases, config.ignored_names)
+        self.weights = WeightIndex(self, aliases, config.ignored_names, config.renamed_prefixes)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Final-normed hidden states [T, D] of the step's tokens."""

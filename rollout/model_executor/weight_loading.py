@@ -23,16 +23,24 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); tensors whose
-    names begin with one of `ignored` may come, and nothing is kept of them.
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
+    what names may begin with, and what their canonical ones begin with; tensors whose names begin with one of `ignored`
+    may come, and nothing is kept of them.
     """
 
-    def __init__(self, model: Layer, aliases: Mapping[str, str], ignored: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Layer,
+        aliases: Mapping[str, str],
+        ignored: Sequence[str] = (),
+        renamed: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self._is_proposed = False
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
         self._ignored = tuple(ignored)
+        self._renamed = tuple(renamed)
         for prefix, layer in model.named_layers():
             if isinstance(layer, WeightLayer):
                 for entry in layer.weight_entries(prefix):
@@ -50,7 +58,7 @@ class WeightIndex:
 
         Raises `UnknownTensorError`, `ShapeMismatchError`.
         """
-        name = self._aliases.get(wire.name, wire.name)
+        name = self._renamed_name(wire.name)
         if name in self._metas:
             _require_shape(wire.name, wire.shape, self._metas[name].shape)
             return [Piece(name)]
@@ -90,11 +98,16 @@ class WeightIndex:
 
     def canonical_name(self, name: str) -> str:
         """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""
-        canonical = self._aliases.get(name, name)
-        return self._entry(canonical).name
+        return self._entry(self._renamed_name(name)).name
 
     def recompute_derived(self) -> None:
         """Nothing to do: these models hold nothing that is computed from weights."""
+
+    def _renamed_name(self, name: str) -> str:
+        for prefix, canonical in self._renamed:
+            if name.startswith(prefix):
+                name = canonical + name.removeprefix(prefix)
+        return self._aliases.get(name, name)
 
     def _places(self, entry: WeightEntry) -> Sequence[Place]:
         return entry.proposed() if self._is_proposed and entry.proposed is not None else entry.places()

@@ -20,6 +20,11 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": "rollout.models.glm4_moe_lite",
     "DeepseekV3ForCausalLM": "rollout.models.deepseek_v3",
     "GptOssForCausalLM": "rollout.models.gpt_oss",
+    "Qwen3NextForCausalLM": "rollout.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "rollout.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "rollout.models.qwen3_5",
 }
 
 

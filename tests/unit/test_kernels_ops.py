@@ -378,6 +378,15 @@ def test_effects_are_those_that_the_schemas_say(native: Ops) -> None:
         (operators.block_sums, (torch.zeros(7, 5, dtype=torch.uint16), torch.arange(5), 3)),
         (operators.fused_experts, (hidden, ids, torch.rand(5, 3), *stored)),
         (operators.fused_experts, (hidden, ids, None, *stored)),
+        (operators.sigmoid_gate, (hidden, hidden[:, :4])),
+        (
+            operators.gated_delta,
+            (
+                _randn(5, 16), _randn(2, 8), weight[:2], weight[:2], weight[:2], 1e-6, torch.zeros(3, 1, 8),
+                torch.zeros(3, 2, 2, 2), torch.tensor([3, 2]), torch.arange(2), torch.arange(2) - 1,
+                torch.tensor([[1, 1, 2]]),
+            ),
+        ),
         (
             operators.qk_norm_rope_store,
             (
@@ -417,7 +426,12 @@ calls = {
     "add_rms_norm": (x, x, norm, 1e-6), "norm_linear": (x, None, norm, 1e-6, w, 8),
     "norm_route": (x, None, norm, 1e-6, w, 8, 2, True, "sigmoid", 2.0, norm),
     "qk_norm_rope_store": (torch.randn(5, 16), None, torch.randn(5, 2, 4), *pools, slots, 1e-6),
-    "silu_and_mul": (x,), "fused_experts": (x, ids, None, torch.randn(2, 6, 8), torch.randn(2, 8, 3), 3),
+    "silu_and_mul": (x,), "sigmoid_gate": (x, x[:, :2]),
+    "gated_delta": (
+        torch.randn(5, 16), torch.randn(2, 8), norm[:2], norm[2:4], norm[4:6], 1e-6, torch.zeros(3, 1, 8),
+        torch.zeros(3, 2, 2, 2), torch.tensor([3, 2]), slots[:2], slots[:2] - 1, torch.tensor([[1, 1, 2]]),
+    ),
+    "fused_experts": (x, ids, None, torch.randn(2, 6, 8), torch.randn(2, 8, 3), 3),
 }
 assert calls.keys() == schemas.SCHEMAS.keys()
 def copies(args):

@@ -6,8 +6,11 @@ A tensor that is read as a whole is a call of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +26,10 @@ from tests.kernels import native_ops
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank
 from tests.ranks import run_ranks
+from weight_sync.delta.changes import changed, find_changes
 from weight_sync.errors import CommitError, WeightSyncError
-from weight_sync.rank_parts import first_rows
+from weight_sync.fingerprint import combine, fingerprint
+from weight_sync.rank_parts import first_rows, share_of
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Part, Region, TensorMeta
 from weight_sync.transaction import WeightTransaction, new_staging
@@ -217,6 +222,60 @@ def test_a_shard_takes_its_part_of_the_whole_and_gives_it_back() -> None:
         assert torch.equal(elsewhere.read(), storage)
         assert (elsewhere.numel, elsewhere.region) == (storage.numel(), Region(dim, start, length))
         assert place.storage is storage
+
+
+SECTIONS = [
+    (1, (4, 2), [Region(1, 0, 3, (4, 2)), Region(1, 3, 3, (4, 2))]),
+    (0, (8, 4, 12), [Region(0, 6 * rank, 6, (8, 4, 12)) for rank in range(4)]),
+]
+
+
+@pytest.mark.parametrize(("dim", "sections", "regions"), SECTIONS, ids=["columns", "rows"])
+def test_a_share_of_every_section(dim: int, sections: tuple[int, ...], regions: list[Region]) -> None:
+    """What each rank holds is that of each section alone, side by side; together they are the whole, and its F."""
+    shape = (4, 6) if dim else (24, 3)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    shares = [part.chunk(len(regions), dim) for part in whole.split(sections, dim)]
+    meta = TensorMeta("w", torch.float32, shape)
+    parts = []
+    for region, *mine in zip(regions, *shares, strict=True):
+        assert torch.equal(region.of(whole), torch.cat(mine, dim))
+        storage = torch.zeros(region.of(whole).shape)
+        place = ShardPlace(ViewPlace(storage), dim, region.start, region.length, region.sections)
+        place.write(whole)
+        assert torch.equal(place.rebind(storage).read(), torch.cat(mine, dim)) and place.region == region
+        parts.append(Part(region, place.read()))
+    assert combine(*(share_of(meta, part) for part in parts)) == fingerprint(whole)
+    for count in (0, 1, 4, 9, 99):
+        work = partial(_first_rows, meta, parts, count)
+        for found in run_ranks(ParallelLayout(len(parts)), work):
+            assert torch.equal(found, whole[:count])
+
+
+def _first_rows(meta: TensorMeta, parts: list[Part], count: int, parallel: Parallel) -> torch.Tensor:
+    ranks: Communicator = parallel.weight_io
+    return first_rows(meta, parts[ranks.rank :][:1], count, ranks.gather_bytes)
+
+
+@pytest.mark.parametrize(("dim", "sections", "regions"), SECTIONS, ids=["columns", "rows"])
+def test_changes_within_a_share_of_every_section(dim: int, sections: tuple[int, ...], regions: list[Region]) -> None:
+    old = torch.randn((4, 6) if dim else (24, 3), generator=torch.Generator().manual_seed(0))
+    new = torch.where(torch.rand(old.shape, generator=torch.Generator().manual_seed(1)) < 0.4, old + 1, old)
+    changes, seen = find_changes(old, new), []
+    for region in regions:
+        mine, indices_N = changes.within(old.shape, region)
+        assert (np.diff(mine.positions_N) > 0).all()
+        assert torch.equal(changed(region.of(old).contiguous(), mine), region.of(new))
+        seen += indices_N.tolist()
+    assert sorted(seen) == changes.positions_N.tolist()
+
+
+@pytest.mark.mutant
+def test_a_share_of_another_section_is_noticed() -> None:
+    whole = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    meta, right = TensorMeta("w", torch.float32, (24, 3)), Region(0, 6, 6, (8, 4, 12))
+    wrong = share_of(meta, Part(replace(right, sections=(8, 8, 8)), right.of(whole)))
+    assert wrong != share_of(meta, Part(right, right.of(whole)))
 
 
 # --- who has which heads ----------------------------------------------------------------------------------------------

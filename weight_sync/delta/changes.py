@@ -41,9 +41,13 @@ class Changes:
         inner = math.prod(shape[region.dim + 1 :])
         rows_N, columns_N = np.divmod(self.positions_N, inner)
         outer_N, at_N = np.divmod(rows_N, shape[region.dim])
-        at_N -= region.start
-        mine = (at_N >= 0) & (at_N < region.length)
-        local_N = (outer_N * region.length + at_N) * inner + columns_N
+        mine, local_N = np.zeros(at_N.shape, dtype=bool), at_N.copy()
+        for run in region.runs():
+            here, there = run.in_whole[-1], run.in_part[-1]
+            inside = (at_N >= here.start) & (at_N < here.stop)
+            mine |= inside
+            local_N[inside] += there.start - here.start
+        local_N = (outer_N * region.length + local_N) * inner + columns_N
         return Changes(local_N[mine], self.steps_N[mine]), self.positions_N[mine]
 
 

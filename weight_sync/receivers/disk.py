@@ -49,7 +49,7 @@ class DiskSource(BucketSource):
         self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the folder, in the dtype that it will have.
+        """Every tensor of the folder that the model does not ignore, in the dtype that it will have.
 
         Raises `WeightRequestError` and its kinds, `TransactionStateError` (a pull is under way, or was cut off),
         `TransportError`.
@@ -62,6 +62,7 @@ class DiskSource(BucketSource):
             metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
             total = sum(meta.nbytes for meta in metas)
             self._dtypes = {meta.name: meta.dtype for meta in metas}
+            self._folder = self._folder.only(self._dtypes)
             if total > max_bytes:
                 raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
         except BaseException:
@@ -97,13 +98,15 @@ class DiskSource(BucketSource):
 def check_against_model(
     weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
 ) -> list[TensorMeta]:
-    """The tensors in the dtypes that the model has, if they fit it.
+    """The tensors in the dtypes that the model has, if they fit it; without those that it ignores.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
     types), `CoverageError` (repeated or, if `complete`, missing).
     """
     found, ledger = [], WeightLedger(weights.metas())
     for meta, pieces in zip(metas, split_wire(weights, metas, cast=True), strict=True):
+        if not pieces:
+            continue
         for piece in pieces:
             ledger.record(meta.name, piece.name)
         wanted = {weights.metas()[piece.name].dtype for piece in pieces}

@@ -40,7 +40,7 @@ struct HeadPath {
   const T *qkv, *weight, *angles;  // weight may be null; angles [T, 2, rd]: cos, and sin with its sign folded in
   T *q, *k_pool, *v_pool;
   const int64_t* slots;
-  int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
+  int64_t row_stride, num_heads, num_kv_heads, head_dim, rotary_dim;
   NormRule rule;
 
   // Elements i and i + rd/2 turn by the same angle; those from rd on stay.
@@ -71,7 +71,7 @@ struct HeadPath {
   }
 
   void token(int64_t t, float* normed) const {
-    const T *row = qkv + t * (num_heads + 2 * num_kv_heads) * head_dim;
+    const T* row = qkv + t * row_stride;
     const T *c = angles + 2 * t * rotary_dim, *s = c + rotary_dim;
     const int64_t pool_offset = slots[t] * num_kv_heads * head_dim;
     for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
@@ -98,9 +98,9 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
   TORCH_CHECK(qkv.size(0) == num_tokens && angles.size(0) == num_tokens && angles.size(1) == 2 &&
                   slots.scalar_type() == at::kLong,
               "projections, angles and slots [T] int64 must be of the same tokens");
-  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && qkv.is_contiguous() && angles.is_contiguous() &&
+  TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && qkv.stride(1) == 1 && angles.is_contiguous() &&
                   slots.is_contiguous(),
-              "all arguments must be contiguous");
+              "all arguments must be contiguous, but for what lies between rows of the projections");
   check_same_dtype(qkv, {weight ? *weight : qkv, angles, k_pool, v_pool});
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < num_tokens; ++t) {
@@ -117,6 +117,7 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
         .k_pool = k_pool.mutable_data_ptr<T>(),
         .v_pool = v_pool.mutable_data_ptr<T>(),
         .slots = slot,
+        .row_stride = qkv.stride(0),
         .num_heads = num_heads,
         .num_kv_heads = num_kv_heads,
         .head_dim = head_dim,

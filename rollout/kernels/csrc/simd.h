@@ -305,6 +305,8 @@ inline F32x16 exp(F32x16 x) {
   return scale_by_power(p, n);
 }
 
+inline F32x16 sigmoid(F32x16 x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
+
 // x / (1 + e^-x)
 inline F32x16 silu(F32x16 x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
 

@@ -21,11 +21,13 @@ from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, SliceRoutes
 from rollout.layers.layer import Layer
+from rollout.layers.linear import Linear
 from rollout.layers.mlp import SharedExpert
 from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
 from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.shard import Shard
 
 
 class MoELayer(Layer):
@@ -40,15 +42,19 @@ class MoELayer(Layer):
         dispatcher: Dispatcher,
         build: Build,
     ) -> None:
+        self._ops = build.ops
         self._ranks = build.parallel.attn_tp
         self._scatters = dispatcher.scatters_tokens and self._ranks.size > 1
         self.moe_layer = moe_layer
         self.dispatcher = dispatcher
         self.gate = TopKRouter(spec.router, hidden_size, moe_layer, placement, build)
         self.experts = Experts(spec, hidden_size, moe_layer, placement, build)
-        self.shared_experts: SharedExpert | None = None
+        shared = None
         if spec.shared_inner:
-            self.shared_experts = SharedExpert(spec.shared_inner, hidden_size, build, is_whole=self._scatters)
+            shared = SharedExpert(spec.shared_inner, hidden_size, build, is_whole=self._scatters)
+            setattr(self, spec.shared_name, shared)  # its name in checkpoints
+        self._shared = shared
+        self.shared_expert_gate = Linear(Shard.whole(hidden_size), 1, build) if spec.shared_gate else None
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
@@ -73,7 +79,12 @@ class MoELayer(Layer):
         normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context, first_row)
         work = self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK)
         out_TD = self.dispatcher.combine(self.experts(work), work.handle)
-        return out_TD if self.shared_experts is None else out_TD.add_(self.shared_experts(normed_TD))
+        if self._shared is None:
+            return out_TD
+        shared_TD = self._shared(normed_TD)
+        if self.shared_expert_gate is not None:
+            shared_TD = self._ops.sigmoid_gate(shared_TD, self.shared_expert_gate(normed_TD))
+        return out_TD.add_(shared_TD)
 
     def _add_by_slices(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

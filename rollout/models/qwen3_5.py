@@ -1,0 +1,43 @@
+"""The text models of Qwen3.5 and 3.6, dense and MoE, alone or inside a checkpoint that also sees images.
+
+Numerics as in transformers `models/qwen3_5` and `models/qwen3_5_moe`.  `Qwen3_5ForConditionalGeneration` and
+`Qwen3_5MoeForConditionalGeneration` have the text model's configuration in `text_config` and its tensors under
+`model.language_model.`; both names of a tensor are taken from either kind, and nothing is kept of what sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.core.layer_specs import DenseSpec, LayerSpec, MoESpec
+from rollout.core.model_config import ModelConfig, refuse_common
+from rollout.models.qwen3_next import experts_of, hybrid_fields, mixers_of
+
+_IGNORED = ("mtp.", "model.visual.")
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-Next with the projections of gated delta layers apart; the same feed-forward block in every layer.
+
+    Text alone has one position a token, so that the sections of its rotation are one.
+    """
+    text = _text_config(raw)
+    refuse_common(text)
+    mlp: DenseSpec | MoESpec
+    if "moe_intermediate_size" in text:
+        mlp = experts_of(text, normalise=True)
+    else:
+        mlp = DenseSpec(inner=int(text["intermediate_size"]))
+    return ModelConfig(
+        **hybrid_fields(text, generation),
+        layers=tuple(LayerSpec(attention=mixer, mlp=mlp) for mixer in mixers_of(text, merged_by_key_head=False)),
+        ignored_names=_IGNORED,
+        renamed_prefixes=(("model.language_model.", "model."),),
+    )
+
+
+def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the whole that it has of its own, such as `architectures`, come before those of `text_config`."""
+    whole = {key: value for key, value in raw.items() if key not in ("text_config", "vision_config")}
+    return {**raw.get("text_config", {}), **{key: value for key, value in whole.items() if value is not None}}
