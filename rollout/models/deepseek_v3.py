@@ -1,11 +1,11 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2 (`DeepseekV3ForCausalLM`).  Numerics as in transformers
-`models/deepseek_v3`."""
+"""DeepSeek-V3, Moonlight and Kimi-K2 (`DeepseekV3ForCausalLM`).  Numerics as in transformers `models/deepseek_v3`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.core.errors import StartupError
 from rollout.core.layer_specs import DenseSpec, LatentAttentionSpec, LayerSpec, MoESpec, RouterSpec, yarn_mscale
 from rollout.core.model_config import ModelConfig, common_fields, refuse, rotary_of
 
@@ -37,6 +37,7 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
         num_groups=int(_given(raw, "n_group", 1)),
         top_groups=int(_given(raw, "topk_group", 1)),
     )
+    _check_groups(router)
     inner = int(raw["moe_intermediate_size"])
     sparse = MoESpec(router=router, inner=inner, shared_inner=inner * int(_given(raw, "n_shared_experts", 1)))
     dense, attention = DenseSpec(inner=int(raw["intermediate_size"])), attention_of(raw)
@@ -48,7 +49,9 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
 
 def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
     """Scores over the root of a query's size; YaRN with `mscale_all_dim` corrects them twice, for both factors."""
-    rope_size, nope_size = int(raw["qk_rope_head_dim"]), int(raw["qk_nope_head_dim"])
+    rope_size, nope_size = _positive(raw, "qk_rope_head_dim"), _positive(raw, "qk_nope_head_dim")
+    if rope_size % 2:
+        raise StartupError(f"config.json: qk_rope_head_dim must be even, got {rope_size}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rotary = rotary_of(raw, rope_size, ("default", "yarn"), interleaved=True)
     refuse(
@@ -60,16 +63,32 @@ def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
     )
     all_dim = rope.get("mscale_all_dim") if rotary.scaling is not None else None
     mscale = yarn_mscale(float(rope["factor"]), float(all_dim)) if all_dim else 1.0
-    query_rank = raw.get("q_lora_rank")
+    query_rank = raw.get("q_lora_rank")  # null: queries are made of the hidden states
     return LatentAttentionSpec(
-        num_heads=int(raw["num_attention_heads"]),
-        query_rank=None if query_rank is None else int(query_rank),
-        kv_rank=int(raw["kv_lora_rank"]),
+        num_heads=_positive(raw, "num_attention_heads"),
+        query_rank=None if query_rank is None else _positive(raw, "q_lora_rank"),
+        kv_rank=_positive(raw, "kv_lora_rank"),
         nope_size=nope_size,
-        value_size=int(raw["v_head_dim"]),
+        value_size=_positive(raw, "v_head_dim"),
         rotary=rotary,
         scale=(nope_size + rope_size) ** -0.5 * mscale * mscale,
     )
+
+
+def _check_groups(router: RouterSpec) -> None:
+    groups, best = router.num_groups, router.top_groups
+    if not 1 <= best <= groups or router.num_experts % groups or best * (router.num_experts // groups) < router.top_k:
+        raise StartupError(
+            f"config.json: n_group {groups} and topk_group {best} do not fit {router.num_experts} experts, "
+            f"{router.top_k} a token"
+        )
+
+
+def _positive(raw: Mapping[str, Any], key: str) -> int:
+    size = int(raw[key])
+    if size < 1:
+        raise StartupError(f"config.json: {key} must be at least 1, got {size}")
+    return size
 
 
 def _given(raw: Mapping[str, Any], key: str, default: Any) -> Any:
