@@ -14,6 +14,7 @@ import torch
 from rollout.kernels.ops import Ops, plain_ops
 from rollout.kernels.places import AbsorbedPlace, LatentSizes
 from tests.kernels import error, native_ops, rows_are_independent
+from tests.layer_storage import stored_latent
 
 EPS = 1e-5
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,9 +60,7 @@ class Block:
         )
 
     def stored(self, ops: Ops) -> torch.Tensor:
-        weight = ops.storage.empty_latent(self.heads, self.sizes, self.weight.dtype, "cpu")
-        ops.storage.latent_place(weight, self.sizes).write(self.weight)
-        return weight
+        return stored_latent(ops, self.weight, self.heads, self.sizes)
 
     def run(
         self, ops: Ops, rows: torch.Tensor | slice = slice(None)
@@ -148,6 +147,25 @@ def test_a_wrong_one_is_noticed(wrong: str, native: Ops) -> None:
 def test_rows_are_independent(dtype: torch.dtype, sizes: tuple[int, ...], result: int, native: Ops) -> None:
     block = Block.random(dtype, sizes)
     assert rows_are_independent(lambda rows: block.run(native, rows)[result], 41)
+
+
+@DTYPES
+def test_a_long_prefill_has_the_bits_of_short_ones(dtype: torch.dtype, native: Ops) -> None:
+    """More tokens than an item takes at once."""
+    block = Block.random(dtype, (2, 128, 128, 512, 64))
+    many = torch.arange(41).repeat(12)[:450]
+    weight, slots = block.stored(native), torch.arange(450)
+
+    def keys(rows: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
+        pool = torch.zeros(450, 1, 576, dtype=dtype)
+        inputs = (block.query[rows], block.latent[rows], block.norm, EPS, weight, block.heads, block.angles[rows])
+        query = native.latent_query_store(*inputs, pool, slots)
+        return [query, pool[slots], native.latent_values(block.means[rows], weight, block.heads, 128)]
+
+    whole = keys(many, slots)
+    for chunk in (1, 7, 64, 193):
+        parts = [keys(rows, own) for rows, own in zip(many.split(chunk), slots.split(chunk), strict=True)]
+        assert all(torch.equal(torch.cat(got), want) for got, want in zip(zip(*parts, strict=True), whole, strict=True))
 
 
 @DTYPES
