@@ -6,7 +6,9 @@ Qwen3-MoE and GPT-OSS in transformers 5.  The MoE layers are the routers in modu
 
 The weights of forced experts come from the current scores, so gradients reach the router: with `norm_topk_prob` a
 softmax over all experts in float32, gathered, renormalised where it says so; without it, as in GPT-OSS, a softmax over
-the chosen ones.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
+the chosen ones; with `e_score_correction_bias`, as in DeepSeek-V3 and GLM-4.5, sigmoids, gathered without that bias,
+renormalised where `norm_topk_prob` says so, times `routed_scaling_factor`.  The method is rollout routing replay, "R3"
+(Ma et al. 2025, arXiv:2510.11370).
 
 Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts.
 """
@@ -195,6 +197,11 @@ def _hooked(routers: list[nn.Module], observer: ForcedRoutes | RecordedRoutes) -
 
 
 def _gathered_scores(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    if hasattr(router, "e_score_correction_bias"):
+        scores_TK = logits_TE.sigmoid().gather(1, ids_TK)
+        if router.norm_topk_prob:
+            scores_TK = scores_TK / (scores_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores_TK * router.routed_scaling_factor
     if not hasattr(router, "norm_topk_prob"):
         return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1)
     scores_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, ids_TK)
@@ -205,12 +212,12 @@ def _gathered_scores(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor)
 
 def _check_formula(router: Any, logits_TE: torch.Tensor, scores_TK: torch.Tensor, own_TK: torch.Tensor) -> None:
     # Detached: a checkpointed recomputation would otherwise find other saved tensors than the first pass.
-    # The tolerance covers bfloat16 and fused kernels; a sigmoid, a bias or a scaling factor is far outside it.
+    # The tolerance covers bfloat16 and fused kernels; another function, a bias or a scaling factor is far outside it.
     ours_TK = _gathered_scores(router, logits_TE.detach(), own_TK)
     if not torch.allclose(ours_TK.float(), scores_TK.detach().float(), rtol=0.02, atol=1e-4):
         raise UnsupportedRouterError(
-            f"{type(router).__name__} does not weigh experts by a softmax over all of them, or over the chosen: its "
-            "routes cannot be forced"
+            f"{type(router).__name__} does not weigh experts by a softmax over all of them, or over the chosen, nor by "
+            "DeepSeek-V3's sigmoids: its routes cannot be forced"
         )
 
 

@@ -209,7 +209,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "num_local_experts": 16,
         "intermediate_size": 72,
-        "tie_word_embeddings": True,
     },
 }
 
@@ -240,9 +239,9 @@ def with_experts(*, layers: int | None = None, experts: int | None = None) -> li
     return found
 
 
-def family_checkpoint(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the checkpoint into `folder` and return it."""
-    model = family_model(name, seed)
+def family_checkpoint(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write the checkpoint into `folder` and return it.  `changes`: to the settings in `FAMILIES`."""
+    model = family_model(name, seed, **changes)
     model.save_pretrained(folder, state_dict=in_dtype(model.state_dict(), dtype))
     return folder
 
@@ -255,9 +254,9 @@ def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
     }
 
 
-def family_model(name: str, seed: int) -> Any:
+def family_model(name: str, seed: int, **changes: Any) -> Any:
     """transformers' model in float32, with random weights."""
-    config = _transformers_config(name)
+    config = _transformers_config(name, **changes)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
     model = _auto_class(config).from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -268,8 +267,8 @@ def family_model(name: str, seed: int) -> Any:
     return model
 
 
-def _transformers_config(name: str) -> Any:
-    settings = dict(FAMILIES[name])
+def _transformers_config(name: str, **changes: Any) -> Any:
+    settings = FAMILIES[name] | changes
     return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from rollout.attention.registry import create_attention_backend
-from rollout.core.forward_batch import ForwardBatch
-from rollout.layers.context import ForwardContext
+from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.layers.context import ForwardContext, RouteHook, States
 from rollout.mem_cache.kv_pool import KVPool
+from rollout.mem_cache.state_pool import StatePool
 from rollout.model_executor.decoder import DecoderForCausalLM
-from tests.hand_states import HandStates
 
 
 @dataclass
@@ -38,9 +38,11 @@ class ForwardHarness:
         self.model = model
         num_slots = max_requests * max_context
         self.pool = KVPool(num_slots, model.kv_layers, model.dtype)
-        for tensor in (*self.pool.k, *self.pool.v):
+        self.state_pool: StatePool | None = None  # row n is that of request n
+        if any(model.state_layers):
+            self.state_pool = StatePool(max_requests, model.state_layers, model.dtype)
+        for tensor in (*self.pool.tensors, *(self.state_pool.tensors if self.state_pool else ())):
             tensor.fill_(float("nan"))
-        self.states = HandStates(model.state_layers, max_requests, model.dtype)
         self.attention = create_attention_backend(backend, self.pool)
         slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(7))
         self.req_to_token = slots.view(max_requests, max_context)
@@ -52,6 +54,7 @@ class ForwardHarness:
         positions: list[int] = []
         out_cache_loc: list[int] = []
         prefix_lens = [self.lengths[request] for request in extends]
+        states = self._states(extends, decodes)
         for request, tokens in (*extends.items(), *((r, [token]) for r, token in decodes.items())):
             start = self.lengths[request]
             ids += list(tokens)
@@ -70,7 +73,24 @@ class ForwardHarness:
             decode_req_pool_indices=torch.tensor(list(decodes), dtype=torch.int64),
             decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
             logits_rows=torch.arange(len(ids)),
+            states=states,
         )
+
+    def context(self, batch: ForwardBatch, hooks: Sequence[RouteHook]) -> ForwardContext:
+        states = None
+        if self.state_pool is not None and batch.states is not None:
+            states = States(self.state_pool, batch.states)
+        return ForwardContext(batch, self.attention, hooks, states=states)
+
+    def _states(self, extends: Mapping[int, Sequence[int]], decodes: Mapping[int, int]) -> StateOperands | None:
+        """Before `lengths` are those after the step."""
+        if self.state_pool is None:
+            return None
+        rows = [*extends, *decodes]
+        lens = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
+        sources = [row if self.lengths[row] else -1 for row in rows]
+        none = torch.empty((0, 3), dtype=torch.int64)
+        return StateOperands(*(torch.tensor(values, dtype=torch.int64) for values in (lens, rows, sources)), none)
 
     @torch.inference_mode()
     def step(
@@ -78,10 +98,7 @@ class ForwardHarness:
     ) -> dict[int, StepOutput]:
         """One forward; the rows of each request."""
         extends, decodes = extends or {}, decodes or {}
-        rows = [*extends, *decodes]
-        begins = [row if self.lengths[row] else -1 for row in rows]
         counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
-        states = self.states.operands(counts, rows, begins)
         batch = self.batch(extends, decodes)
         num_layers, top_k = len(self.model.moe_layer_ids), self.model.config.num_experts_per_tok
         routes = torch.full((batch.num_tokens, num_layers, top_k), -1, dtype=torch.int64)
@@ -90,7 +107,7 @@ class ForwardHarness:
             routes[:, moe_layer] = logical_ids_TK
 
         self.attention.plan(batch)
-        hidden = self.model(batch, ForwardContext(batch, self.attention, [capture], states=states))
+        hidden = self.model(batch, self.context(batch, [capture]))
         logits = self.model.compute_logits(hidden[batch.logits_rows])
         log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         parts = zip((*extends, *decodes), log_probs.split(counts), routes.split(counts), strict=True)

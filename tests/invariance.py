@@ -81,6 +81,11 @@ class Server:
         assert state["batch_invariant"], state["batch_invariance_note"]
         self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
 
+    def hit(self, num_tokens: int) -> int:
+        """The longest prefix of so many computed tokens that the cache can give."""
+        states = self.harness.scheduler.cache.states
+        return num_tokens if states is None else states.shareable(num_tokens)
+
     def replace_ops(self, wrong: Callable[[Ops], Ops]) -> None:
         """Make every layer compute with `wrong` of the operators that it computes with now, in Python throughout."""
         runner = self.harness.scheduler.runner

@@ -96,7 +96,9 @@ class RankEngine:
         store = None
         if config.is_moe:
             store = RouteSlotStore(pool.k[0].shape[0], layers, config.num_experts_per_tok, config.num_experts)
-        self.runner = ModelRunner(ModelState(self.model, self.placement, "v"), pool, self.harness.attention, store)
+        state = ModelState(self.model, self.placement, "v")
+        states = self.harness.state_pool
+        self.runner = ModelRunner(state, pool, self.harness.attention, store, state_pool=states)
 
     def step(self, number: int, whole: Step) -> Results:
         """This rank's part of a step, by request."""

@@ -95,7 +95,7 @@ def _main(port: str, group_name: str, file: str, engine_ranks: str) -> None:
             flat = pack(named)
             messages = [flat[: flat.numel() - command["cut_bytes"]].clone()]
         else:
-            messages = [tensor for _, tensor in named]
+            messages = [tensor.view(-1).view(torch.uint8) for _, tensor in named]  # gloo has no float8
         for message in messages:
             group.start_broadcast(message).wait()
 

@@ -137,8 +137,8 @@ class _Server:
         if verb == "checksums":
             return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
         if verb == "content_digest":
-            self.updater.content.note(live_fingerprints(self.weights))
-            return self.updater.content.digest
+            self.updater.content.note_live(live_fingerprints(self.weights))
+            return self.updater.content.digests.sent
         if verb == "destroy_group":
             return self.updater.groups.destroy(**arguments)
         if verb in ("status", "abort"):

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -150,34 +150,6 @@ def digest(entries: Iterable[tuple[TensorMeta, int]]) -> str:
         for meta, value in entries
     )
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-class ContentBook:
-    """The fingerprint of every serving tensor, where it is known: a cold load computes none.
-
-    A refresh knows those of what it brings, so a full one names its content without another pass over memory.
-    """
-
-    def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
-        self._metas = metas
-        self._known: dict[str, int] = {}
-
-    @property
-    def digest(self) -> str | None:
-        """`fingerprint.digest` of the whole content; None while a tensor's fingerprint is not known."""
-        return self.digest_after({})
-
-    def digest_after(self, fingerprints: Mapping[str, int]) -> str | None:
-        """`digest` as it will be once these are noted."""
-        content = self._known | dict(fingerprints)
-        if content.keys() != self._metas.keys():
-            return None
-        return digest((self._metas[name], value) for name, value in content.items())
-
-    def note(self, fingerprints: Mapping[str, int]) -> None:
-        """These tensors, by canonical name, now have this content."""
-        assert fingerprints.keys() <= self._metas.keys(), sorted(fingerprints.keys() - self._metas.keys())
-        self._known.update(fingerprints)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,11 +40,16 @@ Announced = Mapping[TensorMeta, list[Piece]]
 
 
 class Arrival(NamedTuple):
-    """Logical tensor `name`, out of the wire tensor `wire_name`."""
+    """A logical tensor, which is a piece of the wire tensor `wire_name`."""
 
     wire_name: str
-    name: str
+    piece: Piece
     content: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """Of the logical tensor."""
+        return self.piece.name
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def split_tensors(
         raise CoverageError(listed(refusals))
     expected = weights.metas()
     arrivals = [
-        Arrival(wire_name, piece.name, piece.of(tensor.detach()))
+        Arrival(wire_name, piece, piece.of(tensor.detach()))
         for (wire_name, tensor), pieces in zip(named, split, strict=True)
         for piece in pieces
     ]
@@ -195,7 +200,8 @@ def store(arrivals: Iterable[Arrival], sink: WeightSink, ledger: WeightLedger) -
     Raises `CoverageError` for a tensor that came before, `ContentError` for one that came before under another name
     with other content.
     """
-    for wire_name, name, content in arrivals:
+    for arrival in arrivals:
+        wire_name, name, content = arrival.wire_name, arrival.name, arrival.content
         if ledger.record(wire_name, name):
             sink.write(name, content)
         elif not all(_same_bits(part, content) for part in sink.read(name)):  # other ranks check their parts

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from weight_sync.content import Content, Digests
 from weight_sync.errors import (
     CommitError,
     CoverageError,
@@ -32,29 +33,21 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.fingerprint import parse_fingerprint
+from weight_sync.fp8_wire import SCALE_SUFFIX, weight_name, whole_metas
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.loading import (
-    Coverage,
-    ProvenPart,
-    WeightLedger,
-    check_content,
-    load_part,
-    matching,
-    split_tensors,
-    split_wire,
-    store,
-)
+from weight_sync.intake import Intake
+from weight_sync.loading import Coverage, ProvenPart, WeightLedger, load_part, split_wire, store
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging, StagingMode
-from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, parse_meta
+from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta, parse_meta
 from weight_sync.waiting import Lease
 
 Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
 NAMES_SHOWN = 10
 STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
-    *("num_bytes", "lease_s", "lease_left_s", "failed"),
+    *("num_bytes", "unpaired", "unpaired_bytes", "lease_s", "lease_left_s", "failed"),
 )
 
 
@@ -74,7 +67,7 @@ class WeightTransaction:
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
     `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
-    `is_bound`: every call must carry that id.
+    `is_bound`: every call must carry that id.  `quantised`: see `Intake`.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -93,6 +86,7 @@ class WeightTransaction:
         is_implicit: bool = False,
         update_id: str | None = None,
         is_bound: bool = False,
+        quantised: Collection[str] = frozenset(),
     ) -> None:
         self.lease = Lease(math.inf) if lease is None else lease
         self.is_implicit, self.update_id, self.is_bound = is_implicit, update_id, is_bound
@@ -100,16 +94,14 @@ class WeightTransaction:
         self.coverage = coverage
         self.failure: str | None = None
         self.torn: str | None = None
-        self.content_digest: str | None = None  # of the whole content once it is committed, where it is known
+        self.digests = Digests()  # of the whole content once it is committed, where they are known
         self._weights = weights
         self._state = TransactionState.OPEN
         self._staging = ShadowStaging(weights) if staging is None else staging
-        self._fingerprints: dict[str, int] = {}
-        self._found: dict[str, int] = {}
-        self._announced: dict[TensorMeta, list[Piece]] = {}
+        fingerprints: dict[str, int] = {}
         expected: Iterable[str] = weights.metas()
         if manifest is not None:
-            self._fingerprints, announced = _read_manifest(weights, manifest)
+            fingerprints, announced = _read_manifest(weights, manifest)
             absent = sorted(weights.metas().keys() - announced)
             if coverage == "full" and absent:
                 raise CoverageError(f"the manifest lacks {len(absent)} tensors: {listed(absent)}")
@@ -117,6 +109,7 @@ class WeightTransaction:
                 raise CoverageError("the manifest is empty")
             expected, coverage = announced, "full"
         self._ledger = WeightLedger(expected, coverage)
+        self._intake = Intake(weights, fingerprints, quantised)
 
     @property
     def state(self) -> TransactionState:
@@ -149,9 +142,9 @@ class WeightTransaction:
         return self._state is not TransactionState.COMMITTED and self._staging.dirty
 
     @property
-    def fingerprints(self) -> Mapping[str, int]:
-        """Of the tensors that came, by logical name, as they came."""
-        return self._found
+    def contents(self) -> Mapping[str, Content]:
+        """Of the tensors that came, by logical name."""
+        return self._intake.contents
 
     def status(self) -> dict[str, Any]:
         """Counts, and the first names."""
@@ -164,6 +157,8 @@ class WeightTransaction:
             "received_names": self.received[:NAMES_SHOWN],
             "missing_names": self.missing[:NAMES_SHOWN],
             "num_bytes": self.num_bytes,
+            "unpaired": self._intake.pairs.num_waiting,
+            "unpaired_bytes": self._intake.pairs.num_bytes,
             "lease_s": self.lease.seconds,
             "lease_left_s": self.lease.left_s,
             "failed": self.failure,
@@ -178,12 +173,12 @@ class WeightTransaction:
     def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None) -> None:
         """Check what is known of a bucket before it is received.
 
-        Raises `TransactionStateError` unless OPEN, or for another version than before, and what `split_wire` raises.
+        Raises `TransactionStateError` unless OPEN, or for another version than before, and as `Intake.announce`.
         """
         self._require(TransactionState.OPEN, "receive")
         if (other := self._other_version(weight_version)) is not None:
             raise other
-        self._announced = dict(zip(metas, split_wire(self._weights, metas, cast=False), strict=True))
+        self._intake.announce(metas)
 
     def check_committable(self) -> None:
         """Raises `TransactionStateError` unless VERIFIED."""
@@ -192,18 +187,17 @@ class WeightTransaction:
     def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart) -> None:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
 
-        Raises `TransactionStateError` unless OPEN; `ContentError`, `StagingError` and what `split_tensors` and `store`
+        A quantised weight or its scales may come in another bucket than the other: the first waits.
+
+        Raises `TransactionStateError` unless OPEN; `ContentError`, `StagingError` and what `Intake.take` and `store`
         raise fail the transaction for good.
         """
         with self._failing("receive"):
             if isinstance(bucket, ProvenPart):
-                self._found |= matching({bucket.name: bucket.fingerprint}, self._fingerprints)
+                self._intake.take_part(bucket)
                 load_part(bucket, self._staging, self._ledger)
-                return
-            arrivals = split_tensors(self._weights, bucket, self._ledger, cast=False, announced=self._announced)
-            named = [(arrival.name, arrival.content) for arrival in arrivals]
-            self._found |= check_content(named, self._fingerprints)
-            store(arrivals, self._staging, self._ledger)
+            else:
+                store(self._intake.take(bucket, self._ledger), self._staging, self._ledger)
 
     def fail(self, reason: str) -> None:
         """OPEN -> FAILED, for a bucket that never came this far.  The model is as it was before the first bucket."""
@@ -218,6 +212,7 @@ class WeightTransaction:
         Raises `TransactionStateError` unless OPEN, `CoverageError`, `StagingError`; the last two fail the transaction.
         """
         with self._failing("verify"):
+            self._intake.pairs.settle()
             self._ledger.settle()
             self._staging.prepare()
         self._state = TransactionState.VERIFIED
@@ -300,6 +295,7 @@ class WeightTransaction:
     def _roll_back(self, reason: str) -> None:
         """The model as it was before the first bucket; else `torn`."""
         was_dirty = self._staging.dirty
+        self._intake.pairs.clear()
         try:
             self._staging.undo()
             if was_dirty:
@@ -310,21 +306,27 @@ class WeightTransaction:
 
 
 def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[str, int], set[str]]:
-    """Stated fingerprints by logical name, and all logical names announced."""
-    metas: list[TensorMeta] = [meta for meta, _ in manifest]
+    """Stated fingerprints by the names of logical tensors and of their scales, and all logical names announced."""
+    metas = whole_metas(weights, [meta for meta, _ in manifest])
     split = split_wire(weights, metas, cast=False)
     ledger = WeightLedger(weights.metas())
     refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
     if refusals:
         raise CoverageError(f"manifest: {listed(refusals)}")
+    pieces_of = {meta.name: pieces for meta, pieces in zip(metas, split, strict=True)}
     fingerprints: dict[str, int] = {}
-    for (meta, stated), pieces in zip(manifest, split, strict=True):
-        if stated is None or not pieces:  # of a tensor that the model ignores nothing is kept to compare
+    for meta, stated in manifest:
+        if stated is None:
             continue
+        is_scale = meta.name not in pieces_of
+        pieces = pieces_of[weight_name(meta.name) if is_scale else meta.name]
+        if not pieces:
+            continue  # the model keeps nothing of it
         if len(pieces) != 1 or pieces[0].index != ():
             raise WeightRequestError(f"manifest: {meta.name} is split by the model; state fingerprints of its parts")
-        if fingerprints.setdefault(pieces[0].name, stated) != stated:
-            raise WeightRequestError(f"manifest: two fingerprints for {pieces[0].name}")
+        name = pieces[0].name + SCALE_SUFFIX * is_scale
+        if fingerprints.setdefault(name, stated) != stated:
+            raise WeightRequestError(f"manifest: two fingerprints for {name}")
     return fingerprints, {piece.name for pieces in split for piece in pieces}
 
 

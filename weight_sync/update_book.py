@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from weight_sync.content import Digests
 from weight_sync.errors import TransactionStateError
 
 _REMEMBERED = 256
@@ -25,7 +26,7 @@ class CommitResult:
     names: list[str]  # logical tensors written
     num_bytes: int
     seconds: float  # time that the step thread spent
-    content_digest: str | None = None  # of the whole content now, as far as it is known
+    digests: Digests  # of the whole content now, as far as they are known
     update_id: str | None = None
 
 

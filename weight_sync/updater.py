@@ -18,14 +18,14 @@ A transaction has an id.  A call that is not of the open transaction (`foreign`)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 
+from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.fingerprint import ContentBook
 from weight_sync.held_memory import HeldMemory
 from weight_sync.loading import Coverage
 from weight_sync.process_group import WeightUpdateGroups
@@ -48,7 +48,7 @@ class WeightUpdater:
     each of them brings, on the I/O side.  `max_call_bytes`: of one call, by default twice the model's.  `staging`:
     where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
     back after each update.  `pace`: see `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a
-    transaction opens: where it is staged, if that is not where `weights` lie now.
+    transaction opens: where it is staged, if that is not where `weights` lie now.  `quantised`: see `Intake`.
 
     `torn`: why the model is neither the old version nor a new one, until a complete refresh is committed.
     """
@@ -71,6 +71,7 @@ class WeightUpdater:
         pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
+        quantised: Collection[str] = frozenset(),
     ) -> None:
         self.patience = Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
@@ -85,7 +86,7 @@ class WeightUpdater:
         self.content = ContentBook(weights.metas())
         self._staging = staging
         self._journal_dir = journal_dir
-        self._clock = clock
+        self._clock, self.quantised = clock, quantised
         self._transaction: WeightTransaction | None = None
         self.book = UpdateBook()
         self.torn: str | None = None
@@ -123,6 +124,7 @@ class WeightUpdater:
         lease, target = Lease(lease_s, self._clock), self._target(coverage)
         staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
         flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
+        flags["quantised"] = self.quantised
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
         if not is_implicit:
             self.book.clear_loss()
@@ -211,7 +213,7 @@ class WeightUpdater:
         if failure is not None:
             self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
-        transaction.content_digest = self.content.digest_after(transaction.fingerprints)
+        transaction.digests = self.content.digests_after(transaction.contents)
 
     def fail(self, reason: str) -> None:
         """Another rank failed to receive a bucket: the open transaction cannot be verified."""
@@ -278,9 +280,9 @@ class WeightUpdater:
         self._transaction, self.book.last_failure = None, None
         if len(names) == len(self.weights.metas()):
             self.torn = None
-        self.content.note(transaction.fingerprints)
-        label, digest = transaction.weight_version, transaction.content_digest
-        return CommitResult(label, names, transaction.num_bytes, seconds, digest, transaction.update_id)
+        self.content.note(transaction.contents)
+        label, digests = transaction.weight_version, transaction.digests
+        return CommitResult(label, names, transaction.num_bytes, seconds, digests, transaction.update_id)
 
     # --- state -------------------------------------------------------------------------------------------------
 

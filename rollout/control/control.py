@@ -178,11 +178,13 @@ class Control:
             weight_epoch=state.epoch.weight_epoch,
             placement_epoch=state.epoch.placement_epoch,
             content_digest=state.epoch.content_digest,
+            held_digest=state.epoch.held_digest,
             weight_versions=[
                 PublishedWeights(
                     weight_version=epoch.weight_version,
                     weight_epoch=epoch.weight_epoch,
                     content_digest=epoch.content_digest,
+                    held_digest=epoch.held_digest,
                 )
                 for epoch in state.recent_epochs
             ],

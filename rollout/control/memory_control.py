@@ -99,7 +99,7 @@ class MemoryControl:
                 scheduler.cache.flush()
             if "weights" in tags:
                 scheduler.serving.lose_content()
-                state.drop_digest()
+                state.drop_digests()
                 self._epoch_released = state.epoch.weight_epoch
                 self._refreshed_unasked = False
             for tag in tags:

@@ -72,13 +72,15 @@ class WeightChecker:
             return live_fingerprints(self._weights, self._updater.exchange)
 
         def step(fingerprints: dict[str, int]) -> tuple[str, CheckerReply]:
-            live = self._digest(fingerprints)
             expected = self._state.epoch.content_digest
             if expected is None and self._scheduler.serving.poisoned is None:
-                self._updater.content.note(fingerprints)
-                self._state.note_digest(live)
+                self._updater.content.note_live(fingerprints)
+                self._state.note_digests(self._updater.content.digests)
             checksums = {name: fingerprint_hex(value) for name, value in fingerprints.items()}
-            return "Success.", CheckerReply(checksums=checksums, digest=live, expected_digest=expected)
+            held = self._digest(fingerprints)
+            return "Success.", CheckerReply(
+                checksums=checksums, digest=self._as_sent(held), held_digest=held, expected_digest=expected
+            )
 
         return Job(verb, io, step)
 
@@ -92,10 +94,12 @@ class WeightChecker:
         def step(snapshot: WeightSnapshot) -> tuple[str, CheckerReply]:
             self._snapshot = snapshot
             self._snapshot_version = self._state.epoch.weight_version
+            held = self._digest(snapshot.fingerprints)
             return "Snapshot taken.", CheckerReply(
                 num_tensors=len(snapshot.fingerprints),
                 num_bytes=snapshot.num_bytes,
-                digest=self._digest(snapshot.fingerprints),
+                digest=self._as_sent(held),
+                held_digest=held,
                 weight_version=self._snapshot_version,
             )
 
@@ -151,6 +155,11 @@ class WeightChecker:
     def _digest(self, fingerprints: Mapping[str, int]) -> str:
         metas = self._weights.metas()
         return digest((metas[name], value) for name, value in fingerprints.items())
+
+    def _as_sent(self, held: str) -> str:
+        """The digest of what was sent, if memory holds what came of that; else that of memory."""
+        epoch = self._state.epoch
+        return epoch.content_digest if held == epoch.held_digest and epoch.content_digest is not None else held
 
 
 def _refuse_skip(verb: WeightsCheckerReqInput) -> None:

@@ -11,6 +11,7 @@ from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import FatalError
 from rollout.core.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError
 from weight_sync.update_book import CommitResult, Outcome
 from weight_sync.updater import WeightUpdater
@@ -45,7 +46,7 @@ class WeightCommit:
                 version = self._label(result, total, alone)
                 whole = scheduler.serving.has_whole_weights
                 if result.names:
-                    state.publish_weights(version, result.content_digest if whole else None)
+                    state.publish_weights(version, result.digests if whole else Digests())
                 else:
                     state.relabel(version)
         except (FatalError, WeightSyncError):
@@ -57,6 +58,7 @@ class WeightCommit:
             weight_version=version,
             weight_epoch=state.epoch.weight_epoch,
             content_digest=state.epoch.content_digest,
+            held_digest=state.epoch.held_digest,
             placement_epoch=state.epoch.placement_epoch,
             num_tensors=len(result.names),
             num_bytes=result.num_bytes,

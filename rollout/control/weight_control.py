@@ -49,6 +49,7 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
+from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
 from weight_sync.transaction import parse_manifest
 from weight_sync.updater import WeightUpdater
@@ -93,7 +94,7 @@ class WeightControl:
         self._num_pauses = 0
         self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._opened_in_pause = 0  # which of them the implicit transaction belongs to
-        self._found_digest: str | None = None
+        self._found_digests: Digests | None = None
         self._last_status = updater.status()
         self._queue.add(
             {
@@ -201,9 +202,9 @@ class WeightControl:
         self._leases.on_verb()
         if job.renews_lease:
             self._updater.renew_lease()
-        if self._found_digest is not None:
-            self._scheduler.runner.state.note_digest(self._found_digest)
-            self._found_digest = None
+        if self._found_digests is not None:
+            self._scheduler.runner.state.note_digests(self._found_digests)
+            self._found_digests = None
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
@@ -249,8 +250,9 @@ class WeightControl:
             return
         actual = epoch.content_digest
         if actual is None:
-            self._updater.content.note(live_fingerprints(self._updater.weights, self._updater.exchange))
-            actual = self._found_digest = self._updater.content.digest
+            self._updater.content.note_live(live_fingerprints(self._updater.weights, self._updater.exchange))
+            self._found_digests = self._updater.content.digests
+            actual = self._found_digests.sent
         if actual != verb.base_digest.lower():
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 

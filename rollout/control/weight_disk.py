@@ -44,7 +44,7 @@ HowPulled = Literal["delta", "full", "unchanged"]
 LOAD_FORMATS = (None, "auto", "safetensors")
 _MAX_CONFIG_BYTES = 16 << 20
 # What may differ between two checkpoints of one model; the epsilon of latents is a setting of the server.
-_FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings", "latent_eps"}
+_FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings", "stored_format", "latent_eps"}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
     tensors, group = (verb.names, verb.dtypes, verb.shapes), verb.group_name
     if verb.load_format == DELTA:
         inner = DistributedSource(tensors, group, updater.receiver)
-        return DeltaSource(inner, updater.weights, updater.target, updater.exchange)
+        return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.quantised)
     return DistributedSource(tensors, group, updater.receiver, verb.load_format, verb.packed_buffer_size_bytes)
 
 

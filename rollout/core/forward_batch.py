@@ -13,8 +13,23 @@ Shapes: L MoE layers, K top-k, T tokens, B decoding requests, X extending reques
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class StateOperands(NamedTuple):
+    """The recurrent states of a step's N sequences, in the order of the batch, all int64.
+
+    `query_lens` [N]: tokens in this step; `rows` [N] of the state pool: where the state after them goes; `sources` [N]:
+    the row of the state before them, -1 for none; `snapshots` [M, 3]: sequence, number of its tokens in this step, and
+    the row to which the state after them is copied.
+    """
+
+    query_lens: torch.Tensor
+    rows: torch.Tensor
+    sources: torch.Tensor
+    snapshots: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -38,6 +53,8 @@ class ForwardBatch:
     forced_routes: torch.Tensor | None = None
     """[L, T, K] logical expert ids that replace the routers' choices, but for rows that are -1; None: no row is
     forced."""
+
+    states: StateOperands | None = None  # None: the model has no recurrent layers
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
 

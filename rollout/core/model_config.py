@@ -21,6 +21,7 @@ from rollout.core.layer_specs import (
     YarnScaling,
     yarn_mscale,
 )
+from rollout.core.stored_format import StoredFormat, stored_format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class ModelConfig:
     """Shape of a decoder-only transformer.
 
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
+    `stored_format`: of the checkpoint; it is served in `torch_dtype`, or what the server is told.
     `renamed_prefixes`: what names of tensors may begin with instead, and what the canonical ones begin with.
     """
 
@@ -42,6 +44,7 @@ class ModelConfig:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     ignored_names: tuple[str, ...] = ()
+    stored_format: StoredFormat = "plain"
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -83,6 +86,7 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "torch_dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "eos_token_ids": _eos_token_ids(raw, generation),
+        "stored_format": stored_format_of(raw),
     }
 
 
@@ -172,15 +176,9 @@ def refuse_common(raw: Mapping[str, Any]) -> None:
         {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
             "use_sliding_window": bool(raw.get("use_sliding_window")),
-            "quantization_config": bool(raw.get("quantization_config")) and not _is_mxfp4(raw["quantization_config"]),
         }
     )
-
-
-def _is_mxfp4(stated: Any) -> bool:
-    """Experts in MXFP4 and everything else plain, as GPT-OSS is published: which tensors are, their names say."""
-    keys = ("quant_method", "modules_to_not_convert", "dequantize")
-    return isinstance(stated, Mapping) and stated.get("quant_method") == "mxfp4" and not stated.keys() - {*keys}
+    stored_format_of(raw)
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -13,11 +13,12 @@ from rollout.core.update_state import UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
-    """One of the last weight versions."""
+    """One of the last weight versions.  `content_digest`: of what was sent; `held_digest`: of what memory held."""
 
     weight_version: str
     weight_epoch: int
     content_digest: str | None
+    held_digest: str | None
 
 
 class SchedulerState(Reply, kw_only=True):
@@ -53,6 +54,7 @@ class SchedulerState(Reply, kw_only=True):
     weight_epoch: int
     placement_epoch: int
     content_digest: str | None
+    held_digest: str | None
     weight_versions: list[PublishedWeights]
     weight_update: UpdateStateReply
     expert_distribution: ExpertLoadState | None

@@ -90,6 +90,14 @@ class ServerArgs:
         1 << 22, "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered"
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    max_state_rows: int | None = _arg(
+        None,
+        "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
+        "and snapshots for prefix hits (default: twice --max-running-requests)",
+    )
+    state_snapshot_interval: int = _arg(
+        64, "tokens between the positions at which a recurrent state is kept for prefix hits"
+    )
     session_pin_fraction: float = _arg(
         0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
     )
@@ -148,6 +156,11 @@ class ServerArgs:
     )
     keep_staging_memory: bool = _arg(
         True, "keep the memory of a weight update for the next one, instead of giving it back to the system"
+    )
+    quantize_weight_updates: bool = _arg(
+        False,
+        "of an FP8 checkpoint: quantise what weight updates bring unquantised as the checkpoint is, so that what "
+        "serves is what an FP8 checkpoint of it would give",
     )
     pause_timeout: float | None = _arg(
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
@@ -231,6 +244,7 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
         _require(
             not (self.session_pin_fraction and self.disable_radix_cache),

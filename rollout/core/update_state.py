@@ -10,11 +10,12 @@ from rollout.core.message import Reply
 
 
 class CommitReply(Reply, kw_only=True):
-    """What was published; unset where nothing was."""
+    """What was published; unset where nothing was.  `content_digest`: of what was sent; `held_digest`: of memory."""
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
     content_digest: str | UnsetType | None = UNSET
+    held_digest: str | UnsetType | None = UNSET
     placement_epoch: int | UnsetType = UNSET
     placement_adopted: bool | UnsetType = UNSET
     placement_note: str | UnsetType = UNSET
@@ -26,6 +27,7 @@ class CommitReply(Reply, kw_only=True):
 class UpdateStateReply(Reply, kw_only=True):
     """Of the open update, with `busy` to `poisoned`; or, of the one that was named, its `outcome` and `reason`.
 
+    `unpaired`: tensors that wait for their FP8 scales, or scales for their tensor; `unpaired_bytes`: memory of them.
     For a committed update, the fields of its commit's reply are set too.
     """
 
@@ -43,6 +45,8 @@ class UpdateStateReply(Reply, kw_only=True):
     received_names: list[str] | UnsetType | None = UNSET
     missing_names: list[str] | UnsetType | None = UNSET
     num_bytes: int | UnsetType | None = UNSET
+    unpaired: int | UnsetType | None = UNSET
+    unpaired_bytes: int | UnsetType | None = UNSET
     lease_s: float | UnsetType | None = UNSET
     lease_left_s: float | UnsetType | None = UNSET
     failed: str | UnsetType | None = UNSET
@@ -54,6 +58,7 @@ class UpdateStateReply(Reply, kw_only=True):
     poisoned: str | UnsetType | None = UNSET
     weight_epoch: int | UnsetType = UNSET
     content_digest: str | UnsetType | None = UNSET
+    held_digest: str | UnsetType | None = UNSET
     placement_epoch: int | UnsetType = UNSET
     placement_adopted: bool | UnsetType = UNSET
     placement_note: str | UnsetType = UNSET

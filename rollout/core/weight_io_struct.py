@@ -74,9 +74,14 @@ class WeightsReply(Reply, kw_only=True):
 
 
 class CheckerReply(Reply, kw_only=True):
-    """`checksum`: the first three.  `snapshot`: from `num_tensors` to `weight_version`.  `compare`: the next four."""
+    """`checksum`: the first four.  `snapshot`: from `num_tensors` to `weight_version`.  `compare`: the next four.
+
+    `checksums` and `held_digest` are of what memory holds; `digest` is of what was sent, if memory holds what came of
+    that, else the same as `held_digest`.
+    """
 
     checksums: dict[str, str] | UnsetType = UNSET
+    held_digest: str | UnsetType = UNSET
     digest: str | UnsetType = UNSET
     expected_digest: str | UnsetType | None = UNSET
     num_tensors: int | UnsetType = UNSET

@@ -30,6 +30,7 @@ from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.mem_cache.state_pool import StatePool, num_state_rows, state_bytes_per_row
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
 from rollout.model_executor.model_runner import ModelRunner
@@ -55,6 +56,7 @@ class Limits:
 
     context_length: int
     num_slots: int
+    num_state_rows: int  # 0: the model has no recurrent layers
 
 
 def build_scheduler(
@@ -74,6 +76,10 @@ def build_scheduler(
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
+    if args.quantize_weight_updates and config.stored_format != "fp8":
+        raise StartupError(
+            "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
+        )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
@@ -83,14 +89,16 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
     )
     model_bytes = _bytes_of(model)
-    token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
-    limits = _limits(args, config, token_bytes, model_bytes, parallel)
+    token_bytes, row_bytes = kv_bytes_per_token(model.kv_layers, dtype), state_bytes_per_row(model.state_layers, dtype)
+    limits = _limits(args, config, token_bytes, row_bytes, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
     kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device)
+    state_pool = StatePool(limits.num_state_rows, model.state_layers, dtype, device) if row_bytes else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
     attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
     is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
-    runner = ModelRunner(state, kv_pool, attention, route_store, RecordedForward(model) if is_recorded else None)
+    recorded = RecordedForward(model) if is_recorded else None
+    runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
     sampler = select_sampler(dtype, device, kernels.available)
     inbox: Channel = (
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
@@ -179,6 +187,8 @@ def _wire(
         listener=events,
         max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
         pin_timeout=args.session_pin_timeout,
+        num_state_rows=limits.num_state_rows,
+        state_interval=args.state_snapshot_interval,
     )
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
@@ -214,19 +224,27 @@ def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEve
     )
 
 
-def _limits(args: ServerArgs, config: ModelConfig, token_bytes: int, model_bytes: int, parallel: Parallel) -> Limits:
-    """The same on all ranks; those of one machine share its memory."""
+def _limits(
+    args: ServerArgs, config: ModelConfig, token_bytes: int, row_bytes: int, model_bytes: int, parallel: Parallel
+) -> Limits:
+    """The same on all ranks; those of one machine share its memory.  Recurrent states get theirs before KV does."""
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
+    if args.device == "cpu":
+        available //= parallel.layout.world_size // args.nnodes
+    staging_bytes, rows = _staging_bytes(args, model_bytes), 0
+    if row_bytes:
+        usable = int(available * args.mem_fraction_static) - staging_bytes
+        rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
     num_slots = args.max_total_tokens or kv_pool_tokens(
-        available // (parallel.layout.world_size // args.nnodes) if args.device == "cpu" else available,
+        available,
         token_bytes,
-        staging_bytes=_staging_bytes(args, model_bytes),
+        staging_bytes=staging_bytes + rows * row_bytes,
         mem_fraction=args.mem_fraction_static,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
     )
-    return Limits(context_length, num_slots)
+    return Limits(context_length, num_slots, rows)
 
 
 def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:

@@ -26,6 +26,7 @@ from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import pause_between_parts
 from rollout.core.server_args import ServerArgs
 from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.load import quantised_names
 from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.held_memory import HeldMemory
@@ -76,6 +77,7 @@ def build_control(
         pace=pause_between_parts(scheduler),
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
+        quantised=quantised_names(args.model_path, model.weights) if args.quantize_weight_updates else frozenset(),
     )
     commit = WeightCommit(scheduler, updater, adoption)
     weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, args.pause_timeout)
@@ -115,5 +117,6 @@ def build_control(
 
 
 def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:
-    kv_pool, table = scheduler.runner.kv_pool, scheduler.cache.pool.table
-    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*kv_pool.tensors, table]})
+    runner, table = scheduler.runner, scheduler.cache.pool.table
+    states = [] if runner.state_pool is None else runner.state_pool.tensors
+    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*runner.kv_pool.tensors, *states, table]})

@@ -165,6 +165,7 @@ class InfoRoutes:
                 "preferred_sampling_params": None,
                 "weight_version": state.weight_version,
                 "content_digest": state.content_digest,
+                "held_digest": state.held_digest,
                 "weight_versions": msgspec.to_builtins(state.weight_versions),
                 "load_format": "auto",
                 "reasoning_parser": args.reasoning_parser,
@@ -228,10 +229,10 @@ class InfoRoutes:
         )
 
     async def weight_version(self) -> Response:
-        """The version in force, and the digest of its content where one was computed."""
+        """The version in force, and the digests of its content, as sent and as held, where they were computed."""
         state = await self._state()
         facts = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
-        return json_response(facts | {"content_digest": state.content_digest})
+        return json_response(facts | {"content_digest": state.content_digest, "held_digest": state.held_digest})
 
     async def get_load(self) -> Response:
         """One entry per data-parallel rank."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.mem_cache.state_pool import StatePool
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
 # mapped to physical ones.  Must not change the ids, and copies what it keeps: by calls of torch operators alone, which
@@ -50,6 +51,13 @@ class SliceRoutes:
         return self._rows_Tn.unflatten(1, (self._capturer.num_moe_layers, self._capturer.top_k))
 
 
+class States(NamedTuple):
+    """The memory of recurrent layers, and which rows of it a step reads and writes."""
+
+    pool: StatePool
+    operands: StateOperands
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """One step.  `attention.plan(batch)` has been called.
@@ -61,4 +69,4 @@ class ForwardContext:
     attention: AttentionBackend
     route_hooks: Sequence[RouteHook] = ()
     slice_routes: SliceRoutes | None = None
-    states: Any = None
+    states: States | None = None

@@ -69,6 +69,7 @@ class GatedDelta(WeightLayer):
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         projected = self.in_proj(residual_TD, hidden_TD, norm)
+        assert context.states is not None, "a model with recurrent layers has a state pool"
         pool = context.states.pool
         read_TV = self.ops.gated_delta(
             projected,

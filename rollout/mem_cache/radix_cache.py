@@ -3,6 +3,7 @@
 A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.
 
     match()   longest cached prefix -> (node to lock, its slots)
+    match_state()   the same of a model with recurrent layers: as far as there is a snapshot of their states
     insert()  give the tree a finished prefix; it keeps the part it lacks
     lock()    everything from a node up to its root stays until unlock()
     pin()     the same, counted separately: kept although no request uses it
@@ -11,7 +12,7 @@ A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from rollout.mem_cache.kv_pool import SlotAllocator
+from rollout.mem_cache.state_pool import SnapshotRows
 
 Namespace = tuple[str | None, int]
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -27,6 +29,8 @@ _NO_HASHES = np.empty(0, dtype=np.int64)
 
 class RadixNode:
     """`tokens` [n] and `slots` [n] of one edge.
+
+    `states`: rows of the state pool, by the number of its tokens after which they are the sequence's recurrent state.
 
     `lock_count` counts the users of this node or of one below it, `pin_count` those of them that are pins.
     `block_hashes` [n] are a listener's names of its tokens; empty where no listener was notified of them.
@@ -40,6 +44,7 @@ class RadixNode:
         "parent",
         "pin_count",
         "slots",
+        "states",
         "tokens",
     )
 
@@ -49,6 +54,7 @@ class RadixNode:
         self.slots = slots
         self.block_hashes = _NO_HASHES
         self.children: dict[int, RadixNode] = {}
+        self.states: dict[int, int] = {}
         self.lock_count = 0
         self.pin_count = 0
         self.last_access = 0
@@ -84,9 +90,15 @@ class RadixCache:
 
     keeps_prefixes = True
 
-    def __init__(self, allocator: SlotAllocator, listener: CacheListener | None = None) -> None:
+    def __init__(
+        self,
+        allocator: SlotAllocator,
+        listener: CacheListener | None = None,
+        snapshots: SnapshotRows | None = None,
+    ) -> None:
         self._allocator = allocator
         self._listener = listener
+        self._snapshots = snapshots  # None: sequences have no recurrent state
         self._roots: dict[Namespace, _Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
         self._clock = count(1)
@@ -120,6 +132,35 @@ class RadixCache:
             position += shared
             node = child
         return node, torch.cat(slots) if slots else _NO_SLOTS
+
+    def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
+        """As `match`, of the longest prefix whose recurrent state is there; its row, or -1 of no prefix at all."""
+        assert self._snapshots is not None
+        node, slots = self.match(namespace, tokens)
+        length = slots.shape[0]
+        for walker in self.path(node):
+            if walker.states:
+                offset = max(walker.states)
+                row = walker.states[offset]
+                self._snapshots.use(row)
+                length -= len(walker) - offset
+                return self._split(walker, offset) if offset < len(walker) else walker, slots[:length], row
+            length -= len(walker)
+        return self._root(namespace), _NO_SLOTS, -1
+
+    def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> None:
+        """`rows` of snapshots by length of the prefix of which they are the state; `node` ends no shorter one.
+
+        They belong to the tree from now on; one that it has already is freed.
+        """
+        assert self._snapshots is not None
+        end = sum(map(len, self.path(node)))
+        for walker in self.path(node):
+            start = end - len(walker)
+            for length, row in rows.items():
+                if start < length <= end:
+                    self._snapshots.keep(row, walker, length - start)
+            end = start
 
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         """Give the tree `slots` [n] for `tokens` [n].
@@ -220,6 +261,7 @@ class RadixCache:
             for node in _postorder(root):
                 if node.parent is not None:
                     self._allocator.free(node.slots)
+                    self._free_states(node)
         self._roots.clear()
         self._heap.clear()
         self.num_cached = 0
@@ -246,6 +288,10 @@ class RadixCache:
         upper.lock_count, upper.pin_count = child.lock_count, child.pin_count
         upper.last_access = child.last_access
         upper.block_hashes, child.block_hashes = child.block_hashes[:length], child.block_hashes[length:]
+        if self._snapshots is not None:
+            offsets = sorted(child.states)
+            self._snapshots.move(child, upper, {offset: offset for offset in offsets if offset <= length})
+            self._snapshots.move(child, child, {offset: offset - length for offset in offsets if offset > length})
         parent.children[int(upper.tokens[0])] = upper
         child.tokens, child.slots, child.parent = child.tokens[length:], child.slots[length:], upper
         upper.children[int(child.tokens[0])] = child
@@ -285,9 +331,14 @@ class RadixCache:
         if self._listener is not None and len(node.block_hashes):
             self._listener.removed(node)
         self._allocator.free(node.slots)
+        self._free_states(node)
         self.num_cached -= len(node)
         self._offer(parent)
         return len(node)
+
+    def _free_states(self, node: RadixNode) -> None:
+        if self._snapshots is not None:
+            self._snapshots.free_of(node)
 
 
 class NoPrefixCache(RadixCache):
@@ -297,6 +348,9 @@ class NoPrefixCache(RadixCache):
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
         return self._root(namespace), _NO_SLOTS
+
+    def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
+        return self._root(namespace), _NO_SLOTS, -1
 
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         self._allocator.free(slots)

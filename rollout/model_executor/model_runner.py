@@ -18,8 +18,9 @@ from capture.slot_store import RouteSlotStore
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import share_sizes
-from rollout.layers.context import ForwardContext, SliceRoutes
+from rollout.layers.context import ForwardContext, SliceRoutes, States
 from rollout.mem_cache.kv_pool import KVPool
+from rollout.mem_cache.state_pool import StatePool
 from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.model_executor.recorded_forward import RecordedForward
 
@@ -51,10 +52,12 @@ class ModelRunner:
         attention: AttentionBackend,
         route_store: RouteSlotStore | None,
         recorded: RecordedForward | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
         self.state = state
         self.recorded = recorded  # None: the model runs in Python
         self.kv_pool = kv_pool
+        self.state_pool = state_pool  # None: the model has no recurrent layers
         self.route_store = route_store
         self.route_observers: list[RouteObserver] = []
         self._attention = attention
@@ -81,7 +84,10 @@ class ModelRunner:
             written = (self._capturer.begin_step(num_rows),)
             hooks.append(self._capturer.record)
         self._attention.plan(batch)
-        context = ForwardContext(batch, self._attention, hooks, slices)
+        states = None
+        if self.state_pool is not None and batch.states is not None:
+            states = States(self.state_pool, batch.states)
+        context = ForwardContext(batch, self._attention, hooks, slices, states)
         if self.recorded is None:
             hidden_TD = model(batch, context)
         else:

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict
 from rollout.model_executor.decoder import DecoderForCausalLM
+from weight_sync.content import Digests
 
 _EPOCHS_REMEMBERED = 16
 
@@ -24,13 +25,15 @@ class ServingEpoch:
     """What explains a sampled token: immutable, swapped whole at a step boundary.
 
     `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused; `content_digest` is
-    the digest of all logical tensors where one was computed.
+    the digest of all logical tensors as they were sent, `held_digest` as they are in memory, where they were computed;
+    they differ where weights were converted.
     """
 
     weight_version: str
     weight_epoch: int = 0
     placement_epoch: int = 0
     content_digest: str | None = None
+    held_digest: str | None = None
 
     @cached_property
     def mark(self) -> int:
@@ -75,10 +78,10 @@ class ModelState:
         finally:
             self._mutation = None
 
-    def publish_weights(self, weight_version: str, content_digest: str | None) -> None:
+    def publish_weights(self, weight_version: str, digests: Digests) -> None:
         """Publish the new content as a new epoch under `weight_version`, in one assignment."""
         assert self._mutation is not None, "weights are published inside mutate()"
-        epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, content_digest)
+        epoch = ServingEpoch(weight_version, self.epoch.weight_epoch + 1, self.placement.epoch, *digests)
         self._version_of_epoch[epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = epoch.weight_epoch
         self._recent.append(epoch)
@@ -96,16 +99,16 @@ class ModelState:
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = self.epoch.weight_epoch
 
-    def note_digest(self, content_digest: str) -> None:
-        """Record the digest of all logical tensors of the content in force."""
-        self._amend(replace(self.epoch, content_digest=content_digest))
+    def note_digests(self, digests: Digests) -> None:
+        """Record the digests of all logical tensors of the content in force."""
+        self._amend(replace(self.epoch, content_digest=digests.sent, held_digest=digests.held))
 
-    def drop_digest(self) -> None:
-        """Forget the digest of the epoch in force, as memory no longer holds that content.
+    def drop_digests(self) -> None:
+        """Forget the digests of the epoch in force, as memory no longer holds that content.
 
-        What served before keeps its digest among `recent_epochs`; the epoch in force has none.
+        What served before keeps its digests among `recent_epochs`; the epoch in force has none.
         """
-        self.epoch = replace(self.epoch, content_digest=None)
+        self.epoch = replace(self.epoch, content_digest=None, held_digest=None)
 
     def _amend(self, epoch: ServingEpoch) -> None:
         """Same weights, updated metadata."""

@@ -18,7 +18,9 @@ import torch
 from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
 from rollout.mem_cache.session_pins import SessionPins
+from rollout.mem_cache.state_pool import SnapshotRows
 from rollout.scheduler.req import Req
+from rollout.scheduler.state_rows import StateRows
 
 MAX_STEPS_AHEAD = 16
 
@@ -37,10 +39,16 @@ class CacheManager:
         listener: CacheListener | None = None,
         max_pinned_tokens: int = 0,
         pin_timeout: float = 0.0,
+        num_state_rows: int = 0,
+        state_interval: int = 64,
     ) -> None:
         self.allocator = SlotAllocator(num_slots, device)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
-        self.prefix_cache: RadixCache = kind(self.allocator, listener)
+        snapshots = SnapshotRows(max_requests, num_state_rows - max_requests) if num_state_rows else None
+        self.prefix_cache: RadixCache = kind(self.allocator, listener, snapshots)
+        self.states: StateRows | None = None  # of a model with recurrent layers
+        if snapshots is not None:
+            self.states = StateRows(snapshots, state_interval, keeps_prefixes=not disable_radix_cache)
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
         self.num_private = 0  # slots held by requests and not by the cache
@@ -58,7 +66,12 @@ class CacheManager:
         """Give `req` a row and the longest cached prefix of its namespace, locked."""
         assert req.pool_index == -1
         req.namespace = (req.source.extra_key, weight_epoch)
-        node, slots = self.prefix_cache.match(req.namespace, req.token_array(req.matchable_len()))
+        tokens = req.token_array(req.matchable_len())
+        if self.states is None:
+            node, slots = self.prefix_cache.match(req.namespace, tokens)
+        else:
+            node, slots, row = self.prefix_cache.match_state(req.namespace, tokens)
+            self.states.begin(req, row)
         self.prefix_cache.lock(node)
         req.prefix_node = node
         req.pool_index = self.pool.alloc()
@@ -66,6 +79,11 @@ class CacheManager:
         self.pool.table[req.pool_index, : slots.shape[0]] = slots
         if req.num_retractions == 0:
             req.cached_tokens = slots.shape[0]
+
+    def shareable_len(self, req: Req) -> int:
+        """Prompt tokens that `req` can take over from a request with the same prompt: each computes the last one."""
+        length = min(req.prompt_len - 1, req.matchable_len())
+        return length if self.states is None else self.states.shareable(length)
 
     def extend(self, req: Req, count: int) -> None:
         """Slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
@@ -94,16 +112,21 @@ class CacheManager:
         """Insert the computed prompt of `req` into the prefix cache while it runs.
 
         Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
-        stay its own, so that its rows are those of its own forwards.
+        stay its own, so that its rows are those of its own forwards.  With recurrent states it takes over the cache's
+        slots instead: it began where there was a snapshot, which may be before the end of what the cache had.
         """
         if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
             return
         tokens = req.token_array(req.device_len)
         _, present = self.prefix_cache.match(req.namespace, tokens)
+        if self.states is not None and present.shape[0] > req.cached_len:
+            self._take_over(req, present)
         if present.shape[0] != req.cached_len:
             return
         node, _ = self.prefix_cache.insert(req.namespace, tokens, self.slots(req, 0, req.device_len))
         self._move_lock(req, node)
+        if self.states is not None:
+            self.states.hand_over(req, self.prefix_cache, node, req.device_len)
         self.num_private -= req.device_len - req.cached_len
         req.cached_len = req.device_len
 
@@ -120,6 +143,8 @@ class CacheManager:
             node, superfluous = self.prefix_cache.insert(
                 req.namespace, req.token_array(count), self.slots(req, 0, count)
             )
+            if self.states is not None:
+                self.states.hand_over(req, self.prefix_cache, node, count)
             if req.finished and req.finished.type != "abort" and req.may_pin and req.source.session_id is not None:
                 self.pins.keep(req.source.session_id, node)
         if superfluous > req.cached_len:
@@ -129,6 +154,8 @@ class CacheManager:
         self.num_private -= req.device_len - req.cached_len
         self.prefix_cache.unlock(req.prefix_node)
         self.pool.free(req.pool_index)
+        if self.states is not None:
+            self.states.end(req)
         req.prefix_node = None
         req.pool_index = -1
         req.cached_len = req.device_len = 0
@@ -149,6 +176,8 @@ class CacheManager:
         ahead = [slots.cpu() for slots in self._ahead]
         placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots().cpu(), *ahead]).numpy()
         assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"
+        if self.states is not None:
+            self.states.check()
 
     def _alloc(self, count: int) -> torch.Tensor:
         slots = self._take(count)
@@ -184,6 +213,15 @@ class CacheManager:
         for slots in self._ahead:
             self.allocator.free(slots)
         self._ahead, self._num_ahead = [], 0
+
+    def _take_over(self, req: Req, present: torch.Tensor) -> None:
+        """Use the cache's slots `present` of the leading tokens in place of own ones, which have the same content."""
+        start, end = req.cached_len, present.shape[0]
+        own = self.slots(req, start, end).clone()
+        self.pool.table[req.pool_index, start:end] = present[start:]
+        self.allocator.free(own)
+        self.num_private -= end - start
+        req.cached_len = end
 
     def _move_lock(self, req: Req, node: RadixNode) -> None:
         assert req.prefix_node is not None

@@ -13,20 +13,10 @@ from dataclasses import dataclass, field
 
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Req
+from rollout.scheduler.req import Extend, Req
 
 MAX_PREFILL_TOKENS = 16384  # prompt tokens of one step when prompts are not split
 _SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves to those that run
-
-
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """`count` tokens of `req` from position `start`; `completes` its known tokens."""
-
-    req: Req
-    start: int
-    count: int
-    completes: bool
 
 
 @dataclass(slots=True)
@@ -187,7 +177,7 @@ class Policy:
             if not (begins or req.has_begun):
                 break  # those that were retracted stand in front
             key = _prompt_key(req)
-            if in_prefill.get(key, req.prompt_len) < _shareable_len(req) and cache.prefix_cache.keeps_prefixes:
+            if in_prefill.get(key, req.prompt_len) < cache.shareable_len(req) and cache.prefix_cache.keeps_prefixes:
                 passed.append(queues.waiting.popleft())  # its twin computes in this step what both can use
                 continue
             kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
@@ -224,11 +214,6 @@ class Policy:
         self._cache.extend(req, count)
         plan.extends.append(Extend(req, req.device_len, count, completes))
         self._queues.partial = None if completes else req
-
-
-def _shareable_len(req: Req) -> int:
-    """Prompt tokens that `req` can take over from a request with the same prompt: each computes the last one itself."""
-    return min(req.prompt_len - 1, req.matchable_len())
 
 
 def _prompt_key(req: Req) -> tuple[str | None, int]:

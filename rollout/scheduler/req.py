@@ -257,6 +257,16 @@ class Req:
         assert 0 <= self.cached_len <= self.device_len <= self.num_tokens <= max(self.max_len, self.prompt_len)
 
 
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """`count` tokens of `req` from position `start`; `completes` its known tokens."""
+
+    req: Req
+    start: int
+    count: int
+    completes: bool
+
+
 def _sampling_row(
     source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], output: OutputRecord
 ) -> SamplingRow:

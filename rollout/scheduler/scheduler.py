@@ -335,7 +335,7 @@ class Scheduler:
     def poison(self, reason: str) -> None:
         """Stop serving: the weights in memory are neither the old nor the new ones.  Aborts all requests."""
         self.serving.poison(reason)
-        self.runner.state.drop_digest()
+        self.runner.state.drop_digests()
         self.abort(None, Unavailable(f"the weights are poisoned: {reason}"))
 
     def retract(self, reqs: Iterable[Req]) -> None:

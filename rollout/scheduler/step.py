@@ -26,9 +26,9 @@ from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.policy import Extend, StepPlan
+from rollout.scheduler.policy import StepPlan
 from rollout.scheduler.records import SampledRows, enter_scores
-from rollout.scheduler.req import Req
+from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.stop import StopChecker
 
 _FREE = -1  # in a row of forced routes that the router chooses for itself
@@ -93,6 +93,8 @@ class StepRunner:
         extends = plan.extends
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
         batch.global_num_tokens = global_num_tokens
+        if self._cache.states is not None:
+            batch.states = self._cache.states.operands(extends, decodes)
         if self._replays(plan):
             batch.forced_routes = _forced_routes(plan, pool.table.device)
         phase("build")

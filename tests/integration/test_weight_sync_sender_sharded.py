@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout.client import ServerError
+from tests.family_zoo import family_checkpoint
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 from tests.sharded_trainer import run_ranks
@@ -35,6 +37,13 @@ def test_fsdp_model_to_two_servers_then_one_is_killed(tmp_path: Path) -> None:
             stack.enter_context(server)
         run_ranks("serve", str(checkpoint), *(server.url for server in servers))
         check_that_a_killed_server_changes_nothing(checkpoint, *servers)
+
+
+def test_fsdp_model_with_interleaved_experts_to_a_server(tmp_path: Path) -> None:
+    checkpoint = family_checkpoint(tmp_path / "model", "gpt_oss", 0, torch.bfloat16)
+    settings = {"max_total_tokens": 512, "skip_tokenizer_init": True, "attention_backend": "torch_native"}
+    with ServerProcess(checkpoint, dtype="bfloat16", **settings) as server:
+        run_ranks("serve", str(checkpoint), server.url)
 
 
 def check_that_a_killed_server_changes_nothing(checkpoint: Path, kept: ServerProcess, killed: ServerProcess) -> None:

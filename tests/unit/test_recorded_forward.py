@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.layers.context import ForwardContext
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.recorded_forward import RecordedForward, Recording
 from tests.family_zoo import FAMILIES, family_checkpoint
@@ -53,7 +52,7 @@ class Player:
         routes = [torch.zeros(batch.num_tokens, top_k, dtype=torch.uint8) for _ in range(layers)]
         self.harness.attention.plan(batch)
         hooks = [lambda layer, ids: routes[layer].copy_(ids)]
-        context = ForwardContext(batch, self.harness.attention, hooks)
+        context = self.harness.context(batch, hooks)
         if in_python:
             return [self.model(batch, context), *routes]
         hidden, played = self.recorded(batch, context, "key", routes)

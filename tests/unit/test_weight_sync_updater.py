@@ -35,7 +35,8 @@ def test_status_through_a_refresh() -> None:
         "implicit": False,
         "bound": False,
         **dict.fromkeys(("update_id", "state", "weight_version", "coverage", "received", "missing", "received_names")),
-        **dict.fromkeys(("missing_names", "num_bytes", "lease_s", "lease_left_s", "failed", "last_failure")),
+        **dict.fromkeys(("missing_names", "num_bytes", "unpaired", "unpaired_bytes", "lease_s", "lease_left_s")),
+        **dict.fromkeys(("failed", "last_failure")),
         "staging": "host",
     }
     assert updater.status() == closed
@@ -51,7 +52,15 @@ def test_status_through_a_refresh() -> None:
     now[0] += 20
     opened = {"state": "open", "weight_version": "v1", "coverage": "full", "received": 1, "missing": 10}
     names = {"received_names": [NORM], "missing_names": sorted(set(sent) - {NORM})[:10]}
-    rest = {"open": True, "update_id": "u1", "num_bytes": 16, "lease_s": 60, "lease_left_s": 40.0}
+    rest = {
+        "unpaired": 0,
+        "unpaired_bytes": 0,
+        "open": True,
+        "update_id": "u1",
+        "num_bytes": 16,
+        "lease_s": 60,
+        "lease_left_s": 40.0,
+    }
     assert updater.status() == closed | opened | names | rest
     assert torch.equal(updater.staged(NORM)[0].content, sent[NORM])  # type: ignore[index]
     with pytest.raises(CoverageError):

@@ -8,7 +8,7 @@ A rank needs no more of a tensor than its part, and nothing is delivered before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest
+from weight_sync.fp8_wire import kind_of
 from weight_sync.loading import ProvenPart, split_wire
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
@@ -33,6 +34,7 @@ class DeltaSource(BucketSource):
     """A delta frame that comes as the one tensor of `inner`, uint8 [bytes], over the content of `weights`.
 
     `target`: where it is staged, which must be where its base lies.  `exchange`: with the other ranks, once a frame.
+    `quantised`: tensors that are held otherwise than they were sent, of which there is no base.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class DeltaSource(BucketSource):
         weights: LogicalWeights,
         target: LogicalWeights | None = None,
         exchange: Exchange = alone,
+        quantised: Collection[str] = frozenset(),
     ) -> None:
         self._inner = inner
+        self._quantised = quantised
         self._weights = weights
         self._target = weights if target is None else target
         self._exchange = exchange
@@ -62,14 +66,31 @@ class DeltaSource(BucketSource):
         """A bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
-        staged for another placement, and for tensors that the model does not have what `split_wire` raises.
+        staged for another placement or a base is not held, and for tensors that the model does not have what
+        `split_wire` raises.
         """
         for bucket in self._inner.receive():
             assert not isinstance(bucket, ProvenPart)
             for _, content in bucket:
                 frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
+                self._require_bases(frame)
                 check_frame(frame, self._weights)
                 yield from self._proven(frame.open())
+
+    def _require_bases(self, frame: DeltaFrame) -> None:
+        """Whether memory holds what the frame's tensors are to be changed from.
+
+        Raises `TransactionStateError` where it holds values of FP8 instead, `UnknownTensorError`.
+        """
+        advice = "send whole tensors, or publish versions and use /pull_weights"
+        for meta in frame.metas:
+            if kind_of(self._weights, meta) != "plain":
+                raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {advice}")
+            if meta.name in self._quantised:
+                raise TransactionStateError(
+                    f"{meta.name}: a delta is over what was sent, and this engine holds what it quantised of that "
+                    f"(--quantize-weight-updates); {advice}"
+                )
 
     def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
         if self._target is not self._weights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,16 +17,20 @@ from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_fold
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
+from weight_sync.fp8_wire import kind_of, whole_metas, with_other_halves
 from weight_sync.loading import WeightLedger, split_wire
 from weight_sync.receivers.base import BucketSource
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class DiskSource(BucketSource):
-    """The checkpoint in `path`.  `complete`: it must hold every tensor of the model, once.  `names`: take only these.
+    """The checkpoint in `path`.
 
-    Floating-point tensors are cast to the model's dtype, as at start.  `timeout_s`: how long to wait for a pull into
-    the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
+    `complete`: it must hold every tensor of the model, once.  `names`: take only these, and other halves of FP8 pairs.
+
+    Floating-point tensors are cast to the model's dtype, as at start; FP8 pairs are delivered as they are.
+    `timeout_s`: how long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what
+    must be in it.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class DiskSource(BucketSource):
         self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the folder that the model does not ignore, in the dtype that it will have.
+        """Every tensor of the folder, in the dtype that it will have.
 
         Raises `WeightRequestError` and its kinds, `TransactionStateError` (a pull is under way, or was cut off),
         `TransportError`.
@@ -58,7 +63,7 @@ class DiskSource(BucketSource):
             self._hold()
             self._folder = open_checkpoint_folder(self._path)
             if self._names is not None:
-                self._folder = self._folder.only(self._names)
+                self._folder = self._folder.only(with_other_halves(self._names))
             metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
             total = sum(meta.nbytes for meta in metas)
             self._dtypes = {meta.name: meta.dtype for meta in metas}
@@ -98,13 +103,13 @@ class DiskSource(BucketSource):
 def check_against_model(
     weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
 ) -> list[TensorMeta]:
-    """The tensors in the dtypes that the model has, if they fit it; without those that it ignores.
+    """The tensors in the dtypes that the model has, if they fit it; FP8 pairs as they are, ignored ones left out.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
-    types), `CoverageError` (repeated or, if `complete`, missing).
+    types), `CoverageError` (repeated, half a pair or, if `complete`, missing).
     """
-    found, ledger = [], WeightLedger(weights.metas())
-    for meta, pieces in zip(metas, split_wire(weights, metas, cast=True), strict=True):
+    values, ledger, dtypes = whole_metas(weights, metas), WeightLedger(weights.metas()), {}
+    for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
         if not pieces:
             continue
         for piece in pieces:
@@ -114,7 +119,9 @@ def check_against_model(
         if wanted != {meta.dtype} and not is_cast:
             names = " and ".join(sorted(map(dtype_name, wanted)))
             raise DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}")
-        found.append(TensorMeta(meta.name, wanted.pop(), meta.shape))
+        dtypes[meta.name] = wanted.pop()
     if complete:
         ledger.settle()
-    return found
+    is_plain = {meta.name: kind_of(weights, meta) == "plain" for meta in metas}
+    kept = [meta for meta in metas if not is_plain[meta.name] or meta.name in dtypes]
+    return [replace(meta, dtype=dtypes[meta.name]) if is_plain[meta.name] else meta for meta in kept]

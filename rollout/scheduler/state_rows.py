@@ -1,0 +1,130 @@
+"""`StateRows`: the recurrent states that the requests of a step read and write, and the snapshots that are taken.
+
+    prefill of 3 .. 150, interval 64     ----------64----------128------>   copies after 64 and after 128 tokens
+    decode                               ---192--->                        a copy when a multiple is reached
+
+Snapshots lie at multiples of the interval, counted from the sequence's begin, so that they do not depend on how it was
+cut into steps.  They are a request's own until its tokens go into the prefix tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.core.forward_batch import StateOperands
+from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.req import Extend, Req
+
+NO_STATE = -1
+_NONE = torch.empty((0, 3), dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a request has beside its own row: where its next step begins, and snapshots by length."""
+
+    source: int
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+
+class StateRows:
+    """`rows` has the snapshots' rows; nothing is copied where `keeps_prefixes` is False.
+
+    The last multiple of a chunk is worth dropping the least recently used snapshot of the tree; those before it are
+    taken while rows are free.  Of what a request decodes, the newest is kept.
+    """
+
+    def __init__(self, rows: SnapshotRows, interval: int, *, keeps_prefixes: bool) -> None:
+        self.rows = rows
+        self.interval = interval
+        self._keeps_prefixes = keeps_prefixes
+        self._of: dict[Req, _Held] = {}
+        self._sources: set[int] = set()  # snapshots that requests begin from in the step to come
+        self._ones_B = torch.empty(0, dtype=torch.int64)
+
+    def shareable(self, length: int) -> int:
+        """The longest prefix of `length` tokens that can have a snapshot."""
+        return length // self.interval * self.interval
+
+    def begin(self, req: Req, row: int) -> None:
+        """`req` starts from the snapshot in `row`, or from `NO_STATE`."""
+        self._of[req] = _Held(row)
+        self._sources.add(row)
+
+    def operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
+        """Of the step that computes these, on the host.  Called once a step, before it is launched."""
+        inputs = decodes.inputs
+        if self._ones_B.shape != inputs.pool_indices.shape:
+            self._ones_B = torch.ones_like(inputs.pool_indices)
+        copies = self._copies(extends, decodes)
+        lens, rows, sources = self._ones_B, inputs.pool_indices, inputs.pool_indices
+        if extends:
+            own = [item.req.pool_index for item in extends]
+            begins = [self._of[item.req].source for item in extends]
+            lens = torch.cat([torch.tensor([item.count for item in extends]), lens])
+            rows = torch.cat([torch.tensor(own), rows])
+            sources = torch.cat([torch.tensor(begins), sources])
+            for item in extends:
+                self._of[item.req].source = item.req.pool_index
+        self._sources.clear()
+        snapshots = torch.tensor(copies, dtype=torch.int64) if copies else _NONE
+        return StateOperands(lens, rows, sources, snapshots)
+
+    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
+        snapshots = self._of[req].snapshots
+        covered = [length for length in snapshots if length <= num_tokens]
+        cache.keep_states(node, {length: snapshots.pop(length) for length in covered})
+
+    def end(self, req: Req) -> None:
+        """`req` gives up its row, and the snapshots that it still has."""
+        held = self._of.pop(req)
+        self._sources.discard(held.source)
+        for row in held.snapshots.values():
+            self.rows.free(row)
+
+    def check(self) -> None:
+        """Assert that every snapshot's row is in exactly one place."""
+        self.rows.check([row for held in self._of.values() for row in held.snapshots.values()])
+
+    def _copies(self, extends: Sequence[Extend], decodes: DecodeBatch) -> list[tuple[int, int, int]]:
+        if not self._keeps_prefixes:
+            return []
+        copies = []
+        for number, item in enumerate(extends):
+            for position in self._taken(item):
+                copies.append((number, position - item.start, self._of[item.req].snapshots[position]))
+        reached = (decodes.inputs.seq_lens.numpy() % self.interval == 0).nonzero()[0]
+        for row in reached.tolist():
+            req, position = decodes.reqs[row], int(decodes.inputs.seq_lens[row])
+            snapshots = self._of[req].snapshots
+            for old in [old for old in snapshots if old > req.prompt_len]:
+                self.rows.free(snapshots.pop(old))
+            if self._take(req, position, drops=True):
+                copies.append((len(extends) + row, 1, snapshots[position]))
+        return copies
+
+    def _taken(self, item: Extend) -> Iterable[int]:
+        """The multiples in a chunk for which there is a row, ascending.
+
+        A prompt that ends at one is not found by itself again, as its last token is always computed: the one before is
+        worth as much.
+        """
+        end = item.start + item.count
+        positions = range(self.shareable(end), item.start, -self.interval)
+        worth = 2 if self.shareable(end) == end else 1
+        return sorted(p for i, p in enumerate(positions) if self._take(item.req, p, drops=i < worth))
+
+    def _take(self, req: Req, position: int, *, drops: bool) -> bool:
+        snapshots = self._of[req].snapshots
+        if position in snapshots:
+            return True
+        row = self.rows.take(drops=drops, but=self._sources)
+        if row is not None:
+            snapshots[position] = row
+        return row is not None

@@ -1,0 +1,61 @@
+"""Small checkpoints of model families, plain and in FP8, whose matrices have several blocks, the last ones cut.
+
+All experts fused in one tensor have no block's edge where the two halves of each meet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.family_zoo import family_checkpoint
+from tests.fp8_reference import Named, fp8_checkpoint, quantised, values_of
+from tests.model_zoo import logical_tensors
+
+FAMILIES = ("qwen3_moe", "glm4_moe")
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 200, "head_dim": 48}
+DTYPE = torch.bfloat16
+
+
+class Fp8Case:
+    """`plain`: bfloat16, as a trainer has it; `fp8`: the same, quantised.  `values`: what is served of `fp8`."""
+
+    def __init__(self, folder: Path, family: str, seed: int = 3) -> None:
+        self.family = family
+        self.plain = family_checkpoint(folder / "plain", family, seed, DTYPE, **SIZES)
+        self.fp8 = fp8_checkpoint(folder / "fp8", self.plain)
+        self.tensors = logical_tensors(self.fp8)
+        self.values = values_of(self.tensors, DTYPE)
+
+    def newer(self, seed: int) -> tuple[Named, Named, Named]:
+        """Of other weights: as a trainer has them, in FP8, and what is served of that."""
+        generator = torch.Generator().manual_seed(seed)
+        sent = {
+            name: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(
+                tensor.dtype if "correction_bias" in name else DTYPE
+            )
+            for name, tensor in logical_tensors(self.plain).items()
+        }
+        fp8 = quantised(sent)
+        return sent, fp8, values_of(fp8, DTYPE)
+
+
+def more_layers(family: str) -> Named:
+    """FP8 tensors of layers that checkpoints have and the engine leaves out; for some families there are none."""
+    if family == "qwen3_moe":
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    return quantised({"model.layers.3.mlp.experts.0.up_proj.weight": torch.randn(136, 160, generator=generator)})
+
+
+def fused(tensors: Named) -> Named:
+    """Experts fused as transformers 5 has them: gate and up of all in one tensor, down in another."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name}):
+        count = len({name.split(".")[5] for name in tensors if name.startswith(f"{layer}.experts.")})
+        experts = [f"{layer}.experts.{number}" for number in range(count)]
+        gate_up = [torch.cat([tensors[f"{e}.gate_proj.weight"], tensors[f"{e}.up_proj.weight"]]) for e in experts]
+        found[f"{layer}.experts.gate_up_proj"] = torch.stack(gate_up)
+        found[f"{layer}.experts.down_proj"] = torch.stack([tensors[f"{e}.down_proj.weight"] for e in experts])
+    return found

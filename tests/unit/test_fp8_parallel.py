@@ -1,0 +1,145 @@
+"""FP8 weights in engines of several ranks: blocks are those of whole tensors, and moves carry what came of them."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from rollout.core.expert_io_struct import EplbRebalanceReqInput
+from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
+from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case
+from tests.fp8_reference import Named, fp8_checkpoint, values_of
+from tests.parallel_harness import ParallelHarness
+from weight_sync.delta.encoder import DeltaEncoder
+from weight_sync.delta.publisher import publish_encoded
+from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.fp8_blocks import requantised
+from weight_sync.tensor_meta import TensorMeta
+
+PROMPTS = [[7, 3, 9], list(range(20, 50)), [5]]
+SIX = {"max_new_tokens": 6}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2, experts split": {"tp_size": 2},
+    "tp2 ep2": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 4},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
+    return Fp8Case(tmp_path_factory.mktemp("fp8"), request.param)
+
+
+def check_content(harness: ParallelHarness, values: Named) -> set[bool]:
+    """Every place of every rank holds its part of the values; whether those are parts."""
+    kinds = set()
+    for scheduler in harness.schedulers:
+        weights = scheduler.runner.state.model.weights
+        for name, whole in values.items():
+            for place in weights.places(name):
+                part = place.region.of(whole) if place.region else whole
+                assert torch.equal(place.read(), part), f"{name} on {scheduler.parallel.position}"
+                kinds.add(place.region is not None)
+    return kinds
+
+
+def refresh(harness: ParallelHarness, tensors: Named, version: str) -> dict[str, Any]:
+    update_id = uuid.uuid4().hex
+    assert harness.control(BeginWeightUpdateReqInput, weight_version=version, update_id=update_id).success
+    names = sorted(tensors)
+    for part in range(2):
+        payload = save({name: tensors[name].contiguous() for name in names[part::2]})
+        verb = {"payload": bytearray(payload), "format": "safetensors", "update_id": update_id}
+        answer = harness.control(UpdateWeightsFromTensorReqInput, **verb)
+        assert answer.success, answer.message
+    ended = harness.control(EndWeightUpdateReqInput, update_id=update_id)
+    assert ended.success, ended.message
+    return ended.data
+
+
+def digest_of(tensors: Named) -> str:
+    return digest((TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items())
+
+
+def facts(harness: ParallelHarness) -> list[Any]:
+    return [(result.token_ids, result.logprobs) for result in harness.generate(PROMPTS, SIX)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_of_whole_quantised_tensors(case: Fp8Case, layout: str, tmp_path: Path) -> None:
+    """Matrices of 136 rows are cut at 68, within a block; a cold load, FP8 sent, and bf16 sent lead to the same."""
+    sent, fp8, values = case.newer(1)
+    assert not torch.equal(
+        torch.cat([requantised(half) for half in sent["model.layers.1.mlp.experts.0.up_proj.weight"].split(68)]),
+        values["model.layers.1.mlp.experts.0.up_proj.weight"],
+    ), "quantised by its halves it would be another"
+    folder = fp8_checkpoint(tmp_path / "newer", case.plain, lambda _: fp8)
+    with ParallelHarness(folder, dtype="bfloat16", **LAYOUTS[layout]) as started:
+        assert True in check_content(started, values)
+        expected = facts(started)
+    with ParallelHarness(case.fp8, dtype="bfloat16", quantize_weight_updates=True, **LAYOUTS[layout]) as harness:
+        check_content(harness, case.values)
+        assert facts(harness) != expected
+        for version, tensors in (("fp8", fp8), ("bf16", sent)):
+            refresh(harness, case.tensors, "old")
+            check_content(harness, case.values)
+            answer = refresh(harness, tensors, version)
+            check_content(harness, values)
+            assert (answer["content_digest"], answer["held_digest"]) == (digest_of(tensors), digest_of(values))
+            assert facts(harness) == expected
+            checked = harness.control(WeightsCheckerReqInput, action="checksum").data
+            assert checked["digest"] == checked["expected_digest"] == digest_of(tensors)
+            assert checked["held_digest"] == digest_of(values)
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_published_deltas_of_fp8(case: Fp8Case, tmp_path: Path, quantises: bool) -> None:
+    """Of half a pair too: version 1 changes only scales, version 2 only weights, version 3 both."""
+    versions = [case.tensors]
+    for suffix in (("_scale_inv",), (".weight",), ("_scale_inv", ".weight")):
+        last, other = versions[-1], case.newer(10 + len(versions))[1]
+        is_changed = {name: name.endswith(suffix) and last[name].dtype == other[name].dtype for name in last}
+        versions.append({name: other[name] if is_changed[name] else last[name] for name in last})
+    source, local = tmp_path / "source", tmp_path / "local"
+    encoder = DeltaEncoder(case.tensors.items())
+    for number, tensors in enumerate(versions[1:], 1):
+        delta = encoder.encode(tensors.items())
+        publish_encoded(source, number, delta)
+        encoder.advance(delta)
+    settings = {"dtype": "bfloat16", "quantize_weight_updates": quantises, **LAYOUTS["tp2 ep2"]}
+    with ParallelHarness(case.fp8, **settings) as harness:
+        for number in (1, 3):
+            verb = {"local_checkpoint_dir": str(local), "source_dir": str(source), "target_version": number}
+            pulled = harness.control(PullWeightsReqInput, **verb, update_memory=True)
+            assert pulled.success, pulled.message
+            assert pulled.data["memory"] == "delta"
+            check_content(harness, values_of(versions[number], DTYPE))
+
+
+def test_a_move_carries_the_values(case: Fp8Case) -> None:
+    """Nothing stays quantised in memory: what an expert's move copies is all that there is of it."""
+    settings = {"dtype": "bfloat16", "enable_eplb": True, "quantize_weight_updates": True, **LAYOUTS["tp2 ep2"]}
+    sent, _, values = case.newer(2)
+    with ParallelHarness(case.fp8, eplb_rebalance_num_iterations=100_000, **settings) as harness:
+        answer = refresh(harness, sent, "v1")
+        before = facts(harness)
+        num_layers = len(harness.schedulers[0].runner.state.model.config.moe_layer_ids)
+        mirrored = [[*reversed(range(8)), 7, 5, 3, 2]] * num_layers
+        moved = harness.control(EplbRebalanceReqInput, physical_to_logical_map=mirrored)
+        assert moved.success and moved.data["rebalanced"], moved.message
+        check_content(harness, values)
+        checked = harness.control(WeightsCheckerReqInput, action="checksum").data
+        assert checked["digest"] == answer["content_digest"]
+        assert checked["held_digest"] == answer["held_digest"] == digest_of(values)
+        assert [tokens for tokens, _ in facts(harness)] == [tokens for tokens, _ in before]
+    assert all(tensor.dtype in (DTYPE, torch.float32) for tensor in values.values())

@@ -1,0 +1,417 @@
+"""FP8 blocks in a weight update: pairs in any order and in any buckets, and bf16 that the engine quantises itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.model_executor.load import quantised_names
+from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case, fused, more_layers
+from tests.fp8_reference import Named, fp8_checkpoint, is_quantised, quantised, values_of
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater
+from tests.model_zoo import load_tiny
+from weight_sync.checker import live_fingerprints
+from weight_sync.delta.encoder import DeltaEncoder
+from weight_sync.errors import (
+    ContentError,
+    CoverageError,
+    DtypeMismatchError,
+    ShapeMismatchError,
+    TransactionStateError,
+    UnknownTensorError,
+    WeightRequestError,
+)
+from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.receivers.delta import DeltaSource
+from weight_sync.receivers.disk import DiskSource
+from weight_sync.staging import StagingMode
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta, parts_of
+from weight_sync.transaction import Manifest
+
+WEIGHT = "model.layers.1.mlp.experts.2.down_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
+MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
+    return Fp8Case(tmp_path_factory.mktemp("fp8"), request.param)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
+    return Fp8Case(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def newer(moe: Fp8Case) -> tuple[Named, Named, Named]:
+    return moe.newer(1)
+
+
+def updater_of(case: Fp8Case, *, quantises: bool = False, mode: StagingMode = "host") -> LoopbackUpdater:
+    weights = load_tiny(case.fp8, DTYPE).weights
+    names = quantised_names(case.fp8, weights) if quantises else frozenset()
+    return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=names)
+
+
+@pytest.fixture
+def updater(moe: Fp8Case) -> LoopbackUpdater:
+    return updater_of(moe)
+
+
+def held(weights: LogicalWeights) -> Named:
+    return {name: parts_of(weights, name)[0].content for name in weights.metas()}
+
+
+def holds(updater: LoopbackUpdater, values: Named) -> bool:
+    found = held(updater.weights)
+    assert found.keys() == values.keys()
+    return all(torch.equal(found[name], values[name]) for name in values)
+
+
+def digest_of(tensors: Named) -> str:
+    return digest((TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items())
+
+
+def manifest_of(tensors: Named) -> Manifest:
+    return [(TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items()]
+
+
+def send(updater: LoopbackUpdater, buckets: Sequence[Named], manifest: Manifest | None = None) -> None:
+    updater.begin("v2", manifest=manifest)
+    for bucket in buckets:
+        updater.send(list(bucket.items()))
+    updater.verify()
+    updater.commit()
+
+
+# --- a trainer that sends FP8 ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_pairs_may_come_in_any_order_and_in_any_buckets(
+    moe: Fp8Case, newer: tuple[Named, Named, Named], data: st.DataObject
+) -> None:
+    updater, (_, fp8, values) = updater_of(moe), newer
+    names = data.draw(st.permutations(sorted(fp8)))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(names)), max_size=6)))
+    buckets = [
+        {name: fp8[name].clone() for name in names[start:end]}
+        for start, end in zip([0, *ends], [*ends, len(names)], strict=True)
+    ]
+    updater.begin("v2", manifest=manifest_of(fp8) if data.draw(st.booleans()) else None)
+    for bucket in buckets:
+        updater.send(list(bucket.items()))
+        for tensor in bucket.values():  # a transport's memory is used again
+            tensor.view(torch.uint8).fill_(0x7F)
+    assert updater.status()["unpaired"] == 0
+    updater.verify()
+    result = updater.commit()
+    assert holds(updater, values)
+    assert result.digests.sent == digest_of(fp8)
+    assert result.digests.held == digest_of(values) != result.digests.sent
+    assert result.num_bytes == sum(tensor.nbytes for tensor in values.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_staging_mode_and_family(case: Fp8Case, mode: StagingMode) -> None:
+    updater, (_, fp8, values) = updater_of(case, mode=mode), case.newer(2)
+    names = sorted(fp8, reverse=True)
+    send(updater, [{name: fp8[name] for name in names[part::3]} for part in range(3)], manifest_of(fp8))
+    assert holds(updater, values)
+    assert updater.content.digests.held == digest_of(held(updater.weights))
+
+
+def test_layers_that_are_left_out_may_come(case: Fp8Case, tmp_path: Path) -> None:
+    updater, (_, fp8, values) = updater_of(case), case.newer(5)
+    more = more_layers(case.family)
+    send(updater, [more, fp8], manifest_of(fp8 | more))
+    assert holds(updater, values)
+    assert updater.content.digests.sent == digest_of(fp8)
+    folder = fp8_checkpoint(tmp_path / "more", case.plain, lambda tensors: tensors | more)
+    updater.begin("v3")
+    updater.receive(DiskSource(folder, updater.weights, complete=True, timeout_s=1.0))
+    updater.verify()
+    updater.commit()
+    assert holds(updater, case.values)
+
+
+def test_fused_experts_are_quantised_as_they_were_fused(updater: LoopbackUpdater, moe: Fp8Case) -> None:
+    sent, _, _ = moe.newer(3)
+    fp8 = quantised(fused(sent))
+    values = values_of(fp8, DTYPE)
+    is_scale = {name: name.endswith("_scale_inv") for name in fp8}
+    send(updater, [{name: fp8[name] for name in fp8 if is_scale[name] == scales} for scales in (True, False)])
+    found = held(updater.weights)
+    for name, whole in values.items():
+        if name.endswith("gate_up_proj"):
+            layer = name.removesuffix("gate_up_proj")
+            for expert, (gate, up) in enumerate(zip(whole[:, :136], whole[:, 136:], strict=True)):
+                assert torch.equal(found[f"{layer}{expert}.gate_proj.weight"], gate)
+                assert torch.equal(found[f"{layer}{expert}.up_proj.weight"], up)
+        elif not name.endswith("down_proj"):
+            assert torch.equal(found[name], whole)
+    assert updater.content.digests.sent not in (None, updater.content.digests.held)
+
+
+def test_what_waits_is_counted_and_given_back(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
+    _, fp8, values = newer
+    weights = {name: tensor for name, tensor in fp8.items() if f"{name}_scale_inv" in fp8}
+    updater.begin("v2")
+    assert (updater.status()["unpaired"], updater.status()["unpaired_bytes"]) == (0, 0)
+    updater.send(list(weights.items()))
+    status = updater.status()
+    assert status["received"] == 0
+    assert status["unpaired"] == len(weights)
+    assert status["unpaired_bytes"] == sum(tensor.nbytes for tensor in weights.values())
+    updater.send([(name, tensor) for name, tensor in fp8.items() if name not in weights])
+    assert (updater.status()["unpaired"], updater.status()["unpaired_bytes"]) == (0, 0)
+    updater.verify()
+    updater.commit()
+    assert holds(updater, values)
+
+
+def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
+    """A fused tensor's scales could be of any size until it comes."""
+    limit = sum(meta.nbytes for meta in updater.weights.metas().values())
+    updater.begin("v2")
+    with pytest.raises(WeightRequestError, match="send scales with their weights"):
+        updater.send([("model.layers.1.mlp.experts.gate_up_proj_scale_inv", torch.ones(1, 1, limit // 4 + 1))])
+    assert updater.status()["unpaired_bytes"] == 0
+
+
+@pytest.mark.parametrize("left_out", [WEIGHT, SCALE])
+def test_half_a_pair_at_the_end_is_refused_by_name(
+    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], moe: Fp8Case, left_out: str
+) -> None:
+    _, fp8, _ = newer
+    updater.begin("v2")
+    updater.send([(name, tensor) for name, tensor in fp8.items() if name != left_out])
+    assert not updater.is_complete
+    message = f"{SCALE} has no float8_e4m3fn {WEIGHT}" if left_out == WEIGHT else f"{WEIGHT} .* has no {SCALE}"
+    with pytest.raises(CoverageError, match=message):
+        updater.verify()
+    assert holds(updater, moe.values), "the old weights serve"
+    with pytest.raises(CoverageError, match=message):
+        updater.begin("v3", manifest=manifest_of({n: t for n, t in fp8.items() if n != left_out}))
+
+
+@pytest.mark.parametrize("again", [WEIGHT, SCALE])
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_a_half_that_comes_twice_is_refused(
+    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], again: str, is_paired: bool
+) -> None:
+    _, fp8, _ = newer
+    updater.begin("v2")
+    updater.send([(name, fp8[name]) for name in ((WEIGHT, SCALE) if is_paired else (again,))])
+    with pytest.raises(CoverageError, match=f"{again} came twice"):
+        updater.send([(again, fp8[again])])
+    assert updater.status()["unpaired"] == 0, "given back"
+
+
+WRONG = {
+    "scale of nothing": ("model.nothing.weight_scale_inv", torch.ones(1, 1), UnknownTensorError, "has no weight"),
+    "scale's dtype": (SCALE, torch.ones(2, 2).bfloat16(), DtypeMismatchError, f"{SCALE}: scales are float32"),
+    "scale's shape": (SCALE, torch.ones(2, 3), ShapeMismatchError, "expected"),
+    "per tensor": (SCALE, torch.tensor(1.0), ShapeMismatchError, "expected"),
+    "weight's shape": (WEIGHT, torch.ones(136, 160).to(torch.float8_e4m3fn), ShapeMismatchError, "expects"),
+    "vector": (
+        "model.norm.weight",
+        torch.ones(160).to(torch.float8_e4m3fn),
+        ShapeMismatchError,
+        "model.norm.weight is float8_e4m3fn and no matrix",
+    ),
+    "e5m2": (WEIGHT, torch.ones(160, 136).to(torch.float8_e5m2), DtypeMismatchError, "got float8_e5m2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_halves_are_refused_before_they_come(updater: LoopbackUpdater, name: str) -> None:
+    wrong, tensor, kind, message = WRONG[name]
+    updater.begin("v2")
+    source = LoopbackSource([(wrong, tensor)], AssertionError("it is not received"))
+    source.must_drain = False
+    with pytest.raises(kind, match=message):
+        updater.receive(source)
+
+
+def test_wrong_content_is_refused(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
+    _, fp8, _ = newer
+    nan = torch.full((160, 136), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for weight, scale, message in (
+        (nan, fp8[SCALE], f"not finite in {WEIGHT}"),
+        (fp8[WEIGHT], -fp8[SCALE], f"{SCALE}: a scale is negative"),
+        (fp8[WEIGHT], fp8[SCALE] * float("inf"), f"{SCALE}: a scale is negative or not finite"),
+        (torch.full((160, 136), 448.0).to(torch.float8_e4m3fn), torch.full((2, 2), 3e38), f"not finite in {WEIGHT}"),
+    ):
+        updater.begin("v2")
+        with pytest.raises(ContentError, match=message):
+            updater.send([(SCALE, scale), (WEIGHT, weight)])
+        updater.drop("wrong")
+
+
+def test_a_plain_tensor_with_scales_is_refused(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
+    sent, fp8, _ = newer
+    updater.begin("v2")
+    with pytest.raises(DtypeMismatchError, match=f"{WEIGHT} is bfloat16 and came with {SCALE}"):
+        updater.send([(SCALE, fp8[SCALE]), (WEIGHT, sent[WEIGHT])])
+    updater.drop("wrong")
+    updater.begin("v2", coverage="partial")
+    updater.send([(WEIGHT, sent[WEIGHT]), (SCALE, fp8[SCALE])])
+    with pytest.raises(CoverageError, match=f"{SCALE} has no float8_e4m3fn"):
+        updater.verify()
+
+
+@pytest.mark.parametrize("name", [WEIGHT, SCALE])
+def test_each_half_is_checked_against_the_manifest(
+    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], moe: Fp8Case, name: str
+) -> None:
+    _, fp8, _ = newer
+    other = {**fp8, name: fp8[name].clone()}
+    other[name].view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(ContentError, match=f"{name}: fingerprint"):
+        send(updater, [other], manifest_of(fp8))
+    assert holds(updater, moe.values)
+
+
+def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], tmp_path: Path) -> None:
+    """An engine with FP8 or plain weights takes a folder of either kind."""
+    sent, fp8, values = newer
+    folder = fp8_checkpoint(tmp_path / "fp8", moe.plain, lambda _: fp8)
+    plain = fp8_checkpoint(tmp_path / "plain", moe.plain, lambda _: sent)
+    for path, expected, on_the_wire in ((folder, values, fp8), (plain, sent, sent)):
+        updater = updater_of(moe)
+        updater.begin("v2")
+        updater.receive(DiskSource(path, updater.weights, complete=True, timeout_s=1.0))
+        updater.verify()
+        result = updater.commit()
+        assert holds(updater, expected)
+        assert result.digests.sent == digest_of(on_the_wire)
+    updater = updater_of(moe)
+    for name in (WEIGHT, SCALE):  # a delta between versions may change either half
+        updater.begin("v3", "partial")
+        updater.receive(DiskSource(folder, updater.weights, complete=False, timeout_s=1.0, names=[name]))
+        updater.verify()
+        assert updater.commit().names == [WEIGHT]
+        assert torch.equal(held(updater.weights)[WEIGHT], values[WEIGHT])
+    half = fp8_checkpoint(tmp_path / "half", moe.plain, lambda _: {n: t for n, t in fp8.items() if n != SCALE})
+    updater.begin("v4")
+    with pytest.raises(CoverageError, match=f"{WEIGHT} is float8_e4m3fn and has no {SCALE}"):
+        updater.receive(DiskSource(half, updater.weights, complete=True, timeout_s=1.0))
+
+
+# --- a trainer that sends bf16 -----------------------------------------------------------------------------------
+
+
+def test_without_the_option_bf16_is_held_as_it_was_sent(
+    updater: LoopbackUpdater, newer: tuple[Named, Named, Named]
+) -> None:
+    sent, _, values = newer
+    send(updater, [sent], manifest_of(sent))
+    assert holds(updater, sent)
+    assert not holds(updater, values)
+    assert updater.content.digests == (digest_of(sent), digest_of(sent))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["per expert", "fused"])
+def test_with_the_option_an_fp8_checkpoint_of_it_is_held(
+    case: Fp8Case, mode: StagingMode, form: str, tmp_path: Path
+) -> None:
+    updater, (sent, fp8, values) = updater_of(case, quantises=True, mode=mode), case.newer(4)
+    on_the_wire = fused(sent) if form == "fused" else sent
+    names = sorted(on_the_wire)
+    buckets = [{name: on_the_wire[name] for name in names[part::2]} for part in range(2)]
+    send(updater, buckets, manifest_of(sent) if form == "per expert" else None)
+    assert holds(updater, values)
+    assert updater.content.digests == (digest_of(sent), digest_of(values))
+    if mode == "host" and form == "per expert":  # the same as an engine that starts from it
+        folder = fp8_checkpoint(tmp_path / "fp8", case.plain, lambda _: fp8)
+        started = load_tiny(folder, DTYPE).weights
+        assert live_fingerprints(started) == live_fingerprints(updater.weights)
+
+
+def test_only_what_the_checkpoint_quantises_is_quantised(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+    sent, _, values = newer
+    updater = updater_of(moe, quantises=True)
+    assert updater.quantised == {name for name, tensor in sent.items() if is_quantised(name, tensor)}
+    send(updater, [sent])
+    found = held(updater.weights)
+    assert all(torch.equal(found[name], sent[name]) for name in sent.keys() - updater.quantised)
+    assert all(not torch.equal(values[name], sent[name]) for name in updater.quantised)
+
+
+def test_with_the_option_fp8_is_held_as_it_came(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+    _, fp8, values = newer
+    updater = updater_of(moe, quantises=True)
+    send(updater, [fp8], manifest_of(fp8))
+    assert holds(updater, values)
+    assert updater.content.digests == (digest_of(fp8), digest_of(values))
+
+
+def test_with_the_option_wrong_content_is_refused_as_sent(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+    sent, _, _ = newer
+    updater = updater_of(moe, quantises=True)
+    bad = {**sent, WEIGHT: sent[WEIGHT].clone()}
+    bad[WEIGHT][3, 4] = float("nan")
+    with pytest.raises(ContentError, match=f"not finite in {WEIGHT}"):
+        send(updater, [bad])
+    updater.drop("wrong")
+    bad[WEIGHT][3, 4] = sent[WEIGHT][3, 4] * 2
+    with pytest.raises(ContentError, match=f"{WEIGHT}: fingerprint"):
+        send(updater, [bad], manifest_of(sent))
+
+
+def test_a_partial_refresh_keeps_both_digests(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+    sent, _, values = newer
+    updater = updater_of(moe, quantises=True)
+    send(updater, [sent])
+    changed = {WEIGHT: sent[WEIGHT] * 2}
+    updater.begin("v3", "partial", manifest_of(changed))
+    updater.send(list(changed.items()))
+    updater.verify()
+    result = updater.commit()
+    now = values | values_of(quantised(changed), DTYPE)
+    assert holds(updater, now)
+    assert result.digests == (digest_of(sent | changed), digest_of(now))
+    updater.content.note_live(live_fingerprints(updater.weights))
+    assert updater.content.digests == result.digests, "reading memory forgets nothing of what was sent"
+
+
+# --- deltas over a broadcast -------------------------------------------------------------------------------------
+
+
+def frame(old: Named, new: Named) -> LoopbackSource:
+    """What a trainer broadcasts that holds `new` and sent `old` before."""
+    (payload,) = DeltaEncoder(old.items()).encode(new.items()).payloads()
+    return LoopbackSource([("delta", torch.frombuffer(bytearray(payload), dtype=torch.uint8))])
+
+
+def test_deltas_are_over_what_is_held(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+    """After FP8 came, over its values; never where the engine quantises, as the base was sent and is not held."""
+    sent, fp8, values = newer
+    changed = {WEIGHT: values[WEIGHT] * 2}
+    updater = updater_of(moe)
+    send(updater, [fp8])
+    updater.begin("v3", "partial")
+    updater.receive(DeltaSource(frame(values, values | changed), updater.weights))
+    updater.verify()
+    updater.commit()
+    assert holds(updater, values | changed)
+    updater = updater_of(moe, quantises=True)
+    send(updater, [sent])
+    updater.begin("v3", "partial")
+    delta = frame(sent, sent | changed)
+    with pytest.raises(TransactionStateError, match=r"_proj\.weight: a delta is over what was sent"):
+        updater.receive(DeltaSource(delta, updater.weights, quantised=updater.quantised))
+    updater.drop("refused")
+    updater.begin("v3", "partial")
+    with pytest.raises(TransactionStateError, match="the engine holds values of FP8 tensors"):
+        updater.receive(DeltaSource(frame(fp8, fp8), updater.weights))
+    assert holds(updater, values)

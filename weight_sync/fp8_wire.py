@@ -1,0 +1,246 @@
+"""FP8 weights on the wire and in checkpoints: every quantised tensor with the tensor of its scales, put together.
+
+    model.layers.0.mlp.experts.3.up_proj.weight             model.layers.0.mlp.experts.gate_up_proj
+    model.layers.0.mlp.experts.3.up_proj.weight_scale_inv   model.layers.0.mlp.experts.gate_up_proj_scale_inv
+
+A tensor is one of a pair if its dtype is float8_e4m3fn and the model's is another floating-point type, or if it has the
+name of a pair's scales.  Everything else is plain.  Nothing downstream sees a pair: it becomes its values, in the
+model's dtype, under the name of its weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from weight_sync.errors import (
+    CoverageError,
+    DtypeMismatchError,
+    ShapeMismatchError,
+    UnknownTensorError,
+    WeightRequestError,
+    listed,
+)
+from weight_sync.fp8_blocks import QUANTISED, dequantise, scale_shape
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+
+SCALE_SUFFIX = "_scale_inv"
+_Kind = Literal["plain", "weight", "scale"]
+
+
+class Pair(NamedTuple):
+    """As it came: float8_e4m3fn, and float32 scales of its blocks."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+class WireTensor(NamedTuple):
+    """A tensor by its wire name; `content` of a pair are its values."""
+
+    name: str
+    content: torch.Tensor
+    pair: Pair | None = None
+
+
+def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
+    """What a wire tensor is; one that the model does not take is plain, and is refused as such.
+
+    Raises `UnknownTensorError` for scales of a weight that the model does not have.
+    """
+    if meta.name.endswith(SCALE_SUFFIX) and meta.name not in weights.metas():
+        return "plain" if _is_ignored(weights, meta.name) else "scale"
+    is_pair = meta.dtype == QUANTISED and _value_dtype(weights, meta) is not None
+    return "weight" if is_pair else "plain"
+
+
+def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """The wire tensors of one call as they will be put together: no scales, and quantised weights as their values.
+
+    Raises `UnknownTensorError`, `DtypeMismatchError`, `ShapeMismatchError` for scales and weights that cannot be right.
+    """
+    found = []
+    for meta in metas:
+        kind = kind_of(weights, meta)
+        if kind == "scale":
+            _check_scale(weights, meta)
+        elif kind == "weight":
+            if len(meta.shape) < 2:
+                raise ShapeMismatchError(f"{meta.name} is {dtype_name(meta.dtype)} and no matrix: it has no blocks")
+            found.append(TensorMeta(meta.name, _value_dtype(weights, meta) or meta.dtype, meta.shape))
+        elif _is_other_fp8(meta) and (dtype := _value_dtype(weights, meta)) is not None:
+            raise DtypeMismatchError(f"{meta.name}: the model has {dtype_name(dtype)}, got {dtype_name(meta.dtype)}")
+        else:
+            found.append(meta)
+    return found
+
+
+def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """`value_metas` of all tensors of a checkpoint or an update.  Raises also `CoverageError` for half a pair."""
+    values = value_metas(weights, metas)
+    quantised: dict[str, TensorMeta] = {}
+    scales: dict[str, TensorMeta] = {}
+    for meta in metas:
+        if (kind := kind_of(weights, meta)) == "plain":
+            continue
+        halves, name = (scales, weight_name(meta.name)) if kind == "scale" else (quantised, meta.name)
+        if name in halves:
+            raise CoverageError(f"{meta.name} came twice")
+        halves[name] = meta
+    _require_pairs(quantised.keys(), scales.keys())
+    for name, meta in quantised.items():
+        if scales[name].shape != scale_shape(meta.shape):
+            raise ShapeMismatchError(
+                f"{scales[name].name} has shape {list(scales[name].shape)}, expected {list(scale_shape(meta.shape))}"
+            )
+    return values
+
+
+class PairedTensors:
+    """Quantised weights and scales of one load or one refresh, which may come in any order and in different calls.
+
+    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of those that
+    wait, never more than the model's.
+    """
+
+    def __init__(self, weights: LogicalWeights) -> None:
+        self._weights = weights
+        self._waiting: dict[str, tuple[_Kind, torch.Tensor]] = {}  # by the weight's name
+        self._paired: set[str] = set()
+        self.num_bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Tensors that came without the other half of their pair."""
+        return len(self._waiting)
+
+    @functools.cached_property
+    def _max_bytes(self) -> int:
+        return sum(meta.nbytes for meta in self._weights.metas().values())
+
+    def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
+        """What is whole after these came: plain tensors, the caller's, and values of pairs.
+
+        Raises `UnknownTensorError`, `CoverageError` for a tensor that came twice, `DtypeMismatchError`,
+        `ShapeMismatchError`, `ContentError`, `WeightRequestError` where more would wait than the model has.
+        """
+        whole = []
+        for name, tensor in named:
+            kind = self._kind_of(name, tensor)
+            if kind == "plain":
+                if name in self._waiting:
+                    raise DtypeMismatchError(f"{name} is {dtype_name(tensor.dtype)} and came with {name}{SCALE_SUFFIX}")
+                whole.append(WireTensor(name, tensor))
+            elif (pair := self._pair(name, kind, tensor.detach())) is not None:
+                whole.append(self._values(name if kind == "weight" else weight_name(name), pair))
+        return whole
+
+    def settle(self) -> None:
+        """Raises `CoverageError` that names what waits for the other half of its pair."""
+        by_kind: dict[_Kind, set[str]] = {"weight": set(), "scale": set()}
+        for name, (kind, _) in self._waiting.items():
+            by_kind[kind].add(name)
+        _require_pairs(by_kind["weight"], by_kind["scale"])
+
+    def clear(self) -> None:
+        """Release what waits."""
+        self._waiting.clear()
+        self.num_bytes = 0
+
+    def _kind_of(self, name: str, tensor: torch.Tensor) -> _Kind:
+        """As `kind_of`, and soon for the many that are plain."""
+        if tensor.dtype != QUANTISED and not name.endswith(SCALE_SUFFIX):
+            return "plain"
+        return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+
+    def _pair(self, name: str, kind: _Kind, tensor: torch.Tensor) -> Pair | None:
+        """The pair that this half makes whole, if it does."""
+        key = name if kind == "weight" else weight_name(name)
+        waiting = self._waiting.get(key)
+        if key in self._paired or (waiting is not None and waiting[0] == kind):
+            raise CoverageError(f"{name} came twice")
+        if waiting is None:
+            self._wait(key, kind, tensor)
+            return None
+        del self._waiting[key]
+        self.num_bytes -= waiting[1].nbytes
+        self._paired.add(key)
+        return Pair(tensor, waiting[1]) if kind == "weight" else Pair(waiting[1], tensor)
+
+    def _wait(self, key: str, kind: _Kind, tensor: torch.Tensor) -> None:
+        if self.num_bytes + tensor.nbytes > self._max_bytes:
+            raise WeightRequestError(
+                f"{key}: FP8 tensors that wait for their other halves would take more than the model's "
+                f"{self._max_bytes} bytes; send scales with their weights"
+            )
+        self._waiting[key] = (kind, tensor.clone())
+        self.num_bytes += tensor.nbytes
+
+    def _values(self, name: str, pair: Pair) -> WireTensor:
+        meta = TensorMeta(name, pair.weight.dtype, tuple(pair.weight.shape))
+        dtype = _value_dtype(self._weights, meta)
+        assert dtype is not None, "it was found to be a weight before"
+        try:
+            return WireTensor(name, dequantise(*pair, dtype), pair)
+        except WeightRequestError as error:
+            raise type(error)(f"{name}{SCALE_SUFFIX}: {error}") from None
+
+
+def weight_name(scale_name: str) -> str:
+    """`X.weight_scale_inv` -> `X.weight`."""
+    return scale_name.removesuffix(SCALE_SUFFIX)
+
+
+def with_other_halves(names: Iterable[str]) -> set[str]:
+    """These names, and what the other halves of pairs are called, whether there are any or not."""
+    found = set(names)
+    return found | {f"{name}{SCALE_SUFFIX}" for name in found} | set(map(weight_name, found))
+
+
+def _require_pairs(quantised: Iterable[str], scales: Iterable[str]) -> None:
+    weights, others = set(quantised), set(scales)
+    problems = [f"{name} is {dtype_name(QUANTISED)} and has no {name}{SCALE_SUFFIX}" for name in weights - others]
+    problems += [f"{name}{SCALE_SUFFIX} has no {dtype_name(QUANTISED)} {name}" for name in others - weights]
+    if problems:
+        raise CoverageError(listed(sorted(problems)))
+
+
+def _is_other_fp8(meta: TensorMeta) -> bool:
+    """Whether it is a kind of FP8 that has no blocks here."""
+    return meta.dtype.itemsize == 1 and meta.dtype.is_floating_point and meta.dtype != QUANTISED
+
+
+def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
+    if meta.dtype != torch.float32:
+        raise DtypeMismatchError(f"{meta.name}: scales are float32, got {dtype_name(meta.dtype)}")
+    weight = weights.metas().get(weight_name(meta.name))  # a fused one's shape shows when it comes
+    if weight is not None and meta.shape != scale_shape(weight.shape):
+        raise ShapeMismatchError(
+            f"{meta.name} has shape {list(meta.shape)}, expected {list(scale_shape(weight.shape))}"
+        )
+
+
+def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
+    """The floating-point type in which the model holds this FP8 tensor; None where it takes it as it is, or not."""
+    try:
+        held = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
+    except (UnknownTensorError, ShapeMismatchError):
+        return None
+    dtype = held.pop() if len(held) == 1 else meta.dtype
+    return dtype if dtype.is_floating_point and dtype != meta.dtype else None
+
+
+def _is_ignored(weights: LogicalWeights, scale_name: str) -> bool:
+    """Whether nothing is kept of the weight of these scales.  Raises `UnknownTensorError`."""
+    name = weight_name(scale_name)
+    if name in weights.metas():
+        return False
+    try:
+        return not weights.split(TensorMeta(name, QUANTISED, ()))  # of no tensor's shape
+    except ShapeMismatchError:
+        return False
+    except UnknownTensorError as error:
+        raise UnknownTensorError(f"{scale_name} has no weight: {error}") from None
