@@ -1,12 +1,11 @@
 """Routes on the trainer's side: force given routes onto a Hugging Face model, or record the model's own.
 
 Works through forward hooks on the routers, so the model is never edited.  A router is any module with `top_k`,
-`num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), such as the routers of
-Qwen3-MoE and GPT-OSS in transformers 5.  The MoE layers are the routers in module order.
+`num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), as in transformers 5.
+The MoE layers are the routers in module order.
 
-The weights of forced experts come from the current scores, so gradients reach the router: with `norm_topk_prob` a
-softmax over all experts in float32, gathered, renormalised where it says so; without it, as in GPT-OSS, a softmax over
-the chosen ones.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
+The weights of forced experts come from the current scores by the router's own formula (`capture.routers`), so gradients
+reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
 
 Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts.
 """
@@ -23,6 +22,7 @@ from torch import nn
 
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.routed_experts import RoutedExperts, checked_missing_rows, id_dtype, missing_id
+from capture.routers import weights_of
 
 Routes = torch.Tensor | np.ndarray | RoutedExperts
 
@@ -94,7 +94,7 @@ class ForcedRoutes:
                 self._formula_checked.add(layer)
             routes_TLK, forced_T = self._for_tokens(own_TK)
             chosen_TK = torch.where(forced_T[:, None], routes_TLK[:, layer], own_TK)
-            return logits_TE, _gathered_scores(router, logits_TE, chosen_TK), chosen_TK
+            return logits_TE, weights_of(router, logits_TE, chosen_TK), chosen_TK
 
         return replace
 
@@ -194,23 +194,13 @@ def _hooked(routers: list[nn.Module], observer: ForcedRoutes | RecordedRoutes) -
         yield
 
 
-def _gathered_scores(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-    if not hasattr(router, "norm_topk_prob"):
-        return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1)
-    scores_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, ids_TK)
-    if router.norm_topk_prob:
-        scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
-    return scores_TK.to(logits_TE.dtype)
-
-
 def _check_formula(router: Any, logits_TE: torch.Tensor, scores_TK: torch.Tensor, own_TK: torch.Tensor) -> None:
     # Detached: a checkpointed recomputation would otherwise find other saved tensors than the first pass.
-    # The tolerance covers bfloat16 and fused kernels; a sigmoid, a bias or a scaling factor is far outside it.
-    ours_TK = _gathered_scores(router, logits_TE.detach(), own_TK)
+    # The tolerance covers bfloat16 and fused kernels; another formula is far outside it.
+    ours_TK = weights_of(router, logits_TE.detach(), own_TK)
     if not torch.allclose(ours_TK.float(), scores_TK.detach().float(), rtol=0.02, atol=1e-4):
         raise UnsupportedRouterError(
-            f"{type(router).__name__} does not weigh experts by a softmax over all of them, or over the chosen: its "
-            "routes cannot be forced"
+            f"{type(router).__name__} weighs experts by a formula that is not known: its routes cannot be forced"
         )
 
 

@@ -124,12 +124,12 @@ def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
     routes, _ = recorded(model, tokens())
     with force_routes(model, other_routes(routes)):
         right = logits_of(model, tokens())
-    own = replay._gathered_scores
+    own = replay.weights_of
 
     def wrong(router, logits_TE, ids_TK):
         return own(router, logits_TE, logits_TE.topk(router.top_k).indices)
 
-    monkeypatch.setattr(replay, "_gathered_scores", wrong)
+    monkeypatch.setattr(replay, "weights_of", wrong)
     with force_routes(model, other_routes(routes)):
         assert not torch.allclose(logits_of(model, tokens()), right, atol=1e-3)
 
@@ -348,7 +348,7 @@ class SigmoidRouter(nn.Module):
 def test_routers_with_another_formula_are_refused():
     router = SigmoidRouter()
     routes = torch.arange(TOP_K).expand(1, 5, 1, TOP_K)
-    with force_routes(router, routes), pytest.raises(UnsupportedRouterError, match="softmax"):
+    with force_routes(router, routes), pytest.raises(UnsupportedRouterError, match="formula"):
         router(torch.randn(5, 4))
     with record_routes(router) as record:
         router(torch.randn(5, 4))
