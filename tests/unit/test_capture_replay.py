@@ -8,6 +8,7 @@ from capture import replay
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
+from capture.routers import softmax_of_all
 from tests.family_zoo import family_model
 
 BATCH, SEQ, EXPERTS, TOP_K, LAYERS = 2, 7, 8, 3, 2
@@ -124,12 +125,11 @@ def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
     routes, _ = recorded(model, tokens())
     with force_routes(model, other_routes(routes)):
         right = logits_of(model, tokens())
-    own = replay._gathered_scores
 
     def wrong(router, logits_TE, ids_TK):
-        return own(router, logits_TE, logits_TE.topk(router.top_k).indices)
+        return softmax_of_all(router, logits_TE, logits_TE.topk(router.top_k).indices)
 
-    monkeypatch.setattr(replay, "_gathered_scores", wrong)
+    monkeypatch.setattr(replay, "formula_of", lambda router: wrong)
     with force_routes(model, other_routes(routes)):
         assert not torch.allclose(logits_of(model, tokens()), right, atol=1e-3)
 
