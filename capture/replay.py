@@ -1,12 +1,11 @@
 """Routes on the trainer's side: force given routes onto a Hugging Face model, or record the model's own.
 
 Works through forward hooks on the routers, so the model is never edited.  A router is any module with `top_k`,
-`num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), such as those of
-Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3 and GPT-OSS in transformers 5.  The MoE layers
-are the routers in module order.
+`num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), as in transformers 5.
+The MoE layers are the routers in module order.
 
-The weights of forced experts come from the current scores by the formula of the family (`capture.routers`), so
-gradients reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
+The weights of forced experts come from the current scores by the router's own formula (`capture.routers`), so gradients
+reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
 
 Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts.
 """
@@ -23,7 +22,7 @@ from torch import nn
 
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.routed_experts import RoutedExperts, checked_missing_rows, id_dtype, missing_id
-from capture.routers import check_formula, formula_of
+from capture.routers import weights_of
 
 Routes = torch.Tensor | np.ndarray | RoutedExperts
 
@@ -74,7 +73,6 @@ class ForcedRoutes:
         self.forced_positions = 0
         self.own_positions = 0
         router: Any = routers[0]
-        self._formula = formula_of(router)
         self._given_BSLK = pad_routes(_as_sequences(routed_ids), router.num_experts)
         self._mask_BS = None if mask is None else mask.detach().to(device="cpu", dtype=torch.bool)
         self._routes_TLK: torch.Tensor | None = None
@@ -92,11 +90,11 @@ class ForcedRoutes:
         def replace(router: Any, _inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             logits_TE, scores_TK, own_TK = _checked_output(router, output)
             if layer not in self._formula_checked:
-                check_formula(router, logits_TE, scores_TK, own_TK)
+                _check_formula(router, logits_TE, scores_TK, own_TK)
                 self._formula_checked.add(layer)
             routes_TLK, forced_T = self._for_tokens(own_TK)
             chosen_TK = torch.where(forced_T[:, None], routes_TLK[:, layer], own_TK)
-            return logits_TE, self._formula(router, logits_TE, chosen_TK), chosen_TK
+            return logits_TE, weights_of(router, logits_TE, chosen_TK), chosen_TK
 
         return replace
 
@@ -194,6 +192,16 @@ def _hooked(routers: list[nn.Module], observer: ForcedRoutes | RecordedRoutes) -
         for layer, router in enumerate(routers):
             stack.callback(router.register_forward_hook(observer.hook(layer)).remove)
         yield
+
+
+def _check_formula(router: Any, logits_TE: torch.Tensor, scores_TK: torch.Tensor, own_TK: torch.Tensor) -> None:
+    # Detached: a checkpointed recomputation would otherwise find other saved tensors than the first pass.
+    # The tolerance covers bfloat16 and fused kernels; another formula is far outside it.
+    ours_TK = weights_of(router, logits_TE.detach(), own_TK)
+    if not torch.allclose(ours_TK.float(), scores_TK.detach().float(), rtol=0.02, atol=1e-4):
+        raise UnsupportedRouterError(
+            f"{type(router).__name__} weighs experts by a formula that is not known: its routes cannot be forced"
+        )
 
 
 def _checked_output(router: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

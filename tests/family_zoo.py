@@ -28,6 +28,14 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_LATENT: dict[str, Any] = {
+    **{key: value for key, value in _SIZES.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 # An inner size that is no multiple of a vector, as the published 2880 is none of 128.
 _GPT_OSS: dict[str, Any] = {
@@ -111,6 +119,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "n_shared_experts": 2,
         "attention_bias": True,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        **_EXPERTS,
+        "q_lora_rank": 48,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v3, Moonlight": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        **_EXPERTS,
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+    },
+    "deepseek_v3, all sparse": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        **_EXPERTS,
+        "q_lora_rank": 40,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        **_EXPERTS,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rms_norm_eps": 1e-5,
     },
     "qwen3_next": {
         "model_type": "qwen3_next",

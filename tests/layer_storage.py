@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from rollout.kernels.ops import ExpertPart, Ops
+from rollout.kernels.places import LatentSizes
 
 PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -30,3 +31,10 @@ def stored_experts(
         for part, weights in zip(PARTS, (gate_PID, up_PID, down_PDI), strict=True):
             ops.storage.expert_place(w13, w2, part, expert, inner, hidden).write(weights[expert])
     return w13, w2
+
+
+def stored_latent(ops: Ops, weight: torch.Tensor, heads: int, sizes: LatentSizes) -> torch.Tensor:
+    """What makes keys and values of latents [H (nope + v), R], for `latent_query_store` and `latent_values`."""
+    stored = ops.storage.empty_latent(heads, sizes, weight.dtype, "cpu")
+    ops.storage.latent_place(stored, sizes).write(weight)
+    return stored

@@ -19,12 +19,13 @@ import torch
 from rollout.core.layer_specs import RotarySpec
 from rollout.core.sampling_params import SamplingParams
 from rollout.kernels.ops import Ops, compiled_ops
+from rollout.kernels.places import LatentSizes
 from rollout.layers.norm_rotary import RotaryTable
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
 from tests.delta_rule import Sequences, Sizes
 from tests.kernels import plain_build
-from tests.layer_storage import PARTS, stored_experts, stored_matrix
+from tests.layer_storage import PARTS, stored_experts, stored_latent, stored_matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
 # Around a group of two, a vector of 16, a panel of 32 and a token tile of 12 (3 on other processors).
@@ -158,6 +159,28 @@ def heads(ops: Ops) -> Iterator[torch.Tensor]:
             _refuses(lambda: ops.qk_norm_rope_store(row, weight, angle, *pools, place, EPS))  # noqa: B023
 
 
+def latents(ops: Ops) -> Iterator[torch.Tensor]:
+    """Around a group, a vector and a panel; more tokens than an item takes at once."""
+    for dtype, heads, sizes, rotary_dim in product(
+        DTYPES, (1, 3), (LatentSizes(1, 1, 1), LatentSizes(7, 33, 17), LatentSizes(33, 16, 70)), (2, 18, 64)
+    ):
+        weight = _randn(dtype, heads * (sizes.nope + sizes.value), sizes.rank)
+        stored = stored_latent(ops, weight, heads, sizes)
+        assert torch.equal(ops.storage.latent_place(stored, sizes).read(), weight)
+        norm, pool = _randn(dtype, sizes.rank), torch.zeros(210, 1, sizes.rank + rotary_dim, dtype=dtype)
+        for tokens in (0, 1, 13, 210):
+            query = _randn(dtype, tokens, heads * (sizes.nope + rotary_dim))
+            latent, angles = _randn(dtype, tokens, sizes.rank + rotary_dim), _randn(dtype, tokens, 2, rotary_dim)
+            yield ops.latent_query_store(
+                query, latent, norm, EPS, stored, heads, angles, pool, 209 - torch.arange(tokens)
+            )
+            yield pool
+            yield ops.latent_values(_randn(dtype, tokens, heads * sizes.rank), stored, heads, sizes.value)
+        for wrong in (210, -1):
+            rows, place = (query[:1], latent[:1], norm, EPS, stored, heads, angles[:1], pool), torch.tensor([wrong])
+            _refuses(lambda: ops.latent_query_store(*rows, place))  # noqa: B023
+
+
 def attention(ops: Ops) -> Iterator[torch.Tensor]:
     """Lengths at the edges of blocks of 64 and segments of 512; the last sequence uses the first and the last slot."""
     attend = torch.ops.lockstep.paged_attention
@@ -231,7 +254,7 @@ def samplers(ops: Ops) -> Iterator[torch.Tensor]:
             _refuses(lambda: sampler.score(logits, wrong, 1.0, [], 0))  # noqa: B023
 
 
-OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, attention, samplers)
+OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, latents, attention, samplers)
 
 
 def digest() -> str:

@@ -24,7 +24,20 @@ def row_ops() -> Ops:
         norm_linear=_by_rows(ops.norm_linear, 2),
         norm_route=_by_rows(ops.norm_route, 2),
         fused_experts=_by_rows(ops.fused_experts, 3),
+        latent_query_store=_latents_by_rows(ops.latent_query_store),
+        latent_values=_by_rows(ops.latent_values, 1),
     )
+
+
+def _latents_by_rows(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`latent_query_store`, whose other arguments lie between those that have a row a token."""
+
+    def call(query: torch.Tensor, latent: torch.Tensor, *shared_angles_pool: Any) -> torch.Tensor:
+        *shared, angles, pool, slots = shared_angles_pool
+        rows = [slice(row, row + 1) for row in range(query.shape[0])]
+        return torch.cat([operator(query[row], latent[row], *shared, angles[row], pool, slots[row]) for row in rows])
+
+    return call
 
 
 def _by_rows(operator: Callable[..., Any], num_rowwise: int) -> Callable[..., Any]:

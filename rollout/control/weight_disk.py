@@ -43,8 +43,8 @@ from weight_sync.updater import WeightUpdater
 HowPulled = Literal["delta", "full", "unchanged"]
 LOAD_FORMATS = (None, "auto", "safetensors")
 _MAX_CONFIG_BYTES = 16 << 20
-# What may differ between two checkpoints of one model.
-_FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings", "stored_format"}
+# What may differ between two checkpoints of one model; the epsilon of latents is a setting of the server.
+_FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings", "stored_format", "latent_eps"}
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def require_same_model(path: Path, running: ModelConfig) -> None:
     facts, others = _facts(dataclasses.asdict(running)), _facts(dataclasses.asdict(stated))
     for name in facts | others:
         here, there = facts.get(name), others.get(name)
-        if name.split(".")[0] not in _FREE_CONFIG_FIELDS and here != there:
+        if _FREE_CONFIG_FIELDS.isdisjoint(name.split(".")) and here != there:
             raise WeightRequestError(f"{path / 'config.json'} has {name} {there}, the running model {here}")
 
 

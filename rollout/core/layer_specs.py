@@ -91,6 +91,29 @@ class AttentionSpec:
     output_gate: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-AI, 2024): a token's keys and values come from one latent of `kv_rank`.
+
+    A head's keys and queries have `nope_size` elements, of keys made from the latent, and `rotary.dim` rotated ones, of
+    keys the same for all heads; its values have `value_size`.  Queries come from a latent of `query_rank`, where there
+    is one.  Both latents go through an RMS norm with `latent_eps`.  Scores are multiplied by `scale`.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_size: int
+    value_size: int
+    rotary: RotarySpec
+    scale: float
+    latent_eps: float = 1e-6  # what transformers builds these norms with, whatever the model's own epsilon is
+
+    @property
+    def query_size(self) -> int:
+        return self.nope_size + self.rotary.dim
+
+
 @dataclass(frozen=True)
 class FullKV:
     """What a layer keeps of every token of a sequence: keys and values of `num_heads` heads each."""
@@ -240,7 +263,7 @@ class MoESpec:
     shared_name: str = "shared_experts"
 
 
-AttentionKind = AttentionSpec | GatedDeltaSpec
+AttentionKind = AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True, kw_only=True)

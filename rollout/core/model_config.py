@@ -7,11 +7,20 @@ neither torch nor transformers, so that the HTTP process can read it too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import LayerSpec, Llama3Scaling, MoESpec, NormSpec, RotarySpec, YarnScaling, yarn_mscale
+from rollout.core.layer_specs import (
+    LatentAttentionSpec,
+    LayerSpec,
+    Llama3Scaling,
+    MoESpec,
+    NormSpec,
+    RotarySpec,
+    YarnScaling,
+    yarn_mscale,
+)
 from rollout.core.stored_format import StoredFormat, stored_format_of
 
 
@@ -93,7 +102,9 @@ def heads_of(raw: Mapping[str, Any], rope_types: tuple[str, ...] = ("default",))
     }
 
 
-def rotary_of(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]) -> RotarySpec:
+def rotary_of(
+    raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...], interleaved: bool = False
+) -> RotarySpec:
     """The rotation of heads of `head_dim`, or of a part of each.  Raises `StartupError` for one not among `rope_types`.
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
@@ -114,7 +125,7 @@ def rotary_of(raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...]
     elif kind == "yarn":
         scaling = _yarn(rope, original)
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    return RotarySpec(dim=int(head_dim * share), theta=theta, scaling=scaling)
+    return RotarySpec(dim=int(head_dim * share), theta=theta, scaling=scaling, interleaved=interleaved)
 
 
 def _yarn(rope: Mapping[str, Any], original: int) -> YarnScaling:
@@ -135,6 +146,21 @@ def _yarn(rope: Mapping[str, Any], original: int) -> YarnScaling:
         attention_factor=float(attention_factor),
         truncate=bool(rope.get("truncate", True)),
     )
+
+
+def with_latent_norm_eps(config: ModelConfig, eps: float | None) -> ModelConfig:
+    """With this epsilon in the norms of latents; None: as it is.  Raises `StartupError` where there are no latents."""
+    if eps is None:
+        return config
+    if not any(isinstance(layer.attention, LatentAttentionSpec) for layer in config.layers):
+        raise StartupError(f"--latent-norm-eps: {config.architecture} has no latent attention; leave it out")
+    return replace(config, layers=tuple(_with_latent_eps(layer, eps) for layer in config.layers))
+
+
+def _with_latent_eps(layer: LayerSpec, eps: float) -> LayerSpec:
+    if not isinstance(layer.attention, LatentAttentionSpec):
+        return layer
+    return replace(layer, attention=replace(layer.attention, latent_eps=eps))
 
 
 def refuse(options: Mapping[str, bool]) -> None:

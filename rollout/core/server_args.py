@@ -68,6 +68,11 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
         "auto", "dtype of weights and KV; auto: the checkpoint's"
     )
+    latent_norm_eps: float | None = _arg(
+        None,
+        "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm), as the trainer computes them; "
+        "default: 1e-6, transformers', whatever rms_norm_eps is",
+    )
     device: str = _arg("cpu", "torch device")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
@@ -229,6 +234,7 @@ class ServerArgs:
             not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
             "--tool-call-parser and --reasoning-parser read text, and --skip-tokenizer-init makes none",
         )
+        _require(self.latent_norm_eps is None or self.latent_norm_eps > 0, "--latent-norm-eps must be positive")
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,

@@ -20,7 +20,7 @@ from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
-from rollout.core.model_config import ModelConfig
+from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
@@ -73,7 +73,7 @@ def build_scheduler(
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     _set_threads(args, parallel)
-    config = load_model_config(args.model_path)
+    config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
     if args.quantize_weight_updates and config.stored_format != "fp8":

@@ -25,7 +25,7 @@ from pathlib import Path
 from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
-from rollout.core.model_config import ModelConfig
+from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.entrypoints.connections import (
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`."""
-    config = load_model_config(args.model_path)
+    config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.return_routed_experts_by_default and not config.is_moe:
         raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
     layout = layout_of(args)

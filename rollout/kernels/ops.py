@@ -2,7 +2,7 @@
 
 A model is given one when it is built and hands it to its layers.
 
-Shapes: O output features, D input features, P physical experts, I expert intermediate.
+Shapes: O output features, D input features, P physical experts, I expert intermediate, H heads, R size of a latent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from rollout.kernels import plain
-from rollout.kernels.places import PackedPlace, Place, ViewPlace
+from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
 from rollout.kernels.schemas import SCHEMAS
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
@@ -52,6 +52,16 @@ class RowMajor:
             return ViewPlace(w2[physical_id])
         return ViewPlace(w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:])
 
+    def empty_latent(
+        self, heads: int, sizes: LatentSizes, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Storage for the matrix that makes keys and values of a latent [H (nope + v), R]."""
+        return torch.empty(heads * (sizes.nope + sizes.value), sizes.rank, dtype=dtype, device=device)
+
+    def latent_place(self, weight: torch.Tensor, sizes: LatentSizes) -> Place:
+        """Where all of it lives: content [H (nope + v), R], a head's rows for keys before those for values."""
+        return ViewPlace(weight)
+
 
 class Packed(RowMajor):
     """Matrices packed for the compiled CPU operators (`csrc/packed.h`) as they are written; no second copy is kept."""
@@ -79,6 +89,18 @@ class Packed(RowMajor):
             return PackedPlace(w2[physical_id], range(hidden), inner)
         return PackedPlace(w13[physical_id], range(inner), hidden, step=2, offset=int(part == "up_proj"))
 
+    def empty_latent(
+        self, heads: int, sizes: LatentSizes, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        keys, values = (
+            torch.ops.lockstep.empty_packed([0], *shape, dtype).shape[1:].numel()
+            for shape in (sizes.key_matrix, sizes.value_matrix)
+        )
+        return torch.zeros(heads, keys + values, dtype=dtype, device=device)
+
+    def latent_place(self, weight: torch.Tensor, sizes: LatentSizes) -> Place:
+        return AbsorbedPlace(weight, sizes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
@@ -97,6 +119,8 @@ class Ops:
     norm_linear: Callable[..., torch.Tensor]
     norm_route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     qk_norm_rope_store: Callable[..., torch.Tensor]
+    latent_query_store: Callable[..., torch.Tensor]
+    latent_values: Callable[..., torch.Tensor]
     silu_and_mul: Callable[..., torch.Tensor]
     sigmoid_gate: Callable[..., torch.Tensor]
     gated_delta: Callable[..., torch.Tensor]

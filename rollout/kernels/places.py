@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from weight_sync.tensor_meta import Place, Region
 
-__all__ = ["PackedPlace", "Place", "ReorderedPlace", "ShardPlace", "ViewPlace"]
+__all__ = ["AbsorbedPlace", "LatentSizes", "PackedPlace", "Place", "ReorderedPlace", "ShardPlace", "ViewPlace"]
 
 
 class ViewPlace:
@@ -74,6 +77,74 @@ class PackedPlace:
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """What a head makes of a latent of `rank` elements: `nope` of its keys, `value` of its values."""
+
+    nope: int
+    value: int
+    rank: int
+
+    @property
+    def key_matrix(self) -> tuple[int, int]:
+        """Rows and columns of what is applied to queries: that for keys, transposed."""
+        return self.rank, self.nope
+
+    @property
+    def value_matrix(self) -> tuple[int, int]:
+        return self.value, self.rank
+
+
+class AbsorbedPlace:
+    """The matrix that makes keys and values of latents [H (nope + v), R], as the compiled operators apply it.
+
+    Packed, by head: the part for keys transposed, as it is applied to queries, then that for values.  So nothing is
+    computed from weights, and a refresh of this matrix is a refresh of what is used.
+    """
+
+    region: Region | None = None
+
+    def __init__(self, packed_HN: torch.Tensor, sizes: LatentSizes) -> None:
+        self._packed_HN = packed_HN
+        self._sizes = sizes
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._packed_HN
+
+    @property
+    def numel(self) -> int:
+        sizes = self._sizes
+        return self._packed_HN.shape[0] * (sizes.nope + sizes.value) * sizes.rank
+
+    def rebind(self, storage: torch.Tensor) -> AbsorbedPlace:
+        return AbsorbedPlace(storage, self._sizes)
+
+    def write(self, source: torch.Tensor) -> None:
+        source = source.to(device=self._packed_HN.device, dtype=self._packed_HN.dtype)
+        for rows, (keys, values) in zip(source.chunk(self._packed_HN.shape[0]), self._halves(), strict=True):
+            key_rows, value_rows = rows.split((self._sizes.nope, self._sizes.value))
+            torch.ops.lockstep.pack_rows(keys, key_rows.t(), 0, 1, 0)
+            torch.ops.lockstep.pack_rows(values, value_rows, 0, 1, 0)
+
+    def read(self) -> torch.Tensor:
+        found, sizes = [], self._sizes
+        for keys, values in self._halves():
+            found.append(torch.ops.lockstep.unpack_rows(keys, sizes.nope, 0, sizes.rank, 1, 0).t())
+            found.append(torch.ops.lockstep.unpack_rows(values, sizes.rank, 0, sizes.value, 1, 0))
+        return torch.cat(found)
+
+    def restore(self, content: torch.Tensor) -> None:
+        self.write(content)
+
+    def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """By head."""
+        dtype = self._packed_HN.dtype
+        keys = torch.ops.lockstep.empty_packed([0], *self._sizes.key_matrix, dtype).shape[1:].numel()
+        for row in self._packed_HN:
+            yield row[:keys], row[keys:]
 
 
 class ReorderedPlace:

@@ -9,6 +9,8 @@ Shapes: as in `schemas`; G groups of experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -120,6 +122,34 @@ def qk_norm_rope_store(
     return query.contiguous()
 
 
+def latent_query_store(
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    num_heads: int,
+    angles: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    rotary_dim, rank = angles.shape[-1], norm_weight.shape[0]
+    normed, turned_key = latent.split([rank, rotary_dim], dim=-1)
+    key = torch.cat((_rms_norm(normed, norm_weight, eps, None), rotate_pairs(turned_key, angles.unbind(1))), -1)
+    pool.index_copy_(0, slots, key.unsqueeze(1))
+    heads_THd = query.unflatten(1, (num_heads, -1))
+    plain_THN, turned_THR = heads_THd.split([heads_THd.shape[2] - rotary_dim, rotary_dim], dim=-1)
+    absorbed_HNR = weight.view(num_heads, -1, rank)[:, : plain_THN.shape[2]]
+    absorbed = torch.bmm(plain_THN.transpose(0, 1), absorbed_HNR).transpose(0, 1)
+    return torch.cat((absorbed, rotate_pairs(turned_THR, angles.unsqueeze(2).unbind(1))), -1)
+
+
+def latent_values(latents: torch.Tensor, weight: torch.Tensor, num_heads: int, value_size: int) -> torch.Tensor:
+    by_head_HTR = latents.unflatten(1, (num_heads, -1)).transpose(0, 1)
+    weight_HVR = weight.view(num_heads, -1, weight.shape[1])[:, -value_size:]
+    return torch.bmm(by_head_HTR, weight_HVR.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
 def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     groups_TGn = hidden.unflatten(1, (gate.shape[1], -1))
     return (groups_TGn * gate.sigmoid().unsqueeze(-1)).flatten(1)
@@ -156,6 +186,13 @@ def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     turned, kept = heads[..., :rotary_dim], heads[..., rotary_dim:]
     turned = turned.roll(rotary_dim // 2, -1).mul_(signed_sin).add_(turned * cos)
     return turned if kept.shape[-1] == 0 else torch.cat((turned, kept), -1)
+
+
+def rotate_pairs(x: torch.Tensor, cos_and_sin: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Elements 2 i and 2 i + 1 of the last dimension turned by cos and sign-folded sin."""
+    cos, signed_sin = cos_and_sin
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return swapped * signed_sin + x * cos
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None) -> torch.Tensor:

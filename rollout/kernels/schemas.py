@@ -4,7 +4,7 @@
 where `load_kernels` loaded it, else the function of `plain` of the same name.
 
 T tokens, D hidden, O output features, E logical experts, K top-k, I intermediate, H query heads, Hkv key/value heads,
-hd head size, rd of it that is rotated, S slots of the KV pool.
+hd head size, rd of it that is rotated, S slots of the KV pool; of latent attention R latent, v value size of a head.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ SCHEMAS = {
         "(Tensor qkv, Tensor? weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, float eps, "
         "float? weight_offset=None) -> Tensor"
     ),
+    # queries [T, H (nope + rd)] of latent attention as they meet latents: [T, H, R + rd], of each head the first part
+    # times the stored matrix for keys, then the second rotated in pairs 2 i, 2 i + 1 by angles [T, 2, rd]; the latents
+    # [T, R + rd], the first part normed, the second rotated, stored in their slots [T] of the pool [S, 1, R + rd]
+    "latent_query_store": (
+        "(Tensor query, Tensor latent, Tensor norm_weight, float eps, Tensor weight, int num_heads, Tensor angles, "
+        "Tensor(a!) pool, Tensor slots) -> Tensor"
+    ),
+    # weighted means of latents [T, H R] times the stored matrix for values, by head: [T, H v]
+    "latent_values": "(Tensor latents, Tensor weight, int num_heads, int value_size) -> Tensor",
     # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
     "silu_and_mul": "(Tensor gate_up) -> Tensor",
     # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].

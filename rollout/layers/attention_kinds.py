@@ -7,12 +7,21 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.layer_specs import AttentionKind, AttentionSpec, GatedDeltaSpec, KVKind, NormSpec, RecurrentState
+from rollout.core.layer_specs import (
+    AttentionKind,
+    AttentionSpec,
+    GatedDeltaSpec,
+    KVKind,
+    LatentAttentionSpec,
+    NormSpec,
+    RecurrentState,
+)
 from rollout.distributed.parallel import Parallel
 from rollout.layers.attention import Attention
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.gated_delta import GatedDelta
+from rollout.layers.latent_attention import LatentAttention
 from rollout.layers.norm_rotary import RMSNorm
 
 
@@ -47,5 +56,6 @@ class AttentionLayer(Protocol):
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {
     AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
     GatedDeltaSpec: GatedDelta,
 }

@@ -43,7 +43,7 @@ class RMSNorm(WeightLayer):
 
 
 class RotaryTable:
-    """Rotary embedding (Su et al., 2021) in the rotate-half form: the angles of every position, computed once.
+    """Rotary embedding (Su et al., 2021): the angles of every position, computed once.
 
     Takes 2 * rd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
     Their cosines are numpy's in float64, rounded: those of torch on several threads, the first of a process, are now
@@ -60,12 +60,17 @@ class RotaryTable:
             angles = (rows[:, None] * frequencies).double().numpy()
             both = (torch.from_numpy(function(angles) * factor) for function in (np.cos, np.sin))
             cos, sin = (values.to(work_dtype).to(build.dtype) for values in both)
-            part = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+            part = torch.stack((_both(cos, cos, spec.interleaved), _both(-sin, sin, spec.interleaved)), 1)
             self._table[int(rows[0]) : int(rows[-1]) + 1] = part
 
     def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """cos and sign-folded sin [T, 2, rd]."""
+        """cos and sign-folded sin [T, 2, rd], each for the element that it multiplies."""
         return self.ops.gather_rows(self._table, positions_T)
+
+
+def _both(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The factors of both elements of each pair [n, rd], where those elements lie in a head."""
+    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:

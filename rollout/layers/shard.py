@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec
+from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 
@@ -52,7 +52,7 @@ class Shard:
         return Shard(total, total * self.start // self.total, total * self.length // self.total, tuple(sizes))
 
 
-def query_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
+def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -> Shard:
     """Raises `StartupError`."""
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
     return Shard.equal(spec.num_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")

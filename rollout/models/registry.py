@@ -17,6 +17,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "rollout.models.qwen2",
     "LlamaForCausalLM": "rollout.models.llama",
     "Glm4MoeForCausalLM": "rollout.models.glm4_moe",
+    "Glm4MoeLiteForCausalLM": "rollout.models.glm4_moe_lite",
+    "DeepseekV3ForCausalLM": "rollout.models.deepseek_v3",
     "GptOssForCausalLM": "rollout.models.gpt_oss",
     "Qwen3NextForCausalLM": "rollout.models.qwen3_next",
     "Qwen3_5ForCausalLM": "rollout.models.qwen3_5",

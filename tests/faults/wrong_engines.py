@@ -35,7 +35,7 @@ from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from tests.faults import engines
-from weight_sync import transaction
+from weight_sync import intake
 from weight_sync.errors import WeightSyncError
 from weight_sync.loading import check_content
 from weight_sync.transaction import TransactionState, WeightTransaction
@@ -126,7 +126,7 @@ def forgives_a_bad_bucket() -> Context:
 
 @noticed_by("matrix")
 def compares_no_fingerprints() -> Context:
-    return _replaced((transaction, "check_content", lambda named, stated: check_content(named, {})))
+    return _replaced((intake, "check_content", lambda named, stated: check_content(named, {})))
 
 
 @noticed_by("matrix", "histories")

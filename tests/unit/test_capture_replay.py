@@ -8,7 +8,6 @@ from capture import replay
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
-from capture.routers import softmax_of_all
 from tests.family_zoo import family_model
 
 BATCH, SEQ, EXPERTS, TOP_K, LAYERS = 2, 7, 8, 3, 2
@@ -125,11 +124,12 @@ def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
     routes, _ = recorded(model, tokens())
     with force_routes(model, other_routes(routes)):
         right = logits_of(model, tokens())
+    own = replay.weights_of
 
     def wrong(router, logits_TE, ids_TK):
-        return softmax_of_all(router, logits_TE, logits_TE.topk(router.top_k).indices)
+        return own(router, logits_TE, logits_TE.topk(router.top_k).indices)
 
-    monkeypatch.setattr(replay, "formula_of", lambda router: wrong)
+    monkeypatch.setattr(replay, "weights_of", wrong)
     with force_routes(model, other_routes(routes)):
         assert not torch.allclose(logits_of(model, tokens()), right, atol=1e-3)
 
@@ -348,7 +348,7 @@ class SigmoidRouter(nn.Module):
 def test_routers_with_another_formula_are_refused():
     router = SigmoidRouter()
     routes = torch.arange(TOP_K).expand(1, 5, 1, TOP_K)
-    with force_routes(router, routes), pytest.raises(UnsupportedRouterError, match="softmax"):
+    with force_routes(router, routes), pytest.raises(UnsupportedRouterError, match="formula"):
         router(torch.randn(5, 4))
     with record_routes(router) as record:
         router(torch.randn(5, 4))

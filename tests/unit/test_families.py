@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, NormSpec, RotarySpec
+from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, LatentAttentionSpec, NormSpec, RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 from rollout.kernels import plain
@@ -144,7 +144,7 @@ def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
 def _attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     layers = tuple(
         replace(layer, attention=replace(layer.attention, **changes))
-        if isinstance(layer.attention, AttentionSpec)
+        if isinstance(layer.attention, AttentionSpec | LatentAttentionSpec)
         else layer
         for layer in config.layers
     )
@@ -179,6 +179,12 @@ def _scaling(config: ModelConfig, **changes: Any) -> ModelConfig:
     return _attention(config, rotary=replace(rotary, scaling=replace(rotary.scaling, **changes)))
 
 
+def _halves(config: ModelConfig) -> ModelConfig:
+    rotary = config.layers[0].attention.rotary
+    assert rotary is not None
+    return _attention(config, rotary=replace(rotary, interleaved=False))
+
+
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "other theta": ("qwen2", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=20000.0))),
     "unscaled rotation": ("llama", lambda c: _attention(c, rotary=RotarySpec(dim=16, theta=500000.0))),
@@ -196,6 +202,14 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "clamped later": ("gpt_oss", lambda c: _experts(c, activation=ClampedSwiGLU(limit=2.0, alpha=1.702))),
     "another alpha": ("gpt_oss", lambda c: _experts(c, activation=ClampedSwiGLU(limit=1.5, alpha=1.0))),
     "truncated ramp": ("gpt_oss", lambda c: _scaling(c, truncate=True)),
+    "scores not corrected for YaRN": ("deepseek_v3", lambda c: _attention(c, scale=24**-0.5)),
+    "halves of a head rotated": (
+        "deepseek_v3",
+        _halves,
+    ),
+    "rotation of latents as it is": ("deepseek_v3, all sparse", lambda c: _scaling(c, attention_factor=1.0)),
+    "all groups": ("deepseek_v3", lambda c: _router(c, top_groups=4)),
+    "another scaling of weights": ("glm4_moe_lite", lambda c: _router(c, scaling=2.0)),
     "rotation as it is": ("gpt_oss", lambda c: _scaling(c, attention_factor=1.0)),
 }
 

@@ -67,6 +67,7 @@ class DiskSource(BucketSource):
             metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
             total = sum(meta.nbytes for meta in metas)
             self._dtypes = {meta.name: meta.dtype for meta in metas}
+            self._folder = self._folder.only(self._dtypes)
             if total > max_bytes:
                 raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
         except BaseException:
@@ -102,16 +103,18 @@ class DiskSource(BucketSource):
 def check_against_model(
     weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
 ) -> list[TensorMeta]:
-    """The tensors in the dtypes that the model has, if they fit it; FP8 pairs as they are.
+    """The tensors in the dtypes that the model has, if they fit it; FP8 pairs as they are, ignored ones left out.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
     types), `CoverageError` (repeated, half a pair or, if `complete`, missing).
     """
     values, ledger, dtypes = whole_metas(weights, metas), WeightLedger(weights.metas()), {}
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
+        if not pieces:
+            continue
         for piece in pieces:
             ledger.record(meta.name, piece.name)
-        wanted = {weights.metas()[piece.name].dtype for piece in pieces} or {meta.dtype}
+        wanted = {weights.metas()[piece.name].dtype for piece in pieces}
         is_cast = len(wanted) == 1 and all(dtype.is_floating_point for dtype in (meta.dtype, *wanted))
         if wanted != {meta.dtype} and not is_cast:
             names = " and ".join(sorted(map(dtype_name, wanted)))
@@ -120,4 +123,5 @@ def check_against_model(
     if complete:
         ledger.settle()
     is_plain = {meta.name: kind_of(weights, meta) == "plain" for meta in metas}
-    return [replace(meta, dtype=dtypes[meta.name]) if is_plain[meta.name] else meta for meta in metas]
+    kept = [meta for meta in metas if not is_plain[meta.name] or meta.name in dtypes]
+    return [replace(meta, dtype=dtypes[meta.name]) if is_plain[meta.name] else meta for meta in kept]

@@ -1,0 +1,110 @@
+"""Multi-head latent attention, in the absorbed form: the cache has one latent a token, which all heads read.
+
+A head's key is W_k c beside a rotated part that all heads share, its value W_v c, of the latent c.  As
+q . (W_k c) = (W_k' q) . c and the mean of W_v c is W_v times the mean of c, W_k is applied to queries and W_v to what
+attention returns, and neither keys nor values of heads are ever made.  Prefill and decode take the same path, so that
+a token's bits do not depend on how a sequence was cut into steps.  It costs a long prefill some more arithmetic: a
+score takes R + rd products instead of nope + rd, a mean R instead of v.
+
+Shapes: T tokens, D hidden, H heads of this rank, R latent, rd rotated elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rollout.core.layer_specs import LatentAttentionSpec, LatentKV, NormSpec
+from rollout.distributed.parallel import Parallel
+from rollout.kernels.places import LatentSizes
+from rollout.layers.build import Build
+from rollout.layers.context import ForwardContext
+from rollout.layers.layer import Layer
+from rollout.layers.linear import Linear, MergedLinear, sharded_entry
+from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.shard import Shard, query_heads
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
+
+
+class LatentAttention(Layer):
+    """`layer_id` is the hidden layer, which is also the layer of the KV pool.  Ranks have heads each, and all latents.
+
+    Raises `StartupError` for heads that do not divide over the ranks.
+    """
+
+    name = "self_attn"
+
+    def __init__(
+        self, spec: LatentAttentionSpec, hidden_size: int, layer_id: int, norm: NormSpec, build: Build
+    ) -> None:
+        self.ops = build.ops
+        self.layer_id, self.scale, self.value_size = layer_id, spec.scale, spec.value_size
+        heads, latent_norm = query_heads(spec, build.parallel), NormSpec(eps=spec.latent_eps)
+        self.num_heads = heads.length
+        queries, inputs = heads.times(spec.query_size), Shard.whole(hidden_size)
+        self.q_a_proj: Linear | None = None
+        self.q_a_layernorm: RMSNorm | None = None
+        if spec.query_rank is None:
+            self.queries = MergedLinear(hidden_size, {"q_proj": queries}, build)
+        else:
+            self.q_a_proj = Linear(inputs, spec.query_rank, build)
+            self.q_a_layernorm = RMSNorm(spec.query_rank, latent_norm, build)
+            self.queries = MergedLinear(spec.query_rank, {"q_b_proj": queries}, build)
+        self.kv_a_proj_with_mqa = Linear(inputs, spec.kv_rank + spec.rotary.dim, build)
+        self.kv_a_layernorm = RMSNorm(spec.kv_rank, latent_norm, build)
+        self.kv_b_proj = LatentHeads(heads, LatentSizes(spec.nope_size, spec.value_size, spec.kv_rank), build)
+        self.o_proj = Linear(heads.times(spec.value_size), hidden_size, build)
+
+    @staticmethod
+    def kept(spec: LatentAttentionSpec, parallel: Parallel) -> LatentKV:
+        """Of a token, on every rank."""
+        return LatentKV(spec.kv_rank, spec.rotary.dim)
+
+    @staticmethod
+    def state(spec: LatentAttentionSpec, parallel: Parallel) -> None:
+        """Nothing: its tokens are all it keeps."""
+
+    def __call__(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        norm: RMSNorm,
+        angles: torch.Tensor | None,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
+        if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
+            return torch.empty_like(residual_TD)
+        normed_TD = norm(residual_TD, hidden_TD)
+        query = self.ops.latent_query_store(
+            self._queries(normed_TD),
+            self.kv_a_proj_with_mqa(normed_TD),
+            self.kv_a_layernorm.weight,
+            self.kv_a_layernorm.eps,
+            self.kv_b_proj.weight,
+            self.num_heads,
+            angles,
+            context.attention.kv.k[self.layer_id],
+            context.batch.out_cache_loc,
+        )
+        latents = context.attention.attend(self.layer_id, query, self.scale)
+        return self.o_proj(self.ops.latent_values(latents, self.kv_b_proj.weight, self.num_heads, self.value_size))
+
+    def _queries(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        if self.q_a_proj is None or self.q_a_layernorm is None:
+            return self.queries.of_normed(normed_TD)
+        return self.queries(self.q_a_proj(normed_TD), None, self.q_a_layernorm)
+
+
+class LatentHeads(WeightLayer):
+    """What makes keys and values of latents, as the operators store it: nothing is computed from it and kept."""
+
+    def __init__(self, heads: Shard, sizes: LatentSizes, build: Build) -> None:
+        self._storage, self._heads, self._sizes = build.ops.storage, heads, sizes
+        self.weight = self._storage.empty_latent(heads.length, sizes, build.dtype, build.device)
+
+    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        rows = self._heads.times(self._sizes.nope + self._sizes.value)
+        place = self._storage.latent_place(self.weight, self._sizes)
+        yield sharded_entry(f"{prefix}.weight", self.weight, place, (rows.total, self._sizes.rank), 0, rows)
