@@ -1,4 +1,4 @@
-"""`lockstep make-checkpoint`: a small random Qwen3 or Qwen3-MoE checkpoint in Hugging Face format.
+"""`lockstep make-checkpoint`: a small random checkpoint of any model family in Hugging Face format.
 
 Same arguments, same bytes.  The weights are random, but of a size that makes a small model behave like a large one in
 what matters for testing: experts are chosen decisively, and the next token depends on the whole context.
@@ -11,70 +11,23 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from rollout.core.errors import BadRequest, LockstepError, StartupError
+from rollout.core.errors import LockstepError, StartupError
 from rollout.core.server_args import add_cli_args
+from rollout.entrypoints.checkpoint_families import published_form
+from rollout.entrypoints.checkpoint_spec import OUTPUT_LOGIT_STD, OWN_FAMILIES, ROUTER_LOGIT_STD, CheckpointSpec
 from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
 from weight_sync.tensor_meta import DTYPES
 
-# Standard deviation of a router's logits: the chosen experts stand out well above rounding noise.
-ROUTER_LOGIT_STD = 2.5
-# Standard deviation of the output logits: far from uniform, far from certain.
-OUTPUT_LOGIT_STD = 2.0
+__all__ = ["CheckpointSpec", "cli_parser", "hf_config", "main", "make_checkpoint", "random_weights"]
+
 NORM_WEIGHT_STD = 0.1
-
-
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
-    """Shape and content of a checkpoint.  The default is a Qwen3-MoE of about 15 million parameters.
-
-    `dense_first` leading layers have a dense feed-forward block (`mlp_only_layers`); `dense` makes the whole model a
-    dense Qwen3.  Token ids beyond the tokenizer's (at most 1359) are never produced by text.
-    """
-
-    seed: int = _flag(0, "seed of the weights")
-    vocab_size: int = _flag(1024, "tokens of the model; the tokenizer has as many if its text allows")
-    hidden_size: int = _flag(256, "width of the residual stream")
-    layers: int = _flag(5, "hidden layers")
-    dense_first: int = _flag(1, "leading layers with a dense feed-forward block")
-    heads: int = _flag(8, "query heads")
-    kv_heads: int = _flag(4, "key/value heads")
-    head_dim: int = _flag(32, "size of a head")
-    intermediate_size: int = _flag(512, "inner width of a dense feed-forward block")
-    experts: int = _flag(32, "experts of a MoE layer")
-    top_k: int = _flag(4, "experts that each token uses")
-    moe_intermediate_size: int = _flag(128, "inner width of an expert")
-    norm_topk_prob: bool = _flag(True, "divide the weights of the chosen experts by their sum")
-    dense: bool = _flag(False, "write a dense Qwen3 without experts")
-    tie: bool = _flag(False, "share the embedding with the output head")
-    context_length: int = _flag(2048, "longest sequence")
-    rope_theta: float = _flag(10000.0, "base of the rotary embedding")
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = _flag("bfloat16", "dtype of the weights")
-    shards: int = _flag(1, "number of safetensors files; more than one also writes an index")
-
-    def validate(self) -> None:
-        """Raise `BadRequest` for the first value that makes no model."""
-        sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "context_length")
-        for name in (*sizes, "experts", "top_k", "moe_intermediate_size", "shards"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        _require(self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}")
-        _require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads")
-        _require(self.top_k <= self.experts, f"top_k ({self.top_k}) must not exceed experts ({self.experts})")
-        _require(0 <= self.dense_first <= self.layers, f"dense_first must be between 0 and layers ({self.layers})")
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return not self.dense and layer >= self.dense_first
-
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
@@ -98,18 +51,23 @@ def make_checkpoint(
         stale.unlink()
     vocabulary = tokenizer.get_vocab()
     eos_token_ids = [vocabulary[TURN_END], vocabulary[END_OF_TEXT]]
-    _write_json(folder / "config.json", hf_config(spec, eos_token_ids))
+    if spec.family in OWN_FAMILIES:
+        config, tensors = hf_config(spec, eos_token_ids), dict(random_weights(spec))
+    else:
+        config, tensors = published_form(spec)
+        config |= {"eos_token_id": eos_token_ids[0], "pad_token_id": eos_token_ids[1], "dtype": spec.dtype}
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids, "pad_token_id": eos_token_ids[1]})
     save_tokenizer(tokenizer, folder, spec.context_length)
-    _write_weights(folder, spec, progress)
+    _write_weights(folder, tensors, spec.shards, progress)
     return folder
 
 
 def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """The content of `config.json` of a Qwen3-MoE or Qwen3."""
     config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if spec.dense else "Qwen3MoeForCausalLM"],
-        "model_type": "qwen3" if spec.dense else "qwen3_moe",
+        "architectures": ["Qwen3ForCausalLM" if spec.is_dense else "Qwen3MoeForCausalLM"],
+        "model_type": "qwen3" if spec.is_dense else "qwen3_moe",
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -127,7 +85,7 @@ def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
         "pad_token_id": eos_token_ids[1],
         "dtype": spec.dtype,
     }
-    if not spec.dense:
+    if not spec.is_dense:
         config |= {
             "num_experts": spec.experts,
             "num_experts_per_tok": spec.top_k,
@@ -140,7 +98,7 @@ def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
 
 
 def random_weights(spec: CheckpointSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names, in the per-expert form of published checkpoints, and tensors, in a fixed order from one generator."""
+    """Names of a Qwen3-MoE or Qwen3, per expert as published ones, and tensors, from one generator in a fixed order."""
     generator = torch.Generator().manual_seed(spec.seed)
     dtype = DTYPES[spec.dtype]
 
@@ -180,11 +138,10 @@ def random_weights(spec: CheckpointSpec) -> Iterator[tuple[str, torch.Tensor]]:
         yield "lm_head.weight", matrix(spec.vocab_size, hidden, OUTPUT_LOGIT_STD)
 
 
-def _write_weights(folder: Path, spec: CheckpointSpec, progress: Progress | None) -> None:
-    tensors = dict(random_weights(spec))
+def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shards: int, progress: Progress | None) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     names, done = list(tensors), 0
-    shards = min(spec.shards, len(names))
+    shards = min(shards, len(names))
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
@@ -203,11 +160,6 @@ def _write_weights(folder: Path, spec: CheckpointSpec, progress: Progress | None
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise BadRequest(message)
 
 
 # --- command line ------------------------------------------------------------------------------------------------
