@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
+from tests.family_zoo import FAMILIES as ZOO
 from tests.family_zoo import family_checkpoint
 from tests.fp8_reference import Named, fp8_checkpoint, quantised, values_of
 from tests.model_zoo import logical_tensors
 
 FAMILIES = ("qwen3_moe", "glm4_moe")
-SIZES = {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 200, "head_dim": 48}
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 200}
+_HEAD_DIM = 48  # of families whose heads are of one size
 DTYPE = torch.bfloat16
 
 
@@ -23,7 +25,8 @@ class Fp8Case:
 
     def __init__(self, folder: Path, family: str, seed: int = 3) -> None:
         self.family = family
-        self.plain = family_checkpoint(folder / "plain", family, seed, DTYPE, **SIZES)
+        sizes = SIZES if "qk_rope_head_dim" in ZOO[family] else {**SIZES, "head_dim": _HEAD_DIM}
+        self.plain = family_checkpoint(folder / "plain", family, seed, DTYPE, **sizes)
         self.fp8 = fp8_checkpoint(folder / "fp8", self.plain)
         self.tensors = logical_tensors(self.fp8)
         self.values = values_of(self.tensors, DTYPE)

@@ -133,8 +133,9 @@ def test_a_move_carries_the_values(case: Fp8Case) -> None:
     with ParallelHarness(case.fp8, eplb_rebalance_num_iterations=100_000, **settings) as harness:
         answer = refresh(harness, sent, "v1")
         before = facts(harness)
-        num_layers = len(harness.schedulers[0].runner.state.model.config.moe_layer_ids)
-        mirrored = [[*reversed(range(8)), 7, 5, 3, 2]] * num_layers
+        config = harness.schedulers[0].runner.state.model.config
+        backwards = list(reversed(range(config.num_experts)))
+        mirrored = [backwards + backwards[:4]] * len(config.moe_layer_ids)
         moved = harness.control(EplbRebalanceReqInput, physical_to_logical_map=mirrored)
         assert moved.success and moved.data["rebalanced"], moved.message
         check_content(harness, values)

@@ -18,6 +18,7 @@ from capture.codec import encode_npy
 from capture.routed_experts import RoutedExperts
 from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import StartupError
+from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from rollout.core.layer_specs import DenseSpec, LatentAttentionSpec, LatentKV, MoESpec, YarnScaling
 from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs
@@ -32,6 +33,7 @@ from rollout.models.registry import model_config_from_dict
 from tests import family_zoo
 from tests.family_zoo import family_checkpoint, family_config, family_model
 from tests.forward_harness import ForwardHarness
+from tests.invariance import Ask, Server, assert_same, compute_threads
 from tests.kernels import native_ops
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import load_tiny
@@ -261,6 +263,54 @@ def test_a_token_takes_a_latent_a_layer(tmp_path: Path, name: str, dtype: torch.
     for keys, values in zip(pool.k, pool.v, strict=True):
         keys.fill_(1)
         assert values.shape == (50, 1, 32) and values.eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
+def test_memory_that_was_released_comes_back(tmp_path: Path, name: str) -> None:
+    """Weights from their copy, the cache empty: values are no second part of it."""
+    settings = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    harness = Harness(family_checkpoint(tmp_path / "model", name, 0), **settings)
+
+    def answer() -> tuple[list[int], list[float]]:
+        (result,) = harness.generate([IDS], {"max_new_tokens": 6})
+        return result.token_ids, result.logprobs
+
+    before, pool = answer(), harness.scheduler.runner.kv_pool
+    held = sum(tensor.nbytes for tensor in pool.tensors)
+    released = harness.control(ReleaseMemoryOccupationReqInput, tags=["kv_cache"])
+    assert released.success and held <= released.data["num_bytes"] < 2 * held
+    assert harness.control(ReleaseMemoryOccupationReqInput, tags=["weights"]).success
+    assert harness.control(ResumeMemoryOccupationReqInput).success
+    assert answer() == before
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("query_rank", [None, 96])
+def test_heads_as_published_have_the_same_bits_in_every_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, query_rank: int | None
+) -> None:
+    """Alone without a cache, and among others with one; every chunk size; beyond a segment of 512 keys."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    shape = {**family_zoo.FAMILIES["deepseek_v3"], **sizes, "q_lora_rank": query_rank, "max_position_embeddings": 1024}
+    monkeypatch.setitem(family_zoo.FAMILIES, "as published", shape)
+    folder = family_checkpoint(tmp_path / "model", "as published", 0)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 320, (length,), generator=generator).tolist() for length in (600, 70, 9)]
+    prompts.append(prompts[0][:550] + prompts[1])
+    asks = [Ask(tuple(prompt), {"max_new_tokens": 8, "temperature": 0.0}) for prompt in prompts]
+    want = Server(folder, dtype, disable_radix_cache=True, skip_tokenizer_init=True).alone(asks)
+    for chunk in (1, 7, 64, -1):
+        for without_cache in (False, True):
+            settings = {"chunked_prefill_size": chunk, "disable_radix_cache": without_cache}
+            server = Server(folder, dtype, skip_tokenizer_init=True, **settings)
+            with compute_threads(2 if without_cache else 1):
+                got = server.together(asks, gaps=[3, 0, 40])
+                assert_same(got, want)
+                assert_same(server.rescored(asks, got), want)
 
 
 # --- refresh ---------------------------------------------------------------------------------------------------------
