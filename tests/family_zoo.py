@@ -242,7 +242,10 @@ def with_experts(*, layers: int | None = None, experts: int | None = None) -> li
 def family_checkpoint(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """Write the checkpoint into `folder` and return it.  `changes`: to the settings in `FAMILIES`."""
     model = family_model(name, seed, **changes)
-    model.save_pretrained(folder, state_dict=in_dtype(model.state_dict(), dtype))
+    tensors = in_dtype(model.state_dict(), dtype)
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)  # as in published checkpoints: the embedding is both
+    model.save_pretrained(folder, state_dict=tensors)
     return folder
 
 

@@ -14,7 +14,7 @@ from tests.family_zoo import family_checkpoint
 from tests.fp8_reference import Named, fp8_checkpoint, quantised, values_of
 from tests.model_zoo import logical_tensors
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 200}
 _HEAD_DIM = 48  # of families whose heads are of one size
 DTYPE = torch.bfloat16

@@ -3,8 +3,8 @@
 A head's key is W_k c beside a rotated part that all heads share, its value W_v c, of the latent c.  As
 q . (W_k c) = (W_k' q) . c and the mean of W_v c is W_v times the mean of c, W_k is applied to queries and W_v to what
 attention returns, and neither keys nor values of heads are ever made.  Prefill and decode take the same path, so that
-a token's bits do not depend on how a sequence was cut into steps.  It costs a long prefill some more arithmetic: a
-score takes R + rd products instead of nope + rd, a mean R instead of v.
+a token's bits do not depend on how a sequence was cut into steps.  It costs a long prefill arithmetic: a score takes
+R + rd products instead of nope + rd, a mean R instead of v, with published sizes two to four times as many.
 
 Shapes: T tokens, D hidden, H heads of this rank, R latent, rd rotated elements.
 """
