@@ -9,7 +9,7 @@ WHEELS := $(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --
 .PHONY: demo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
-	$(BIN)/lockstep demo
+	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
 
 # What every change must pass: lint, types and the gate (six minutes at most on two idle cores, after the install).
 WORKERS ?= 2

@@ -16,6 +16,7 @@ from benchmarks import (
     capture,
     delta,
     eplb_planners,
+    families,
     fingerprint,
     grpo,
     memory,
@@ -26,9 +27,11 @@ from benchmarks import (
     throughput,
     weight_refresh,
 )
+from rollout.entrypoints.checkpoint_spec import FAMILIES
 
 PARTS = (
     "throughput",
+    "families",
     "grpo",
     "capture",
     "sessions",
@@ -55,6 +58,8 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
     parser.add_argument("--against", type=Path, default=None, help="another checkout that takes turns in `grpo`")
     parser.add_argument("--prompts", type=int, default=None, help="of `grpo`; default: 32 for shape S, 4 for M")
+    parser.add_argument("--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="of `families`")
+    parser.add_argument("--markdown", type=Path, default=None, help="folder for the tables of `families`")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -63,6 +68,13 @@ def main() -> None:
     for shape in args.shapes:
         if "throughput" in args.only:
             rows += throughput.run(shape, args.batches, args.rounds, args.new_tokens, console)
+        if "families" in args.only:
+            batches = [batch for batch in args.batches if batch <= 32]
+            measured = families.run(shape, args.families, batches, args.rounds, args.new_tokens, console)
+            rows += measured
+            if args.markdown is not None:
+                args.markdown.mkdir(parents=True, exist_ok=True)
+                (args.markdown / f"families_{shape}.md").write_text(families.markdown(measured))
         if "grpo" in args.only:
             rows += grpo.run(shape, args.rounds, console, args.against, args.prompts)
         if "capture" in args.only:

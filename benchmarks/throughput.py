@@ -38,7 +38,10 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
     engine = Engine(model_path=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=65536)
     transformers_logging.disable_progress_bar()
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    systems: dict[str, Generate] = {"lockstep": _ours(engine), "transformers": _theirs(hf)}
+    systems: dict[str, Generate] = {
+        "lockstep": by_engine(engine),
+        "transformers": by_transformers(hf),
+    }
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     rng = random.Random(0)
     with Progress(console=console) as progress:
@@ -72,7 +75,9 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
     return rows
 
 
-def _ours(engine: Engine) -> Generate:
+def by_engine(engine: Engine) -> Generate:
+    """Greedy generation of so many tokens by ours."""
+
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
         engine.generate(input_ids=prompts, sampling_params=params)
@@ -80,7 +85,9 @@ def _ours(engine: Engine) -> Generate:
     return generate
 
 
-def _theirs(model: torch.nn.Module) -> Generate:
+def by_transformers(model: torch.nn.Module) -> Generate:
+    """The same by `transformers.generate`."""
+
     @torch.inference_mode()
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         ids = torch.tensor(prompts)

@@ -55,20 +55,25 @@ def rollout_rows(report: RolloutReport) -> list[Row]:
             "all",
             report.num_samples > 0 and report.num_version_problems == 0,
         ),
-        row("tokens with another expert in any layer", f"{report.routes.token_share:.1%}"),
-        row("(token, layer) pairs with another expert", f"{report.routes.token_layer_share:.1%}"),
-        row("mean |Δ log-prob|, trainer's own routes", f"{own.mean_abs:.4f}"),
-        row("mean |Δ log-prob|, engine's routes forced", *_at_most(forced.mean_abs, min(MAX_MEAN_ABS, own.mean_abs))),
-        row("KL(engine, trainer), own routes", f"{own.kl:.6f}"),
-        row("KL(engine, trainer), routes forced", *_at_most(forced.kl, min(MAX_KL, own.kl), digits=6)),
     ]
+    if report.routes is not None and forced is not None:
+        most = min(MAX_MEAN_ABS, own.mean_abs)
+        rows += [
+            row("tokens with another expert in any layer", f"{report.routes.token_share:.1%}"),
+            row("(token, layer) pairs with another expert", f"{report.routes.token_layer_share:.1%}"),
+            row("mean |Δ log-prob|, trainer's own routes", f"{own.mean_abs:.4f}"),
+            row("mean |Δ log-prob|, engine's routes forced", *_at_most(forced.mean_abs, most)),
+            row("KL(engine, trainer), own routes", f"{own.kl:.6f}"),
+            row("KL(engine, trainer), routes forced", *_at_most(forced.kl, min(MAX_KL, own.kl), digits=6)),
+        ]
+    else:
+        rows += [
+            row("mean |Δ log-prob|", *_at_most(own.mean_abs, MAX_MEAN_ABS)),
+            row("KL(engine, trainer)", *_at_most(own.kl, MAX_KL, digits=6)),
+        ]
     if stale is not None:
-        rows.append(
-            row(
-                "mean |Δ log-prob|, weights before the step, forced",
-                *_above(stale.mean_abs, STALE_FACTOR * forced.mean_abs),
-            )
-        )
+        name = "mean |Δ log-prob|, weights before the step" + ("" if forced is None else ", forced")
+        rows.append(row(name, *_above(stale.mean_abs, STALE_FACTOR * (own if forced is None else forced).mean_abs)))
     return rows
 
 

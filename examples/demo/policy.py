@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from capture.replay import force_routes, pad_routes, record_routes
+from capture.errors import UnsupportedRouterError
+from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from examples.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_mismatch, route_mismatch
 from examples.demo.objective import group_advantages, policy_gradient_loss
 from examples.demo.rollouts import SampleGroup
@@ -26,6 +27,14 @@ from examples.demo.rollouts import SampleGroup
 def load_model(path: str | Path) -> torch.nn.Module:
     """The checkpoint in `transformers`, float32, without dropout."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether there are routes to follow."""
+    try:
+        return bool(find_routers(model))
+    except UnsupportedRouterError:
+        return False
 
 
 def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
@@ -45,8 +54,8 @@ def output_logprobs(model: Any, group: SampleGroup) -> torch.Tensor:
 
 
 def forced(model: torch.nn.Module, group: SampleGroup) -> AbstractContextManager[Any]:
-    """Within it, every token that has a row follows the engine's routes."""
-    return force_routes(model, group.routes)
+    """Within it, every token that has a row follows the engine's routes.  A dense model has none to follow."""
+    return nullcontext() if group.routes is None else force_routes(model, group.routes)
 
 
 @torch.no_grad()
@@ -69,6 +78,7 @@ def mismatch_own(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> tuple
         num_samples, seq_len = group.input_ids_NS.shape
         with record_routes(model) as recorded:
             logprobs_NO = output_logprobs(model, group)
+        assert group.routes is not None
         own_NSLK = recorded.ids().unflatten(0, (num_samples, seq_len))
         engine_NSLK = pad_routes(group.routes, group.routes[0].num_experts, seq_len)
         predicting = slice(group.prompt_len - 1, seq_len - 1)

@@ -24,14 +24,15 @@ class SampleGroup:
     """The samples of one prompt.  Output position o of a row is token `prompt_len + o`; rows are padded at the end.
 
     `input_ids_NS` int64; `mask_NO` true where a sample has an output token; `engine_logprobs_NO` float32, zero
-    elsewhere; `routes` one record per sample with a row for every token but the last; `rewards_N` float32.
+    elsewhere; `routes` one record per sample with a row for every token but the last, None of a dense model;
+    `rewards_N` float32.
     """
 
     prompt_len: int
     input_ids_NS: torch.Tensor
     mask_NO: torch.Tensor
     engine_logprobs_NO: torch.Tensor
-    routes: list[RoutedExperts]
+    routes: list[RoutedExperts] | None
     rewards_N: torch.Tensor
     outputs: list[GenerationOutput]
 
@@ -42,12 +43,16 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What to sample: `samples` answers of at most `max_new_tokens` tokens to each question (with its answer)."""
+    """What to sample: `samples` answers of at most `max_new_tokens` tokens to each question (with its answer).
+
+    `with_routes` is false for a dense model.
+    """
 
     questions: Sequence[tuple[str, int]]
     samples: int
     max_new_tokens: int
     seed: int
+    with_routes: bool = True
 
 
 def roll_out(
@@ -70,7 +75,7 @@ def roll_out(
                 "sampling_seed": plan.seed + SEEDS_PER_ROUND * round_index + plan.samples * index,
             },
             return_logprob=True,
-            return_routed_experts=True,
+            return_routed_experts=plan.with_routes,
             timeout=GENERATE_TIMEOUT_S,
         )
         assert isinstance(outputs, list)  # of a batch
@@ -99,7 +104,7 @@ def sample_group(prompt_ids: Sequence[int], outputs: list[GenerationOutput], ans
         input_ids_NS=input_ids_NS,
         mask_NO=torch.arange(longest) < torch.tensor(lengths)[:, None],
         engine_logprobs_NO=logprobs_NO,
-        routes=[_routes_of(output) for output in outputs],
+        routes=_routes_of(outputs),
         rewards_N=torch.tensor([reward(output.text or "", answer) for output in outputs]),
         outputs=outputs,
     )
@@ -111,7 +116,6 @@ def version_problem(output: GenerationOutput, version: str) -> str | None:
     Checks the output tokens, the prompt's KV, the oldest KV and the rows of routed experts.
     """
     meta, num_tokens = output.meta_info, len(output.output_ids)
-    routes = _routes_of(output)
     found = {
         "weight_version": (output.weight_version, version),
         "weight_versions": ([tuple(span[:3]) for span in output.weight_versions], [(version, 0, num_tokens)]),
@@ -122,12 +126,14 @@ def version_problem(output: GenerationOutput, version: str) -> str | None:
             [(version, 0, output.prompt_tokens)],
         ),
         "kv_weight_version_oldest": (meta.get("kv_weight_version_oldest"), version),
-        "versions of the routes": (list(routes.weight_versions), [(version, 0, len(routes))]),
     }
+    if (routes := output.routed_experts) is not None:
+        found["versions of the routes"] = (list(routes.weight_versions), [(version, 0, len(routes))])
     wrong = [f"{name} is {got}, expected {expected}" for name, (got, expected) in found.items() if got != expected]
     return f"{output.rid}: {'; '.join(wrong)}" if wrong else None
 
 
-def _routes_of(output: GenerationOutput) -> RoutedExperts:
-    assert output.routed_experts is not None  # asked for, so the client has checked it
-    return output.routed_experts
+def _routes_of(outputs: Sequence[GenerationOutput]) -> list[RoutedExperts] | None:
+    """The client has checked that all of them have routes where they were asked for."""
+    routes = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    return routes if len(routes) == len(outputs) else None

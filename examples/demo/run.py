@@ -1,4 +1,4 @@
-"""`lockstep demo`: one whole step of reinforcement learning on a small Mixture-of-Experts model.
+"""`lockstep demo`: one whole step of reinforcement learning on a small model, of experts unless `--family` is dense.
 
     write a checkpoint -> `lockstep serve` -> a trainer process -> its report -> checks, one table, the exit status
 
@@ -30,6 +30,7 @@ from examples.demo.messages import Failure, Progress, TrainerReport, decode
 from examples.demo.objective import load_questions
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
+from rollout.entrypoints.checkpoint_spec import FAMILIES
 from rollout.entrypoints.child_process import ChildProcess, seconds_left
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from weight_sync.process_group import free_port
@@ -73,13 +74,15 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
     with make_display(console) as display:
         checkpoint = folder / "checkpoint"
-        spec = replace(SIZES[args.size], seed=args.seed)
+        spec = replace(SIZES[args.size], family=args.family, seed=args.seed)
         make_checkpoint(
             checkpoint, spec, progress=lambda done, total: display.update("write a checkpoint", done, total)
         )
         port = args.port or free_port()
         url = f"http://127.0.0.1:{port}"
-        with ChildProcess("server", _server_command(checkpoint, port), folder / "server.log") as server:
+        with ChildProcess(
+            "server", _server_command(checkpoint, port, has_experts=not spec.is_dense), folder / "server.log"
+        ) as server:
             _wait_until_ready(server, url, display)
             command = _trainer_command(args, checkpoint, url)
             with ChildProcess("trainer", command, folder / "trainer.log", reads_output=True) as trainer:
@@ -102,11 +105,11 @@ def _conclude(rows: Sequence[Row], seconds: float, console: Console) -> int:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
-def _server_command(checkpoint: Path, port: int) -> list[str]:
+def _server_command(checkpoint: Path, port: int, *, has_experts: bool) -> list[str]:
     return [
         *(sys.executable, "-m", "rollout.entrypoints.cli", "serve"),
         *("--model-path", str(checkpoint), "--port", str(port), "--dtype", "bfloat16"),
-        *("--weight-version", "0", "--enable-return-routed-experts"),
+        *("--weight-version", "0", *(["--enable-return-routed-experts"] if has_experts else [])),
     ]
 
 
@@ -237,6 +240,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--workdir", type=Path, help="folder for checkpoint and logs, kept (default: a temporary one)")
     add("--keep", action="store_true", help="keep the temporary folder")
     add("--size", choices=sorted(SIZES), default="standard", help="model to train (default: standard, 15 M parameters)")
+    add("--family", choices=FAMILIES, default="qwen3_moe", help="family of the model (default: qwen3_moe)")
     add("--seed", type=int, default=0, help="seed of weights and sampling (default: 0)")
     add("--steps", type=_count(8), default=1, help="policy-gradient steps, each with a refresh (default: 1)")
     add("--prompts", type=_count(num_questions), default=12, help=f"questions, at most {num_questions} (default: 12)")

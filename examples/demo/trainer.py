@@ -106,9 +106,13 @@ class Trainer:
     ) -> RolloutReport:
         phase, total = f"score version {version}", 2 if stale_model is None else 3
         self._progress(phase, 0, total)
-        own, routes = policy.mismatch_own(self._model, groups)
-        self._progress(phase, 1, total)
-        forced = policy.mismatch_forced(self._model, groups)
+        routes, forced = None, None
+        if self._plan.with_routes:
+            own, routes = policy.mismatch_own(self._model, groups)
+            self._progress(phase, 1, total)
+            forced = policy.mismatch_forced(self._model, groups)
+        else:
+            own = policy.mismatch_forced(self._model, groups)
         self._progress(phase, 2, total)
         stale = None
         if stale_model is not None:
@@ -150,11 +154,12 @@ def main(argv: Sequence[str]) -> int:
         os.write(channel, encode(message))
 
     transformers_logging.disable_progress_bar()
-    plan = RolloutPlan(load_questions()[: args.prompts], args.samples, args.max_new_tokens, args.seed)
     try:
         report(Progress("load the trainer's model", 0, 1))
         model = policy.load_model(args.model_path)
         report(Progress("load the trainer's model", 1, 1))
+        questions, has_experts = load_questions()[: args.prompts], policy.has_experts(model)
+        plan = RolloutPlan(questions, args.samples, args.max_new_tokens, args.seed, has_experts)
         with RolloutClient(args.url, timeouts=Timeouts(weights=2 * WEIGHT_TIMEOUT_S)) as client:
             report(Trainer(model, client, plan, report).train(args.steps, args.learning_rate))
     except (LockstepError, WeightSyncError) as error:
