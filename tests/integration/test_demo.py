@@ -69,6 +69,15 @@ def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama"])
+def test_demo_of_other_families(tmp_path: Path, family: str) -> None:
+    """Served, sampled, scored with routes forced, stepped and refreshed."""
+    result = demo(*SMALL, "--family", family, "--workdir", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"all \d+ checks ok", result.stdout) and "FAILED" not in result.stdout
+
+
+@pytest.mark.full
 def test_a_step_of_size_zero_fails_the_checks(tmp_path: Path) -> None:
     result = demo(*SMALL, "--workdir", str(tmp_path), "--learning-rate", "0")
     assert result.returncode == 1, result.stdout + result.stderr

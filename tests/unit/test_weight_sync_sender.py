@@ -38,6 +38,14 @@ def test_named_tensors_are_those_of_a_checkpoint_once_each() -> None:
     assert dict(named_tensors_of(model.state_dict())).keys() == named.keys()
 
 
+def test_correction_biases_stay_in_float32() -> None:
+    gate = "model.layers.1.mlp.gate"
+    state = {f"{gate}.weight": torch.ones(2), f"{gate}.e_score_correction_bias": torch.ones(2)}
+    assert [tensor.dtype for _, tensor in named_tensors_of(state, torch.bfloat16)] == [torch.bfloat16, torch.float32]
+    held_low = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    assert [tensor.dtype for _, tensor in named_tensors_of(held_low, torch.bfloat16)] == [torch.bfloat16, torch.float32]
+
+
 def test_cast_leaves_integers_and_the_model_alone() -> None:
     model = TiedModel()
     named = dict(named_tensors_of(model, torch.bfloat16))

@@ -72,13 +72,17 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     return TensorPlan(sources, parts)
 
 
+_HELD_IN_FLOAT32 = ("e_score_correction_bias",)
+
+
 def named_tensors_of(
     source: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> NamedTensors:
     """The tensors of a model or state dict by checkpoint name, each content once.
 
     Of tensors that share their memory (tied embeddings) only the first is kept.  `dtype`: the engine's; floating-point
-    tensors are cast to it, which copies them; without it the tensors are the model's own.
+    tensors are cast to it, which copies them, but for correction biases of routers, which engines hold in float32.
+    Without it the tensors are the model's own.
     """
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     named: NamedTensors = []
@@ -88,8 +92,9 @@ def named_tensors_of(
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
+        to = torch.float32 if name.endswith(_HELD_IN_FLOAT32) else dtype
         cast = dtype is not None and tensor.is_floating_point()
-        named.append((name.replace(_COMPILED, ""), tensor.detach().to(dtype) if cast else tensor.detach()))
+        named.append((name.replace(_COMPILED, ""), tensor.detach().to(to) if cast else tensor.detach()))
     return named
 
 
