@@ -21,6 +21,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 TensorSource = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 _COMPILED = "_orig_mod."  # torch.compile's addition to names
+_NEVER_CAST = ".e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def named_tensors_of(
     """The tensors of a model or state dict by checkpoint name, each content once.
 
     Of tensors that share their memory (tied embeddings) only the first is kept.  `dtype`: the engine's; floating-point
-    tensors are cast to it, which copies them; without it the tensors are the model's own.
+    tensors are cast to it, which copies them, but the correction biases of routers, which engines hold in float32;
+    without it the tensors are the model's own.
     """
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     named: NamedTensors = []
@@ -88,7 +90,7 @@ def named_tensors_of(
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        cast = dtype is not None and tensor.is_floating_point()
+        cast = dtype is not None and tensor.is_floating_point() and not name.endswith(_NEVER_CAST)
         named.append((name.replace(_COMPILED, ""), tensor.detach().to(dtype) if cast else tensor.detach()))
     return named
 
