@@ -64,7 +64,7 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
         sources[name] = tensor.detach()
     parts: dict[str, Part] = {}
     for name, tensor in sources.items():
-        sent_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        sent_as = tensor.dtype if dtype is None or not _is_cast(name, tensor) else dtype
         shape = tuple(tensor.shape)
         for piece in _split(name, shape, sources) if split_experts else [Piece(name)]:
             if piece.name in parts:
@@ -90,9 +90,13 @@ def named_tensors_of(
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        cast = dtype is not None and tensor.is_floating_point() and not name.endswith(_NEVER_CAST)
+        cast = dtype is not None and _is_cast(name, tensor)
         named.append((name.replace(_COMPILED, ""), tensor.detach().to(dtype) if cast else tensor.detach()))
     return named
+
+
+def _is_cast(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not name.endswith(_NEVER_CAST)
 
 
 def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
