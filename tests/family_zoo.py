@@ -213,6 +213,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+SEEING = {name for name, settings in FAMILIES.items() if "vision_config" in settings}
+
 # Of the suites over families, the gate plays those that have a kind of layer of their own.
 _IN_THE_GATE: tuple[str, ...] = ()
 
@@ -229,9 +231,12 @@ def family_config(name: str) -> ModelConfig:
 
 
 def with_experts(*, layers: int | None = None, experts: int | None = None) -> list[str]:
-    """Families with MoE layers, so many of them and of so many experts each."""
+    """Families with MoE layers, so many of them and of so many experts each.
+
+    Without those that see: their text is that of another family, under other names.
+    """
     found = []
-    for name in FAMILIES:
+    for name in (name for name in FAMILIES if name not in SEEING):
         config = family_config(name)
         is_as_wanted = layers in (None, len(config.moe_layer_ids)) and experts in (None, config.num_experts)
         if config.is_moe and is_as_wanted:

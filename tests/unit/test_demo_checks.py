@@ -148,7 +148,7 @@ def test_a_dense_model_has_no_routes_and_the_same_bounds() -> None:
     parts = Parts(dict(dense), {}, dict(dense), OLD)
     assert failed(parts) == []
     report = TrainerReport([rollout_report("0", **dense)], [], OLD)
-    assert not [row.name for row in rows_of(report) if "route" in row.name and "too" not in row.name or "expert" in row.name]
+    assert not [row.name for row in rows_of(report) if "routes forced" in row.name or "expert" in row.name]
     parts.second["own"] = mismatch(0.2, 0.02)
     assert [name for _, name in failed(parts)] == ["mean |Δ log-prob|", "KL(engine, trainer)"]
     parts.second["own"] = mismatch(0.02, 0.002)

@@ -141,7 +141,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full if x == "latent" else ()) for x in SPECIAL])
 def test_windows_sinks_and_latents(dtype: torch.dtype, name: str) -> None:
     """Against float64; the same bits in any chunks, batch and number of threads."""
     sequences = Sequences([1300, 65, 1, 513, 130], dtype, **SPECIAL[name])

@@ -426,6 +426,11 @@ calls = {
     "add_rms_norm": (x, x, norm, 1e-6), "norm_linear": (x, None, norm, 1e-6, w, 8),
     "norm_route": (x, None, norm, 1e-6, w, 8, 2, True, "sigmoid", 2.0, norm),
     "qk_norm_rope_store": (torch.randn(5, 16), None, torch.randn(5, 2, 4), *pools, slots, 1e-6),
+    "latent_query_store": (
+        torch.randn(5, 12), torch.randn(5, 6), norm[:4], 1e-6, torch.randn(12, 4), 2, torch.randn(5, 2, 2),
+        torch.zeros(9, 1, 6), slots,
+    ),
+    "latent_values": (x, torch.randn(12, 4), 2, 2),
     "silu_and_mul": (x,), "sigmoid_gate": (x, x[:, :2]),
     "gated_delta": (
         torch.randn(5, 16), torch.randn(2, 8), norm[:2], norm[2:4], norm[4:6], 1e-6, torch.zeros(3, 1, 8),
