@@ -18,14 +18,9 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 class RolloutReport(msgspec.Struct, frozen=True):
     """One round of samples under one weight version, seen from the trainer's weights of that version.
 
-        `version_problems`: the first few samples whose reported versions are wrong; `num_version_problems` counts all.
-    <<<<<<< HEAD
-        `forced` follows the engine's routes; it and `routes` are None of a dense model.  `stale`: the mismatch, with the
-        routes forced if there are any, of the weights before the last step; None in the first round.
-    =======
-        `forced` follows the engine's routes.  It and `routes` are None of a dense model.  `stale`: the mismatch, routes
-        forced if there are any, of the weights before the last step; None in the first round.
-    >>>>>>> main
+    `version_problems`: the first few samples whose reported versions are wrong; `num_version_problems` counts all.
+    `forced` follows the engine's routes.  It and `routes` are None of a dense model.  `stale`: the mismatch, routes
+    forced if there are any, of the weights before the last step; None in the first round.
     """
 
     version: str
