@@ -31,7 +31,11 @@ def rows_of(report: TrainerReport) -> list[Row]:
     rows = rollout_rows(report.rollouts[0])
     fingerprints = report.trainer_start
     for step, rollout in zip(report.steps, report.rollouts[1:]):
-        rows += step_rows(step) + refresh_rows(step, fingerprints) + rollout_rows(rollout)
+        rows += (
+            step_rows(step, forced=rollout.forced is not None)
+            + refresh_rows(step, fingerprints)
+            + rollout_rows(rollout)
+        )
         fingerprints = step.trainer_after
     return rows
 
@@ -77,9 +81,9 @@ def rollout_rows(report: RolloutReport) -> list[Row]:
     return rows
 
 
-def step_rows(step: StepReport) -> list[Row]:
+def step_rows(step: StepReport, *, forced: bool) -> list[Row]:
     """That the policy gradient is real and was followed."""
-    section = f"Policy-gradient step {step.version}, routes forced"
+    section = f"Policy-gradient step {step.version}" + (", routes forced" if forced else "")
     norm = step.gradient_norm
     return [
         Row(section, "norm of the gradient", f"{norm:.5f}", "> 0, finite", math.isfinite(norm) and norm > 0),

@@ -141,3 +141,16 @@ def test_messages_survive_the_pipe(message: Message) -> None:
 def test_other_lines_are_refused(line: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode(line)
+
+
+def test_a_dense_model_has_no_routes_and_the_same_bounds() -> None:
+    dense = {"routes": None, "forced": None}
+    parts = Parts(dict(dense), {}, dict(dense), OLD)
+    assert failed(parts) == []
+    report = TrainerReport([rollout_report("0", **dense)], [], OLD)
+    assert not [row.name for row in rows_of(report) if "routes forced" in row.name or "expert" in row.name]
+    parts.second["own"] = mismatch(0.2, 0.02)
+    assert [name for _, name in failed(parts)] == ["mean |Δ log-prob|", "KL(engine, trainer)"]
+    parts.second["own"] = mismatch(0.02, 0.002)
+    parts.second["stale"] = mismatch(0.03, 0.5)
+    assert [name for _, name in failed(parts)] == ["mean |Δ log-prob|, weights before the step"]

@@ -13,10 +13,12 @@ from rollout.core.io_struct import VERBS
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints import protocol, vllm_control_protocol
+from rollout.entrypoints.checkpoint_spec import FAMILIES
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
 from rollout.entrypoints.verb_body import body_of
+from rollout.models import registry
 from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 API = (ROOT / "docs" / "http_api.md").read_text()
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 # Fields of OpenAI's own documentation, and the few that have no effect.
 OPENAI_FIELDS = {
@@ -133,8 +136,8 @@ def test_the_files_named_in_the_readme_exist() -> None:
 
 @pytest.mark.parametrize(
     ("text", "folder"),
-    [(README, ""), (API, "docs"), (ARCHITECTURE, "docs"), (RELIABILITY, "docs")],
-    ids=["README", "http_api", "architecture", "reliability"],
+    [(README, ""), (API, "docs"), (ARCHITECTURE, "docs"), (RELIABILITY, "docs"), (MODELS, "docs")],
+    ids=["README", "http_api", "architecture", "reliability", "models"],
 )
 def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
     links = [ROOT / folder / target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]
@@ -146,3 +149,11 @@ def test_the_layer_table_is_the_checked_one() -> None:
     rows = re.findall(r"^\| (\d+) \| (.*?) \|", ARCHITECTURE, re.MULTILINE)
     documented = {name: int(layer) for layer, names in rows for name in re.findall(r"`([\w.]+)`", names)}
     assert documented == LAYERS
+
+
+def test_every_family_and_architecture_is_in_the_table_of_models() -> None:
+    rows = [line.split("|") for line in MODELS.splitlines() if line.startswith("| `")]
+    names = [set(re.findall(r"`([^`]+)`", row[1])) for row in rows]
+    architectures = [set(re.findall(r"`(\w+)`", row[2])) for row in rows]
+    assert set().union(*names) >= set(FAMILIES)
+    assert set().union(*architectures) >= set(registry.FAMILIES)

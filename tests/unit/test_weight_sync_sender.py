@@ -38,12 +38,13 @@ def test_named_tensors_are_those_of_a_checkpoint_once_each() -> None:
     assert dict(named_tensors_of(model.state_dict())).keys() == named.keys()
 
 
-def test_correction_biases_stay_in_float32() -> None:
-    gate = "model.layers.1.mlp.gate"
-    state = {f"{gate}.weight": torch.ones(2), f"{gate}.e_score_correction_bias": torch.ones(2)}
-    assert [tensor.dtype for _, tensor in named_tensors_of(state, torch.bfloat16)] == [torch.bfloat16, torch.float32]
-    held_low = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
-    assert [tensor.dtype for _, tensor in named_tensors_of(held_low, torch.bfloat16)] == [torch.bfloat16, torch.float32]
+def test_correction_biases_are_never_cast() -> None:
+    """Engines hold them in float32, and refuse others."""
+    state = {"gate.weight": torch.ones(2, 3), "gate.e_score_correction_bias": torch.ones(2)}
+    named = dict(named_tensors_of(state, torch.bfloat16))
+    assert [tensor.dtype for tensor in named.values()] == [torch.bfloat16, torch.float32]
+    parts = plan_tensors(state, dtype=torch.bfloat16).parts
+    assert [part.meta.dtype for part in parts.values()] == [torch.bfloat16, torch.float32]
 
 
 def test_cast_leaves_integers_and_the_model_alone() -> None:

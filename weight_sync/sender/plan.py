@@ -21,6 +21,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 TensorSource = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 _COMPILED = "_orig_mod."  # torch.compile's addition to names
+_NEVER_CAST = ".e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
         sources[name] = tensor.detach()
     parts: dict[str, Part] = {}
     for name, tensor in sources.items():
-        sent_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        sent_as = tensor.dtype if dtype is None or not _is_cast(name, tensor) else dtype
         shape = tuple(tensor.shape)
         for piece in _split(name, shape, sources) if split_experts else [Piece(name)]:
             if piece.name in parts:
@@ -72,17 +73,14 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     return TensorPlan(sources, parts)
 
 
-_HELD_IN_FLOAT32 = ("e_score_correction_bias",)
-
-
 def named_tensors_of(
     source: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> NamedTensors:
     """The tensors of a model or state dict by checkpoint name, each content once.
 
     Of tensors that share their memory (tied embeddings) only the first is kept.  `dtype`: the engine's; floating-point
-    tensors are cast to it, which copies them, but for correction biases of routers, which engines hold in float32.
-    Without it the tensors are the model's own.
+    tensors are cast to it, which copies them, but the correction biases of routers, which engines hold in float32;
+    without it the tensors are the model's own.
     """
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     named: NamedTensors = []
@@ -92,10 +90,13 @@ def named_tensors_of(
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        to = torch.float32 if name.endswith(_HELD_IN_FLOAT32) else dtype
-        cast = dtype is not None and tensor.is_floating_point()
-        named.append((name.replace(_COMPILED, ""), tensor.detach().to(to) if cast else tensor.detach()))
+        cast = dtype is not None and _is_cast(name, tensor)
+        named.append((name.replace(_COMPILED, ""), tensor.detach().to(dtype) if cast else tensor.detach()))
     return named
+
+
+def _is_cast(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not name.endswith(_NEVER_CAST)
 
 
 def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
