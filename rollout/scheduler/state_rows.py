@@ -9,7 +9,7 @@ cut into steps.  They are a request's own until its tokens go into the prefix tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,7 +44,6 @@ class StateRows:
         self.interval = interval
         self._keeps_prefixes = keeps_prefixes
         self._of: dict[Req, _Held] = {}
-        self._sources: set[int] = set()  # snapshots that requests begin from in the step to come
         self._ones_B = torch.empty(0, dtype=torch.int64)
 
     def shareable(self, length: int) -> int:
@@ -54,24 +53,22 @@ class StateRows:
     def begin(self, req: Req, row: int) -> None:
         """`req` starts from the snapshot in `row`, or from `NO_STATE`."""
         self._of[req] = _Held(row)
-        self._sources.add(row)
 
     def operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
         """Of the step that computes these, on the host.  Called once a step, before it is launched."""
         inputs = decodes.inputs
         if self._ones_B.shape != inputs.pool_indices.shape:
             self._ones_B = torch.ones_like(inputs.pool_indices)
-        copies = self._copies(extends, decodes)
+        begins = [self._of[item.req].source for item in extends]
+        copies = self._copies(extends, decodes, begins) if self._keeps_prefixes else []
         lens, rows, sources = self._ones_B, inputs.pool_indices, inputs.pool_indices
         if extends:
             own = [item.req.pool_index for item in extends]
-            begins = [self._of[item.req].source for item in extends]
             lens = torch.cat([torch.tensor([item.count for item in extends]), lens])
             rows = torch.cat([torch.tensor(own), rows])
             sources = torch.cat([torch.tensor(begins), sources])
             for item in extends:
                 self._of[item.req].source = item.req.pool_index
-        self._sources.clear()
         snapshots = torch.tensor(copies, dtype=torch.int64) if copies else _NONE
         return StateOperands(lens, rows, sources, snapshots)
 
@@ -83,21 +80,20 @@ class StateRows:
 
     def end(self, req: Req) -> None:
         """`req` gives up its row, and the snapshots that it still has."""
-        held = self._of.pop(req)
-        self._sources.discard(held.source)
-        for row in held.snapshots.values():
+        for row in self._of.pop(req).snapshots.values():
             self.rows.free(row)
 
     def check(self) -> None:
         """Assert that every snapshot's row is in exactly one place."""
         self.rows.check([row for held in self._of.values() for row in held.snapshots.values()])
 
-    def _copies(self, extends: Sequence[Extend], decodes: DecodeBatch) -> list[tuple[int, int, int]]:
-        if not self._keeps_prefixes:
-            return []
+    def _copies(
+        self, extends: Sequence[Extend], decodes: DecodeBatch, sources: Collection[int]
+    ) -> list[tuple[int, int, int]]:
+        """What a sequence of the step begins from, `sources`, is neither dropped nor written in it."""
         copies = []
         for number, item in enumerate(extends):
-            for position in self._taken(item):
+            for position in self._taken(item, sources):
                 copies.append((number, position - item.start, self._of[item.req].snapshots[position]))
         reached = (decodes.inputs.seq_lens.numpy() % self.interval == 0).nonzero()[0]
         for row in reached.tolist():
@@ -105,11 +101,11 @@ class StateRows:
             snapshots = self._of[req].snapshots
             for old in [old for old in snapshots if old > req.prompt_len]:
                 self.rows.free(snapshots.pop(old))
-            if self._take(req, position, drops=True):
+            if self._take(req, position, sources, drops=True):
                 copies.append((len(extends) + row, 1, snapshots[position]))
         return copies
 
-    def _taken(self, item: Extend) -> Iterable[int]:
+    def _taken(self, item: Extend, sources: Collection[int]) -> Iterable[int]:
         """The multiples in a chunk for which there is a row, ascending.
 
         A prompt that ends at one is not found by itself again, as its last token is always computed: the one before is
@@ -118,13 +114,13 @@ class StateRows:
         end = item.start + item.count
         positions = range(self.shareable(end), item.start, -self.interval)
         worth = 2 if self.shareable(end) == end else 1
-        return sorted(p for i, p in enumerate(positions) if self._take(item.req, p, drops=i < worth))
+        return sorted(p for i, p in enumerate(positions) if self._take(item.req, p, sources, drops=i < worth))
 
-    def _take(self, req: Req, position: int, *, drops: bool) -> bool:
+    def _take(self, req: Req, position: int, sources: Collection[int], *, drops: bool) -> bool:
         snapshots = self._of[req].snapshots
         if position in snapshots:
             return True
-        row = self.rows.take(drops=drops, but=self._sources)
+        row = self.rows.take(drops=drops, but=sources)
         if row is not None:
             snapshots[position] = row
         return row is not None
