@@ -86,23 +86,65 @@ def _experts_flops(arguments: Arguments, result: object) -> int:
 
 
 def _attention_bytes(arguments: Arguments, result: object) -> int:
-    """The KV of a request is read once, for any number of queries: `kv_lens` [N] slots each."""
-    slot = nbytes(arguments["k_pool"][0], arguments["v_pool"][0]) + arguments["req_to_token"].itemsize
-    positions = int(arguments["kv_lens"].sum())
+    """The KV of a request is read once, for any number of queries: `kv_lens` [N] slots each, or those in a window."""
+    keys, values = arguments["k_pool"], arguments["v_pool"]
+    is_shared = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    slot = nbytes(keys[0], None if is_shared else values[0]) + arguments["req_to_token"].itemsize
+    kv_lens, window = arguments["kv_lens"], arguments.get("window")
+    if window is not None:
+        kv_lens = torch.minimum(kv_lens, arguments["query_lens"] + window - 1)
+    positions = int(kv_lens.sum())
     return positions * slot + nbytes(*(arguments[name] for name in ("q", "rows", "query_lens", "kv_lens")), result)
 
 
 def _attention_flops(arguments: Arguments, result: object) -> int:
     """`q` [T, H, hd]: request n brings `query_lens[n]` rows, the last of which sees `kv_lens[n]` positions."""
-    query_lens, kv_lens = arguments["query_lens"], arguments["kv_lens"]
-    pairs = int((query_lens * kv_lens - query_lens * (query_lens - 1) // 2).sum())
-    return 4 * pairs * arguments["q"].shape[1] * arguments["q"].shape[2]
+    kv_lens, window = arguments["kv_lens"], arguments.get("window")
+
+    def seen(length: torch.Tensor) -> torch.Tensor:
+        """By the first `length` positions together."""
+        within = length if window is None else length.clamp(max=window)
+        return within * (within + 1) // 2 + (length - within) * within
+
+    pairs = int((seen(kv_lens) - seen(kv_lens - arguments["query_lens"])).sum())
+    return 2 * pairs * arguments["q"].shape[1] * (arguments["q"].shape[2] + arguments["v_pool"].shape[2])
 
 
 def _store_bytes(arguments: Arguments, result: object) -> int:
     """`qkv` is read, and as much is written: queries to the result, keys and values to T slots of the pools."""
     others = (value for name, value in arguments.items() if name not in ("qkv", "k_pool", "v_pool"))
     return 2 * nbytes(arguments["qkv"]) + nbytes(*others)
+
+
+def _latent_store_bytes(arguments: Arguments, result: object) -> int:
+    """As many rows of the pool are written as there are latents."""
+    return nbytes(*(value for name, value in arguments.items() if name != "pool"), arguments["latent"], result)
+
+
+def _latent_query_flops(arguments: Arguments, result: object) -> int:
+    """Of each head of [T, H (nope + rd)], its first part times [nope, R]."""
+    query, rank = arguments["query"], arguments["norm_weight"].shape[0]
+    rotated = arguments["num_heads"] * arguments["angles"].shape[-1]
+    return 2 * query.shape[0] * (query.shape[1] - rotated) * rank
+
+
+def _latent_values_flops(arguments: Arguments, result: object) -> int:
+    """[T, H R] by head times [R, v]."""
+    return 2 * arguments["latents"].numel() * arguments["value_size"]
+
+
+def _delta_bytes(arguments: Arguments, result: object) -> int:
+    """A state is read and written once a sequence, and written once a snapshot."""
+    pools = (arguments["conv_pool"], arguments["state_pool"])
+    row = sum(pool[0].nbytes for pool in pools)
+    copies = 2 * arguments["rows"].numel() + arguments["snapshots"].shape[0]
+    return copies * row + nbytes(*(value for name, value in arguments.items() if "pool" not in name), result)
+
+
+def _delta_flops(arguments: Arguments, result: object) -> int:
+    """A token decays a state [dk, dv], reads it twice and adds to it, in each of H heads."""
+    heads, key_dim, value_dim = arguments["state_pool"].shape[1:]
+    return 7 * arguments["projected"].shape[0] * heads * key_dim * value_dim
 
 
 # --- operators that touch a part of what they are given -----------------------------------------------------------
@@ -136,6 +178,8 @@ BYTES: Mapping[str, Count] = {
     "lockstep::fused_experts": _experts_bytes,
     "lockstep::matrix_rows": _gather_bytes,
     "lockstep::gather_rows": _gather_bytes,
+    "lockstep::gated_delta": _delta_bytes,
+    "lockstep::latent_query_store": _latent_store_bytes,
     "lockstep::paged_attention": _attention_bytes,
     "lockstep::qk_norm_rope_store": _store_bytes,
     "aten::embedding": _gather_bytes,
@@ -157,6 +201,9 @@ FLOPS: Mapping[str, Count] = {
     "lockstep::linear": _linear_flops,
     "lockstep::norm_linear": _linear_flops,
     "lockstep::norm_route": _route_flops,
+    "lockstep::gated_delta": _delta_flops,
+    "lockstep::latent_query_store": _latent_query_flops,
+    "lockstep::latent_values": _latent_values_flops,
     "lockstep::paged_attention": _attention_flops,
 }
 

@@ -25,7 +25,7 @@ MACHINE = Machine(read_bytes_per_s=1e9, bf16_flops_per_s=4e9, fp32_flops_per_s=2
 MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
-        *("add_rms_norm", "silu_and_mul", "sample_rows", "score_rows"),
+        *("add_rms_norm", "silu_and_mul", "sigmoid_gate", "sample_rows", "score_rows"),
         *("isa", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
     )
 }
@@ -93,12 +93,49 @@ def test_attention_counts_what_each_query_sees() -> None:
     query_lens, kv_lens = torch.tensor([3, 1]), torch.tensor([10, 20])
     q = zeros(4, heads, head_size, dtype=torch.float32)
     lengths = (torch.tensor([0, 1]), query_lens, kv_lens)
-    result = cost(torch.ops.lockstep.paged_attention.default, q, pool, pool, table, *lengths, 1.0)
+    result = cost(torch.ops.lockstep.paged_attention.default, q, pool, pool.clone(), table, *lengths, 1.0)
     positions_seen = 8 + 9 + 10 + 20
     assert result.flops == positions_seen * heads * 2 * (2 * head_size)
     kv_read = 30 * 2 * kv_heads * head_size * 4
     assert result.bytes_moved == kv_read + 30 * 8 + 2 * q.nbytes + 3 * 2 * 8
     assert result.dtype == torch.float32
+
+
+def test_attention_over_a_window_and_over_latents() -> None:
+    table, lengths = torch.arange(64).view(2, 32), (torch.tensor([0, 1]), torch.tensor([3, 1]), torch.tensor([10, 20]))
+    pool = zeros(64, 1, 24)
+    q = zeros(4, 2, 24)
+    result = cost(torch.ops.lockstep.paged_attention.default, q, pool, pool[..., :16], table, *lengths, 1.0, 4)
+    assert result.flops == (4 + 4 + 4 + 4) * 2 * 2 * (24 + 16)
+    positions = (4 + 2) + 4
+    assert result.bytes_moved == positions * (24 * 2 + 8) + q.nbytes + 4 * 2 * 16 * 2 + 3 * 2 * 8
+
+
+def test_latents_and_states_count_the_rows_that_are_touched() -> None:
+    tokens, heads, nope, turned, rank, value = 3, 2, 4, 2, 8, 6
+    query, latent, angles = (
+        zeros(tokens, heads * (nope + turned)),
+        zeros(tokens, rank + turned),
+        zeros(tokens, 2, turned),
+    )
+    weight, norm, slots = zeros(heads * (nope + value), rank), zeros(rank), torch.arange(tokens)
+    call: tuple[Any, ...] = (query, latent, norm, 1e-6, weight, heads, angles, zeros(1000, 1, rank + turned), slots)
+    result = operator_cost(torch.ops.lockstep.latent_query_store.default, call, {}, zeros(tokens, heads, rank + turned))
+    moved = [query, latent, latent, norm, weight, angles, slots, zeros(tokens, heads, rank + turned)]
+    assert result == Cost(sum(tensor.nbytes for tensor in moved), 2 * tokens * heads * nope * rank, BF16)
+    means = zeros(tokens, heads * rank)
+    call = (means, weight, heads, value)
+    result = operator_cost(torch.ops.lockstep.latent_values.default, call, {}, zeros(tokens, heads * value))
+    assert result.flops == 2 * tokens * heads * rank * value
+    projected, small = zeros(tokens, 40), zeros(4)
+    conv, state = zeros(100, 3, 24), zeros(100, 2, 4, 8, dtype=torch.float32)
+    operands = (torch.tensor([2, 1]), torch.arange(2), torch.arange(2), torch.tensor([[0, 1, 7]]))
+    call = (projected, zeros(4, 24), small, small, small, 1e-6, conv, state, *operands)
+    out = zeros(tokens, 16)
+    result = operator_cost(torch.ops.lockstep.gated_delta.default, call, {}, out)
+    moved = [projected, zeros(4, 24), small, small, small, *operands, out]
+    row = conv[0].nbytes + state[0].nbytes
+    assert result == Cost(5 * row + sum(tensor.nbytes for tensor in moved), 7 * tokens * 2 * 4 * 8, BF16)
 
 
 def test_storing_kv_counts_the_slots_that_are_written() -> None:
