@@ -77,8 +77,7 @@ class StateRows:
 
     def end(self, req: Req) -> None:
         """`req` gives up its row, and the snapshots that it still has."""
-        self._sources.discard(req.state_source)
-        req.state_source = NO_STATE
+        req.state_source = NO_STATE  # another request may begin from the same one: it stays in `_sources`
         for position in list(req.snapshots):
             self._drop(req, position)
 

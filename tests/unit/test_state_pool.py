@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from rollout.core.layer_specs import RecurrentState
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.state_pool import Keeper, SnapshotRows, num_state_rows, state_bytes_per_row
+from rollout.scheduler.req import Req
+from rollout.scheduler.state_rows import StateRows
 
 FIRST, ROWS, SLOTS = 3, 4, 96
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
@@ -69,9 +73,10 @@ class Machine(RuleBasedStateMachine):
         self.allocator.free(slots[:known])
         self.cache.keep_states(node, taken)
         kept = self.kept()
-        for row in taken.values():
-            if row in kept:
-                self.note(row)
+        for part in self.cache.path(node):  # the ends of a sequence go before its begin
+            for row in taken.values():
+                if kept.get(row) is part:
+                    self.note(row)
 
     def take(self, drops: bool, but: Collection[int]) -> int | None:
         """Checks which one goes."""
@@ -102,9 +107,11 @@ class Machine(RuleBasedStateMachine):
             return
         assert self.content[row] == (self.epoch, tuple(tokens[: slots.shape[0]])), "the state of another prefix"
         self.note(row)
-        other = self.take(drops, (row,))
-        assert other != row and row in self.kept(), "a source was dropped"
-        if other is not None:
+        others = []
+        while (other := self.take(drops, (row,))) is not None:
+            others.append(other)
+        assert row not in others and row in self.kept(), "a source was dropped"
+        for other in others:
             self.rows.free(other)
 
     @rule(tokens=PROMPTS, pins=st.booleans())
@@ -187,6 +194,20 @@ def test_a_match_ends_at_the_state_of_its_prefix() -> None:
 def test_wrong_rows_are_noticed(wrong: type[SnapshotRows]) -> None:
     with pytest.raises((AssertionError, KeyError, StopIteration, BaseExceptionGroup)):
         play(wrong)
+
+
+def test_a_source_of_two_stays_when_one_of_them_is_not_admitted_after_all() -> None:
+    rows = SnapshotRows(2, 1)
+    states = StateRows(rows, 4, keeps_prefixes=True)
+    row = rows.take(drops=False)
+    assert row is not None
+    node = RadixNode(None, np.arange(4), torch.arange(4))
+    rows.keep(row, node, 4)
+    admitted, other = (cast(Req, SimpleNamespace(state_source=-1, snapshots={})) for _ in range(2))
+    states.begin(admitted, row)
+    states.begin(other, row)
+    states.end(other)
+    assert not states._take(other, 4, drops=True), "the source of the admitted request was dropped"
 
 
 def test_too_few_rows_or_too_little_memory_is_said_in_one_line() -> None:
