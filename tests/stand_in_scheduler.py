@@ -163,6 +163,8 @@ class StandInScheduler:
             "max_total_num_tokens": self.max_total_num_tokens,
             "max_running_requests": 8,
             "token_usage": 0.05,
+            "num_used_state_rows": 0,
+            "num_state_rows": 0,
             "gen_throughput": 12.5,
             "cache_hit_rate": 0.25,
             "num_retracted_reqs": 0,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class TrainerProcess:
         self.tensors = tensors
         self.world_size = 1 + engine_ranks
         self.port = free_port()
-        self.group_name = f"group-{self.port}"  # a process can hold a name only once
+        self.group_name = f"group-{uuid.uuid4().hex}"  # a process can hold a name only once, ports come again
         file = folder / f"trainer-{self.port}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
         arguments = [str(self.port), self.group_name, str(file), str(engine_ranks)]

@@ -29,6 +29,7 @@ class NativeCpuBackend(AttentionBackend):
         self._paged_attention = torch.ops.lockstep.paged_attention.default
         empty = torch.empty(0, dtype=torch.int64)
         self._ones_N = empty
+        self._window_table = empty
         self._planned: tuple[torch.Tensor, torch.Tensor] | None = None  # rows and lengths of a step that only decodes
         self.operands: PagedOperands = PagedOperands(empty, empty, empty, empty)
 
@@ -43,6 +44,7 @@ class NativeCpuBackend(AttentionBackend):
         return None
 
     def plan(self, batch: ForwardBatch) -> None:
+        self._window_table = batch.window_table
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
         if self._planned and self._planned[0] is rows and self._planned[1] is kv_lens and not batch.extend_lens:
             return  # the tensors that the operands hold have advanced in place
@@ -66,5 +68,8 @@ class NativeCpuBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         scale = q.shape[2] ** -0.5 if scale is None else scale
-        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *self.operands, scale, window, sinks)
+        operands = self.operands
+        if window is not None:
+            operands = operands._replace(req_to_token=self._window_table)
+        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *operands, scale, window, sinks)
         return out.flatten(1)

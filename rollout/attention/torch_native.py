@@ -34,6 +34,7 @@ class _ExtendGroup:
 
     rows: torch.Tensor | slice  # [X * Q] rows of the step
     num_sequences: int
+    requests_X: torch.Tensor  # rows of the slot table
     lengths_X: torch.Tensor  # of KV, all the same
     kv_slots: torch.Tensor  # [X * L]
     mask_QL: torch.Tensor | None  # bool, True where attended; None: no cached prefix, plain causal
@@ -45,6 +46,7 @@ class _DecodeBucket:
 
     rows: torch.Tensor | slice  # [B] rows of the step
     num_sequences: int
+    requests_X: torch.Tensor  # rows of the slot table
     lengths_X: torch.Tensor  # of KV
     kv_slots: torch.Tensor  # [B * L], padded with the request's own last slot
     mask: torch.Tensor | None  # [B, 1, 1, L] additive; None: all lengths are L
@@ -57,6 +59,7 @@ class TorchNativeBackend(AttentionBackend):
         super().__init__(kv)
         self._extend: list[_ExtendGroup] = []
         self._decode: list[_DecodeBucket] = []
+        self._tables: tuple[torch.Tensor, ...] = ()  # of layers without and with a window
 
     @staticmethod
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
@@ -65,6 +68,7 @@ class TorchNativeBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         self._extend = _plan_extend(batch)
         self._decode = _plan_decode(batch, self.kv.k[0].dtype)
+        self._tables = batch.req_to_token, batch.window_table
 
     def attend(
         self,
@@ -78,8 +82,9 @@ class TorchNativeBackend(AttentionBackend):
         out = q.new_empty(q.shape[0], q.shape[1] * v_pool.shape[2])
         if window is not None or sinks is not None:
             parts: list[_ExtendGroup | _DecodeBucket] = [*self._extend, *self._decode]
+            table = self._tables[window is not None]
             for part in parts:
-                out[part.rows] = _explicit(part, q[part.rows], k_pool, v_pool, scale, window, sinks)
+                out[part.rows] = _explicit(part, table, q[part.rows], k_pool, v_pool, scale, window, sinks)
             return out
         if not self._extend and len(self._decode) == 1:
             return _decode(self._decode[0], q, k_pool, v_pool, scale)
@@ -115,7 +120,7 @@ def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:
         if prefix_len > 0:
             mask = torch.ones(extend_len, length, dtype=torch.bool, device=device).tril(prefix_len)
         lengths = torch.full((len(group),), length, device=device)
-        groups.append(_ExtendGroup(rows, len(group), lengths, slots, mask))
+        groups.append(_ExtendGroup(rows, len(group), requests, lengths, slots, mask))
     return groups
 
 
@@ -166,14 +171,15 @@ def _decode_bucket(
 ) -> _DecodeBucket:
     longest = max(lengths)
     if min(lengths) == longest:
-        return _DecodeBucket(rows, len(lengths), lengths_B, batch.req_to_token[requests_B, :longest].flatten(), None)
+        slots = batch.req_to_token[requests_B, :longest].flatten()
+        return _DecodeBucket(rows, len(lengths), requests_B, lengths_B, slots, None)
     positions_L = torch.arange(longest, device=lengths_B.device)
     # A padded position reads a slot that is known to be written: the content of a free slot could be NaN.
     inside_BL = torch.minimum(positions_L, lengths_B[:, None] - 1)
     slots = batch.req_to_token[requests_B[:, None], inside_BL].flatten()
     mask = torch.zeros(len(lengths), longest, dtype=dtype, device=lengths_B.device)
     mask.masked_fill_(positions_L >= lengths_B[:, None], float("-inf"))
-    return _DecodeBucket(rows, len(lengths), lengths_B, slots, mask[:, None, None])
+    return _DecodeBucket(rows, len(lengths), requests_B, lengths_B, slots, mask[:, None, None])
 
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torch.Tensor:
@@ -217,6 +223,7 @@ def _extend(
 
 def _explicit(
     part: _ExtendGroup | _DecodeBucket,
+    table: torch.Tensor,
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -224,18 +231,25 @@ def _explicit(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [X * Q, H, hd] -> [X * Q, H * vd], with a softmax of its own: SDPA has no sinks."""
+    """q [X * Q, H, hd] -> [X * Q, H * vd], with a softmax of its own: SDPA has no sinks.
+
+    Reads the last L positions of each sequence, which are all that its queries see.
+    """
     count, num_heads, num_kv_heads = part.num_sequences, q.shape[1], k_pool.shape[1]
-    k, v = _gather(k_pool, part.kv_slots, count), _gather(v_pool, part.kv_slots, count)
     queries = q.view(count, -1, num_heads, q.shape[2]).transpose(1, 2)
-    num_queries, length = queries.shape[2], k.shape[2]
+    num_queries, length = queries.shape[2], part.kv_slots.shape[0] // count
+    if window is not None:
+        length = min(length, window + num_queries - 1)
+    lengths_X1 = part.lengths_X[:, None]
+    positions_XL = (lengths_X1 - length).clamp(min=0) + torch.arange(length, device=q.device)
+    slots = table[part.requests_X[:, None], positions_XL.minimum(lengths_X1 - 1)].flatten()
+    k, v = _gather(k_pool, slots, count), _gather(v_pool, slots, count)
     k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
     scores_XHQL = queries @ k.transpose(2, 3) * (q.shape[2] ** -0.5 if scale is None else scale)
-    positions_L = torch.arange(length, device=q.device)
-    ends_XQ = part.lengths_X[:, None] - torch.arange(num_queries - 1, -1, -1, device=q.device)
-    hidden_XQL = positions_L >= ends_XQ[..., None]
+    ends_XQ1 = (lengths_X1 - torch.arange(num_queries - 1, -1, -1, device=q.device))[..., None]
+    hidden_XQL = positions_XL[:, None] >= ends_XQ1
     if window is not None:
-        hidden_XQL |= positions_L < ends_XQ[..., None] - window
+        hidden_XQL |= positions_XL[:, None] < ends_XQ1 - window
     scores_XHQL = scores_XHQL.masked_fill(hidden_XQL[:, None], float("-inf"))
     if sinks is not None:
         sinks_XHQ1 = sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, num_queries, 1)

@@ -161,6 +161,8 @@ class Control:
             num_total_tokens=sum(req.num_tokens for req in queues.all()),
             max_total_num_tokens=total,
             token_usage=used / total,
+            num_used_state_rows=0 if cache.states is None else cache.states.num_used,
+            num_state_rows=0 if cache.states is None else cache.states.num_rows,
             gen_throughput=stats.gen_throughput,
             cache_hit_rate=stats.cache_hit_rate,
             num_retracted_reqs=stats.num_retractions,

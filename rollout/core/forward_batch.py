@@ -32,6 +32,17 @@ class StateOperands(NamedTuple):
     snapshots: torch.Tensor
 
 
+class WindowOperands(NamedTuple):
+    """Where layers with a window keep the KV of a step's sequences, int64 on the model's device.
+
+    `slots` [T]: what each token writes; `table` [max requests, positions]: as `req_to_token`, right for the positions
+    that a token of this step sees.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One step, and valid for that step only.  All tensors are int64 on the model's device."""
@@ -55,8 +66,18 @@ class ForwardBatch:
     forced."""
 
     states: StateOperands | None = None  # None: the model has no recurrent layers
+    window: WindowOperands | None = None  # None: layers with a window keep KV where the others do
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
+
+    def kv_slots(self, window: int | None) -> torch.Tensor:
+        """The slots that the step's tokens write in a layer with this window, or without one."""
+        return self.out_cache_loc if window is None or self.window is None else self.window.slots
+
+    @property
+    def window_table(self) -> torch.Tensor:
+        """The slot table of layers with a window."""
+        return self.req_to_token if self.window is None else self.window.table
 
     @property
     def num_tokens(self) -> int:

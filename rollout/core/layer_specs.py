@@ -137,6 +137,13 @@ class FullKV:
 
 
 @dataclass(frozen=True)
+class WindowKV(FullKV):
+    """The same of no more tokens than its attention sees: of the last `window`, in pages."""
+
+    window: int
+
+
+@dataclass(frozen=True)
 class LatentKV:
     """What latent attention keeps of a token: `rank` elements that make keys and values, then `rope` rotated ones.
 

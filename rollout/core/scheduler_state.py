@@ -22,7 +22,10 @@ class PublishedWeights(msgspec.Struct, kw_only=True):
 
 
 class SchedulerState(Reply, kw_only=True):
-    """Counts, memory, version and health of an engine.  `withheld`, `poisoned`: why nothing may be served, if so."""
+    """Counts, memory, version and health of an engine.  `withheld`, `poisoned`: why nothing may be served, if so.
+
+    `num_state_rows`: recurrent states, or pages of layers with a window; 0 where the model has neither.
+    """
 
     # requests and KV slots
     num_running_reqs: Total
@@ -34,6 +37,8 @@ class SchedulerState(Reply, kw_only=True):
     num_total_tokens: Total
     max_total_num_tokens: Total
     token_usage: float
+    num_used_state_rows: Total
+    num_state_rows: Total
     # since the start, or recently
     gen_throughput: TotalFloat
     cache_hit_rate: float

@@ -20,6 +20,7 @@ from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
+from rollout.core.layer_specs import WindowKV
 from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
@@ -30,7 +31,7 @@ from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
 from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
-from rollout.mem_cache.state_pool import StatePool, num_state_rows, state_bytes_per_row
+from rollout.mem_cache.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
 from rollout.model_executor.model_runner import ModelRunner
@@ -39,15 +40,17 @@ from rollout.model_executor.recorded_forward import RecordedForward
 from rollout.models.registry import load_model_config
 from rollout.sampling.base import Sampler
 from rollout.sampling.native_sampler import select_sampler
-from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.cache_manager import CacheManager, SequenceMemory
 from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
+from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Limits:
     context_length: int
     num_slots: int
     num_state_rows: int  # 0: the model has no recurrent layers
+    window: WindowSizes | None  # None: layers with a window keep KV where the others do
 
 
 def build_scheduler(
@@ -89,11 +93,12 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
     )
     model_bytes = _bytes_of(model)
-    token_bytes, row_bytes = kv_bytes_per_token(model.kv_layers, dtype), state_bytes_per_row(model.state_layers, dtype)
-    limits = _limits(args, config, token_bytes, row_bytes, model_bytes, parallel)
+    limits = _limits(args, config, model, dtype, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
-    kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device)
-    state_pool = StatePool(limits.num_state_rows, model.state_layers, dtype, device) if row_bytes else None
+    window_slots = None if limits.window is None else limits.window.num_slots
+    kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
+    rows = limits.num_state_rows
+    state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
     attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
     is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
@@ -105,7 +110,7 @@ def build_scheduler(
     )
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
     layout = expert_layout(config, placement, args.nnodes)
-    static_state = _static_state(args, limits, model_bytes, limits.num_slots * token_bytes, dtype)
+    static_state = _static_state(args, limits, model_bytes, sum(tensor.nbytes for tensor in kv_pool.tensors), dtype)
     sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
     static_state |= batch_invariance(
         {
@@ -139,12 +144,13 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
     """A step computes one chunk of prompts and a token of every running request."""
-    chunk = (
-        args.chunked_prefill_size
-        if args.chunked_prefill_size > 0
-        else max(config.max_position_embeddings, MAX_PREFILL_TOKENS)
-    )
-    return MoeBackend(args.moe_a2a_backend, chunk + args.max_running_requests)
+    tokens = _most_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
+    return MoeBackend(args.moe_a2a_backend, tokens)
+
+
+def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
+    """Of one step."""
+    return args.chunked_prefill_size if args.chunked_prefill_size > 0 else max(context_length, MAX_PREFILL_TOKENS)
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:
@@ -187,8 +193,7 @@ def _wire(
         listener=events,
         max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
         pin_timeout=args.session_pin_timeout,
-        num_state_rows=limits.num_state_rows,
-        state_interval=args.state_snapshot_interval,
+        states=_sequence_memory(args, limits, device),
     )
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
@@ -225,26 +230,60 @@ def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEve
 
 
 def _limits(
-    args: ServerArgs, config: ModelConfig, token_bytes: int, row_bytes: int, model_bytes: int, parallel: Parallel
+    args: ServerArgs,
+    config: ModelConfig,
+    model: DecoderForCausalLM,
+    dtype: torch.dtype,
+    model_bytes: int,
+    parallel: Parallel,
 ) -> Limits:
-    """The same on all ranks; those of one machine share its memory.  Recurrent states get theirs before KV does."""
+    """The same on all ranks; those of one machine share its memory.
+
+    Recurrent states and pages of windows get theirs before the slots of all tokens do.
+    """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
     if args.device == "cpu":
         available //= parallel.layout.world_size // args.nnodes
-    staging_bytes, rows = _staging_bytes(args, model_bytes), 0
+    kept_bytes = _staging_bytes(args, model_bytes)
+    usable = int(available * args.mem_fraction_static) - kept_bytes
+    num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:
-        usable = int(available * args.mem_fraction_static) - staging_bytes
-        rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
+        num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
+        kept_bytes += num_rows * row_bytes
+    window = window_sizes(
+        model.kv_layers,
+        context_length=context_length,
+        step_tokens=_most_prompt_tokens(args, context_length),
+        max_running_requests=args.max_running_requests,
+    )
+    token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
+    if window is not None:
+        if row_bytes:
+            raise StartupError("recurrent layers beside layers with a window are not supported")
+        window_bytes = kv_bytes_per_token([x for x in model.kv_layers if isinstance(x, WindowKV)], dtype)
+        check_window_bytes(window.num_slots * window_bytes, usable)
+        kept_bytes += window.num_slots * window_bytes
+        token_bytes -= window_bytes
     num_slots = args.max_total_tokens or kv_pool_tokens(
         available,
         token_bytes,
-        staging_bytes=staging_bytes + rows * row_bytes,
+        staging_bytes=kept_bytes,
         mem_fraction=args.mem_fraction_static,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
     )
-    return Limits(context_length, num_slots, rows)
+    return Limits(context_length, num_slots, num_rows, window)
+
+
+def _sequence_memory(args: ServerArgs, limits: Limits, device: torch.device) -> SequenceMemory | None:
+    most, keeps_prefixes = args.max_running_requests, not args.disable_radix_cache
+    if limits.window is not None:
+        return WindowPages(limits.window, most, limits.context_length, device, keeps_prefixes=keeps_prefixes)
+    if limits.num_state_rows:
+        rows = SnapshotRows(most, limits.num_state_rows - most)
+        return StateRows(rows, args.state_snapshot_interval, keeps_prefixes=keeps_prefixes)
+    return None
 
 
 def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:

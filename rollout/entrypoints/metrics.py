@@ -43,6 +43,8 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("num_retracted_reqs", "Retractions since start", ("sglang:num_retracted_reqs",)),
     ("num_running_sessions", "Sessions with requests that hold KV", ("sglang:num_unique_running_routing_keys",)),
     ("num_pinned_tokens", "Cached tokens kept from eviction for sessions", ("lockstep:session_pinned_tokens",)),
+    ("num_used_state_rows", "Recurrent states, or pages of windows, in use", ("lockstep:used_state_rows",)),
+    ("num_state_rows", "Recurrent states, or pages of windows, that there are", ("lockstep:state_rows",)),
     ("paused", "1 while generation is paused", ("sglang:paused",)),
 )
 _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

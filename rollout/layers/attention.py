@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.core.layer_specs import AttentionSpec, FullKV, NormSpec
+from rollout.core.layer_specs import AttentionSpec, FullKV, NormSpec, WindowKV
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build
@@ -63,7 +63,8 @@ class Attention(Layer):
     @staticmethod
     def kept(spec: AttentionSpec, parallel: Parallel) -> FullKV:
         """Of a token, on this rank."""
-        return FullKV(kv_heads(spec, parallel).length, spec.head_dim)
+        heads = kv_heads(spec, parallel).length
+        return FullKV(heads, spec.head_dim) if spec.window is None else WindowKV(heads, spec.head_dim, spec.window)
 
     @staticmethod
     def state(spec: AttentionSpec, parallel: Parallel) -> None:
@@ -90,7 +91,7 @@ class Attention(Layer):
             angles,
             kv.k[self.layer_id],
             kv.v[self.layer_id],
-            context.batch.out_cache_loc,
+            context.batch.kv_slots(self.window),
             self._norm.eps,
             self._norm.weight_offset,
         )

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollout.core.layer_specs import KVKind
+from rollout.core.layer_specs import KVKind, WindowKV
 
 
 class KVPool:
     """`k[layer]`: [S, H_kv, key size], `v[layer]`: [S, H_kv, value size].  They keep their addresses.
 
-    Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.
+    Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
+    `num_window_slots`, layers with a window have that many slots of their own instead.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class KVPool:
         layers: Sequence[KVKind | None],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        num_window_slots: int | None = None,
     ) -> None:
-        both = [_empty(layer, num_slots, dtype, device) for layer in layers]
+        apart = num_slots if num_window_slots is None else num_window_slots
+        both = [_empty(x, apart if isinstance(x, WindowKV) else num_slots, dtype, device) for x in layers]
         self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
         self._epoch = torch.empty(num_slots, dtype=torch.int32, device=device)
         self._epoch_on_host = self._epoch.numpy() if self._epoch.is_cpu else None  # numpy sets few numbers sooner
@@ -65,7 +68,7 @@ def _empty(
 
 
 def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over all layers."""
+    """Bytes of keys and values of one token over all `layers`."""
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 

@@ -148,19 +148,21 @@ class RadixCache:
             length -= len(walker)
         return self._root(namespace), _NO_SLOTS, -1
 
-    def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> None:
+    def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> set[int]:
         """`rows` of snapshots by length of the prefix of which they are the state; `node` ends no shorter one.
 
-        They belong to the tree from now on; one that it has already is freed.
+        They belong to the tree from now on, but for those of the lengths that are returned: it has them already.
         """
         assert self._snapshots is not None
+        superfluous = set()
         end = sum(map(len, self.path(node)))
         for walker in self.path(node):
             start = end - len(walker)
             for length, row in rows.items():
-                if start < length <= end:
-                    self._snapshots.keep(row, walker, length - start)
+                if start < length <= end and not self._snapshots.keep(row, walker, length - start):
+                    superfluous.add(length)
             end = start
+        return superfluous
 
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         """Give the tree `slots` [n] for `tokens` [n].

@@ -82,7 +82,7 @@ class SnapshotRows:
     """Owner of the rows `first .. first + count - 1` that no request and no node has."""
 
     def __init__(self, first: int, count: int) -> None:
-        self.num_rows = count
+        self.first, self.num_rows = first, count
         self._free = list(range(first + count - 1, first - 1, -1))
         self._kept: OrderedDict[int, Keeper] = OrderedDict()  # the least recently used first
 
@@ -94,27 +94,32 @@ class SnapshotRows:
     def num_kept(self) -> int:
         return len(self._kept)
 
-    def take(self, *, drops: bool, but: Collection[int] = ()) -> int | None:
+    def take(self, *, drops: bool, but: Collection[int] = (), even_pinned: bool = False) -> int | None:
         """A row; None: there is none.
 
-        `drops`: the least recently used one of the tree may go, but for `but` and those that a session pins.
+        `drops`: the least recently used one of the tree may go, but for `but` and those that a session pins, unless
+        `even_pinned`.
         """
         if self._free:
             return self._free.pop()
         for row, keeper in self._kept.items() if drops else ():
-            if row not in but and keeper.pin_count == 0:
+            if row not in but and (even_pinned or keeper.pin_count == 0):
                 offset = next(offset for offset, kept in keeper.states.items() if kept == row)
                 del keeper.states[offset], self._kept[row]
                 return row
         return None
 
-    def keep(self, row: int, keeper: Keeper, offset: int) -> None:
-        """Give a taken row to `keeper`, or free it if that has a state there already."""
+    def keep(self, row: int, keeper: Keeper, offset: int) -> bool:
+        """Give a taken row to `keeper`; False: that has a state there already, and `row` stays the caller's."""
         if offset in keeper.states:
-            self.free(row)
-            return
+            return False
         keeper.states[offset] = row
         self._kept[row] = keeper
+        return True
+
+    def keeps(self, row: int) -> bool:
+        """Whether a node has it."""
+        return row in self._kept
 
     def move(self, keeper: Keeper, other: Keeper, offsets: dict[int, int]) -> None:
         """`other` has what `keeper` had, at the offsets that `offsets` maps to."""

@@ -140,8 +140,8 @@ class RecordedForward:
         if operands is None or batch.num_tokens == 0:
             return self._model(batch, context), False
         forced = [] if batch.forced_routes is None else [batch.forced_routes]
-        states = batch.states or ()
-        inputs = [batch.input_ids, batch.positions, batch.out_cache_loc, *operands, *states, *written, *forced]
+        kept = [*(batch.states or ()), *(batch.window or ())]
+        inputs = [batch.input_ids, batch.positions, batch.out_cache_loc, *operands, *kept, *written, *forced]
         key = (key, len(written), len(forced), len({id(tensor) for tensor in inputs}))
         tape = self._tapes.get(key)
         if tape is not None:

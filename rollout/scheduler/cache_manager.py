@@ -12,17 +12,56 @@ available, and return to the free list when the batch changes or another request
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 
+from rollout.core.forward_batch import ForwardBatch
 from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
 from rollout.mem_cache.session_pins import SessionPins
 from rollout.mem_cache.state_pool import SnapshotRows
-from rollout.scheduler.req import Req
-from rollout.scheduler.state_rows import StateRows
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.req import Extend, Req
 
 MAX_STEPS_AHEAD = 16
+
+
+class SequenceMemory(Protocol):
+    """What layers keep of a sequence beside KV of every token: `StateRows` and `WindowPages`.
+
+    `rows` are its snapshots: what of it a sequence needs to go on from a prefix.
+    """
+
+    rows: SnapshotRows
+
+    @property
+    def num_rows(self) -> int:
+        """Of requests and of snapshots."""
+
+    @property
+    def num_used(self) -> int:
+        """Those of them that a request or the prefix tree has."""
+
+    def shareable(self, length: int) -> int:
+        """The longest prefix of `length` tokens that can have a snapshot."""
+
+    def begin(self, req: Req, row: int) -> None:
+        """`req` goes on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
+
+    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
+        """Add to `batch` what its layers need.  Called once a step, before it is launched."""
+
+    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
+
+    def end(self, req: Req) -> None:
+        """`req` gives up all it has."""
+
+    def check(self) -> None:
+        """Assert that every row is in exactly one place."""
 
 
 class CacheManager:
@@ -39,16 +78,12 @@ class CacheManager:
         listener: CacheListener | None = None,
         max_pinned_tokens: int = 0,
         pin_timeout: float = 0.0,
-        num_state_rows: int = 0,
-        state_interval: int = 64,
+        states: SequenceMemory | None = None,
     ) -> None:
         self.allocator = SlotAllocator(num_slots, device)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
-        snapshots = SnapshotRows(max_requests, num_state_rows - max_requests) if num_state_rows else None
-        self.prefix_cache: RadixCache = kind(self.allocator, listener, snapshots)
-        self.states: StateRows | None = None  # of a model with recurrent layers
-        if snapshots is not None:
-            self.states = StateRows(snapshots, state_interval, keeps_prefixes=not disable_radix_cache)
+        self.prefix_cache: RadixCache = kind(self.allocator, listener, None if states is None else states.rows)
+        self.states = states  # None: a sequence's KV is all that layers keep
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
         self.num_private = 0  # slots held by requests and not by the cache
@@ -66,17 +101,18 @@ class CacheManager:
         """Give `req` a row and the longest cached prefix of its namespace, locked."""
         assert req.pool_index == -1
         req.namespace = (req.source.extra_key, weight_epoch)
-        tokens = req.token_array(req.matchable_len())
+        tokens, row = req.token_array(req.matchable_len()), -1
         if self.states is None:
             node, slots = self.prefix_cache.match(req.namespace, tokens)
         else:
             node, slots, row = self.prefix_cache.match_state(req.namespace, tokens)
-            self.states.begin(req, row)
         self.prefix_cache.lock(node)
         req.prefix_node = node
         req.pool_index = self.pool.alloc()
         req.cached_len = req.device_len = slots.shape[0]
         self.pool.table[req.pool_index, : slots.shape[0]] = slots
+        if self.states is not None:
+            self.states.begin(req, row)
         if req.num_retractions == 0:
             req.cached_tokens = slots.shape[0]
 
@@ -112,8 +148,8 @@ class CacheManager:
         """Insert the computed prompt of `req` into the prefix cache while it runs.
 
         Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
-        stay its own, so that its rows are those of its own forwards.  With recurrent states it takes over the cache's
-        slots instead: it began where there was a snapshot, which may be before the end of what the cache had.
+        stay its own, so that its rows are those of its own forwards.  With snapshots it takes over the cache's slots
+        instead: it began where there was one, which may be before the end of what the cache had.
         """
         if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
             return

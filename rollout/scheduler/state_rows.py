@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rollout.core.forward_batch import StateOperands
+from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
@@ -33,7 +33,7 @@ class _Held:
 
 
 class StateRows:
-    """`rows` has the snapshots' rows; nothing is copied where `keeps_prefixes` is False.
+    """`rows` has the snapshots' rows, `rows.first` requests have one each; nothing is copied without `keeps_prefixes`.
 
     The last multiple of a chunk is worth dropping the least recently used snapshot of the tree; those before it are
     taken while rows are free.  Of what a request decodes, the newest is kept.
@@ -46,6 +46,14 @@ class StateRows:
         self._of: dict[Req, _Held] = {}
         self._ones_B = torch.empty(0, dtype=torch.int64)
 
+    @property
+    def num_rows(self) -> int:
+        return self.rows.first + self.rows.num_rows
+
+    @property
+    def num_used(self) -> int:
+        return len(self._of) + self.rows.num_rows - self.rows.num_free
+
     def shareable(self, length: int) -> int:
         """The longest prefix of `length` tokens that can have a snapshot."""
         return length // self.interval * self.interval
@@ -54,8 +62,11 @@ class StateRows:
         """`req` starts from the snapshot in `row`, or from `NO_STATE`."""
         self._of[req] = _Held(row)
 
-    def operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
-        """Of the step that computes these, on the host.  Called once a step, before it is launched."""
+    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
+        """Say where the states of the step's sequences lie.  Called once a step, before it is launched."""
+        batch.states = self._operands(extends, decodes)
+
+    def _operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
         inputs = decodes.inputs
         if self._ones_B.shape != inputs.pool_indices.shape:
             self._ones_B = torch.ones_like(inputs.pool_indices)
@@ -75,8 +86,9 @@ class StateRows:
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
         """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
         snapshots = self._of[req].snapshots
-        covered = [length for length in snapshots if length <= num_tokens]
-        cache.keep_states(node, {length: snapshots.pop(length) for length in covered})
+        covered = {length: snapshots.pop(length) for length in list(snapshots) if length <= num_tokens}
+        for length in cache.keep_states(node, covered):
+            self.rows.free(covered[length])
 
     def end(self, req: Req) -> None:
         """`req` gives up its row, and the snapshots that it still has."""

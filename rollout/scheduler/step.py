@@ -94,7 +94,7 @@ class StepRunner:
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
         batch.global_num_tokens = global_num_tokens
         if self._cache.states is not None:
-            batch.states = self._cache.states.operands(extends, decodes)
+            self._cache.states.prepare(batch, extends, decodes)
         if self._replays(plan):
             batch.forced_routes = _forced_routes(plan, pool.table.device)
         phase("build")

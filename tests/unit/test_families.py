@@ -27,6 +27,7 @@ from tests.invariance import Ask, Server, any_differs, assert_same
 from tests.kernels import native_ops
 from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
+from tests.scheduler_harness import Harness
 from weight_sync.errors import UnknownTensorError
 from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink
@@ -111,6 +112,33 @@ def test_parity_with_transformers(case: tuple[str, int, Path], compiled: bool) -
     if chosen:
         ordered = _best_first(model.config, ours.routes, chosen)
         assert torch.equal(ordered, torch.stack(chosen, dim=1))
+
+
+# Windows of 7 and of 128, states with snapshots every 64 tokens, latents beyond several blocks.
+LONG = ["gpt_oss", "gpt_oss, long window", "qwen3_next", "qwen3_5_moe", "deepseek_v3"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_parity_of_long_prompts_and_of_hits_within_them(tmp_path: Path, name: str, compiled: bool) -> None:
+    long = {"max_position_embeddings": 1024}
+    path, theirs = family_checkpoint(tmp_path / "model", name, 5, **long), family_model(name, 5, **long)
+    harness = Harness(path, chunked_prefill_size=100, max_running_requests=8, disable_native_kernels=not compiled)
+    prompt = _ids(5, 600)
+    branches = [prompt, [*prompt[:500], *_ids(6, 70)], prompt[:400]]
+    for number, branch in enumerate(branches):
+        (result,) = harness.generate([branch], {"max_new_tokens": 5})
+        assert result.finished is not None and (result.finished.cached_tokens >= 256) == (number > 0)
+        log_probs, chosen = _theirs(theirs, [*branch, *result.token_ids])
+        rows = log_probs[len(branch) - 1 : -1]
+        assert result.token_ids == rows.argmax(-1).tolist()
+        expected = rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(result.logprobs) - expected).abs().max() < 1e-4
+        routes_TLK = torch.from_numpy(result.routes.astype("int64"))
+        ordered = _best_first(harness.scheduler.runner.state.model.config, routes_TLK, [x[:-1] for x in chosen])
+        assert torch.equal(ordered, torch.stack([x[:-1] for x in chosen], dim=1))
+    harness.check_idle()
 
 
 def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:

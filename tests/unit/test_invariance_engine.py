@@ -171,27 +171,37 @@ def test_any_model_in_any_schedule(dtype: str) -> None:
     assert all(seen.values()), seen
 
 
+STATE_LIMITS = st.builds(
+    lambda running, spare, interval: {
+        "max_running_requests": running,
+        "max_state_rows": running + spare,
+        "state_snapshot_interval": interval,
+    },
+    st.sampled_from([2, 5, 32]),
+    st.sampled_from([0, 1, 3, 40]),
+    st.sampled_from([1, 4, 16, 64]),
+)
+WINDOW_LIMITS = st.builds(lambda running: {"max_running_requests": running}, st.sampled_from([2, 3, 5]))
+
+
 @pytest.mark.full
 @DTYPES
-def test_recurrent_states_in_any_schedule(tmp_path: Path, dtype: str) -> None:
-    """Few rows for snapshots, at any interval, in pools that retract: as each request alone, and prefixes are found."""
-    folder = family_checkpoint(tmp_path / "model", "qwen3_next", 3)
+@pytest.mark.parametrize(
+    ("name", "limits", "lengths", "count"),
+    [("qwen3_next", STATE_LIMITS, [20, 150], 30), ("gpt_oss, long window", WINDOW_LIMITS, [150, 700], 15)],
+    ids=["states", "windows"],
+)
+def test_memory_of_sequences_in_any_schedule(
+    tmp_path: Path, dtype: str, name: str, limits: Any, lengths: list[int], count: int
+) -> None:
+    """Few rows of states or pages of windows, in pools that retract: as each request alone, and prefixes are found."""
+    folder = family_checkpoint(tmp_path / "model", name, 3, max_position_embeddings=1024)
     seen = {"retractions": 0, "cached": 0}
-    rows = st.builds(
-        lambda running, spare, interval: {
-            "max_running_requests": running,
-            "max_state_rows": running + spare,
-            "state_snapshot_interval": interval,
-        },
-        st.sampled_from([2, 5, 32]),
-        st.sampled_from([0, 1, 3, 40]),
-        st.sampled_from([1, 4, 16, 64]),
-    )
 
-    @settings(max_examples=examples(30), deadline=None, derandomize=True, database=None)
-    @given(schedules, rows, st.integers(0, 99), st.sampled_from([20, 150]))
+    @settings(max_examples=examples(count), deadline=None, derandomize=True, database=None)
+    @given(schedules, limits, st.integers(0, 99), st.sampled_from(lengths))
     def check(schedule: Schedule, limits: dict[str, int], seed: int, longest: int) -> None:
-        batch = asks(7, seed, longest=longest)
+        batch = asks(7, seed, new_tokens=40, longest=longest)
         want = alone(folder, dtype, batch)
         longer = [Ask((*ask.prompt, *facts.token_ids, 7), ask.params) for ask, facts in zip(batch, want, strict=True)]
         schedule = replace(schedule, settings=schedule.settings | limits)

@@ -55,11 +55,11 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
     for req in (first, second):
         states.begin(req, oldest)
     states.end(second)
-    operands = states.operands([extend(first, 4, 6)], DecodeBatch())
+    operands = states._operands([extend(first, 4, 6)], DecodeBatch())
     assert operands.sources.tolist() == [oldest] and operands.rows.tolist() == [0]
     assert operands.snapshots.tolist() == [[0, 4, other]], "the other one is dropped, though used later"
     states.check()
-    again = states.operands([extend(first, 10, 6)], DecodeBatch())
+    again = states._operands([extend(first, 10, 6)], DecodeBatch())
     assert again.sources.tolist() == [0], "a request goes on from its own row"
     states.check()
 
@@ -69,7 +69,7 @@ def test_rows_come_back() -> None:
     states = StateRows(rows, 4, keeps_prefixes=True)
     req = request(0)
     states.begin(req, -1)
-    operands = states.operands([extend(req, 0, 16)], DecodeBatch())
+    operands = states._operands([extend(req, 0, 16)], DecodeBatch())
     assert operands.sources.tolist() == [-1]
     assert [(number, done) for number, done, _ in operands.snapshots.tolist()] == [(0, 4), (0, 8), (0, 12), (0, 16)]
     states.check()
@@ -82,4 +82,4 @@ def test_without_a_prefix_cache_nothing_is_copied() -> None:
     states = StateRows(SnapshotRows(8, 5), 4, keeps_prefixes=False)
     req = request(0)
     states.begin(req, -1)
-    assert states.operands([extend(req, 0, 16)], DecodeBatch()).snapshots.shape == (0, 3)
+    assert states._operands([extend(req, 0, 16)], DecodeBatch()).snapshots.shape == (0, 3)

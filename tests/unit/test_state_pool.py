@@ -67,7 +67,8 @@ class Machine(RuleBasedStateMachine):
         slots = self.allocator.alloc(len(tokens))
         node, known = self.cache.insert((None, self.epoch), np.array(tokens), slots)
         self.allocator.free(slots[:known])
-        self.cache.keep_states(node, taken)
+        for length in self.cache.keep_states(node, taken):
+            self.rows.free(taken[length])
         kept = self.kept()
         for part in self.cache.path(node):  # the ends of a sequence go before its begin
             for row in taken.values():

@@ -1,0 +1,213 @@
+"""`WindowPages`: where layers with a window keep the KV of running requests, and which of it stays for prefix hits.
+
+    page            0          1          2         3          of as many tokens as the window has, rounded up
+    prefill    |----------|----------|-----|                   all are written in one step; the last two are kept
+    decode                           |-----|----|---->         a page is given up when the next but one begins
+
+A token sees its own page and the one before.  So a full page is all that is needed to go on from the prefix that it
+ends: it is the snapshot of that prefix.  A request begins from one that the prefix tree has, and reads it where it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.core.errors import StartupError
+from rollout.core.forward_batch import ForwardBatch, WindowOperands
+from rollout.core.layer_specs import KVKind, WindowKV
+from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.req import Extend, Req
+
+_GRAIN = 128  # attention reads whole blocks of so many positions
+_PAGES_PER_REQUEST = 3  # beside those of the tokens that a step computes: one before, and parts at both ends
+
+
+@dataclass(frozen=True)
+class WindowSizes:
+    """`num_pages` of `page_size` tokens; `most_needed`: what requests can need in one step."""
+
+    page_size: int
+    num_pages: int
+    most_needed: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+
+def window_sizes(
+    layers: Sequence[KVKind | None], *, context_length: int, step_tokens: int, max_running_requests: int
+) -> WindowSizes | None:
+    """For requests that run, and as many pages for the prefix tree as there may be requests.
+
+    `step_tokens`: most prompt tokens of one step.  None: no window of `layers` is shorter than a context.
+    """
+    longest = max((layer.window for layer in layers if isinstance(layer, WindowKV)), default=0)
+    page_size = -(-longest // _GRAIN) * _GRAIN
+    if not 0 < page_size < context_length:
+        return None
+    needed = _PAGES_PER_REQUEST * max_running_requests + -(-step_tokens // page_size)
+    return WindowSizes(page_size, needed + max_running_requests, needed)
+
+
+def check_window_bytes(wanted: int, available: int) -> None:
+    """Raise `StartupError` where the pages do not fit."""
+    if wanted > available:
+        raise StartupError(
+            f"{wanted / 2**20:.0f} MiB for the KV of layers with a window do not fit into {available / 2**20:.0f} MiB: "
+            "lower --max-running-requests or --chunked-prefill-size"
+        )
+
+
+@dataclass(slots=True)
+class _Held:
+    """Rows by the page's number in the sequence.
+
+    `own`: what it writes and reads; `shared`: of the prefix tree, what it reads; `spare`: full, and not read any more;
+    `offered`: so many tokens have been the tree's to take.
+    """
+
+    own: dict[int, int] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
+    spare: dict[int, int] = field(default_factory=dict)
+    offered: int = 0
+
+
+class WindowPages:
+    """`table` [max requests, positions] int64: as the slot table, of the layers with a window.
+
+    `sizes` are so that a page which a request needs is always there: those of the tree go, pinned ones last.
+    """
+
+    def __init__(
+        self,
+        sizes: WindowSizes,
+        max_requests: int,
+        max_context: int,
+        device: torch.device | str,
+        *,
+        keeps_prefixes: bool,
+    ) -> None:
+        self.rows = SnapshotRows(0, sizes.num_pages)
+        self.page_size = sizes.page_size
+        num_pages = -(-max_context // sizes.page_size) + 1
+        self.table = torch.zeros((max_requests, num_pages * sizes.page_size), dtype=torch.int64, device=device)
+        self._offsets = torch.arange(sizes.page_size, device=device)
+        self._keeps_prefixes = keeps_prefixes
+        self._of: dict[Req, _Held] = {}
+        self._readers: Counter[int] = Counter()  # requests by row of the tree that they read
+        self._most_spare = sizes.num_pages - sizes.most_needed
+        self._num_spare = 0
+        self._extended: list[tuple[Req, _Held, int]] = []  # in the last step, and up to where
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    @property
+    def num_used(self) -> int:
+        return self.rows.num_rows - self.rows.num_free
+
+    def shareable(self, length: int) -> int:
+        """The longest prefix of `length` tokens that can end with a page."""
+        return length // self.page_size * self.page_size
+
+    def begin(self, req: Req, row: int) -> None:
+        """`req` has its row in the slot table, and goes on from the page in `row`, or from nothing: -1."""
+        held = self._of[req] = _Held()
+        if row >= 0:
+            self._read(req, held, req.cached_len // self.page_size - 1, row)
+
+    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
+        """Give the requests of the step the pages that it needs.  Called once a step, before it is launched."""
+        for req, held, end in self._extended:
+            self._give_up(req, held, end // self.page_size - 1)
+        self._extended = [(item.req, self._of[item.req], item.start + item.count) for item in extends]
+        slots = []
+        for item in extends:
+            end = item.start + item.count
+            for number in range(item.start // self.page_size, -(-end // self.page_size)):
+                self._write(item.req, number)
+            slots.append(self.table[item.req.pool_index, item.start : end])
+        positions = decodes.inputs.positions
+        for row in (positions.numpy() % self.page_size == 0).nonzero()[0].tolist():
+            req, number = decodes.reqs[row], int(positions[row]) // self.page_size
+            self._give_up(req, self._of[req], number - 1)
+            self._write(req, number)
+        slots.append(self.table[batch.decode_req_pool_indices, batch.positions[batch.num_extend_tokens :]])
+        batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
+
+    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the full pages it lacks."""
+        held, size = self._of[req], self.page_size
+        full = {(n + 1) * size: row for n, row in {**held.spare, **held.own}.items() if (n + 1) * size <= num_tokens}
+        superfluous = cache.keep_states(node, full)
+        for length in full.keys() - superfluous:
+            number = length // size - 1
+            if number in held.own:
+                self._read(req, held, number, held.own.pop(number))
+            else:
+                del held.spare[number]
+                self._num_spare -= 1
+        held.offered = num_tokens
+
+    def end(self, req: Req) -> None:
+        """`req` gives up all its pages."""
+        held = self._of.pop(req)
+        self._num_spare -= len(held.spare)
+        for row in (*held.own.values(), *held.spare.values()):
+            self.rows.free(row)
+        for row in held.shared.values():
+            self._unread(row)
+        held.own, held.spare, held.shared = {}, {}, {}
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place, and that none is lost to those who read it."""
+        helds = self._of.values()
+        self.rows.check([row for held in helds for row in (*held.own.values(), *held.spare.values())])
+        assert Counter(row for held in helds for row in held.shared.values()) == self._readers
+        assert all(self.rows.keeps(row) for row in self._readers), "a page was dropped that a request reads"
+        assert self._num_spare == sum(len(held.spare) for held in helds) <= self._most_spare
+
+    def _write(self, req: Req, number: int) -> None:
+        own = self._of[req].own
+        if number not in own:
+            row = self.rows.take(drops=True, but=self._readers)
+            if row is None:
+                row = self.rows.take(drops=True, but=self._readers, even_pinned=True)
+            assert row is not None, "requests need more pages than they can"
+            own[number] = row
+            self._enter(req, number, row)
+
+    def _read(self, req: Req, held: _Held, number: int, row: int) -> None:
+        held.shared[number] = row
+        self._readers[row] += 1
+        self._enter(req, number, row)
+
+    def _enter(self, req: Req, number: int, row: int) -> None:
+        size = self.page_size
+        self.table[req.pool_index, number * size : (number + 1) * size] = self._offsets + row * size
+
+    def _give_up(self, req: Req, held: _Held, first: int) -> None:
+        """The pages before number `first`; full ones of the prompt stay for the tree, as far as there may be such."""
+        for number in [number for number in held.shared if number < first]:
+            self._unread(held.shared.pop(number))
+        for number in [number for number in held.own if number < first]:
+            row, length = held.own.pop(number), (number + 1) * self.page_size
+            is_wanted = self._keeps_prefixes and held.offered < length <= req.prompt_len
+            if is_wanted and self._num_spare < self._most_spare:
+                held.spare[number] = row
+                self._num_spare += 1
+            else:
+                self.rows.free(row)
+
+    def _unread(self, row: int) -> None:
+        self._readers[row] -= 1
+        if not self._readers[row]:
+            del self._readers[row]
