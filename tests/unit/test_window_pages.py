@@ -23,7 +23,6 @@ from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Policy, RequestQueues
 from rollout.scheduler.req import Req
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
-from tests.tiers import examples
 
 PAGE, CONTEXT, RUNNING, CHUNK = 4, 40, 3, 9
 PROMPTS = [random.Random(seed).choices(range(2), k=CONTEXT) for seed in range(3)]
@@ -175,10 +174,11 @@ def play(kind: type[WindowPages], count: int) -> dict[str, int]:
 
 
 def test_what_is_read_was_written_for_that_prefix() -> None:
-    seen = play(WindowPages, examples(150))
+    seen = play(WindowPages, 150)
     assert all(seen.values()), seen
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("wrong", [GivesUpTooEarly, NeverGivesUp, HandsOverPartPages])
 def test_wrong_pages_are_noticed(wrong: type[WindowPages]) -> None:
     with pytest.raises((AssertionError, KeyError, BaseExceptionGroup)):
