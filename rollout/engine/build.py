@@ -30,7 +30,7 @@ from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.mem_cache.memory import available_memory_bytes, keep_freed_memory, kv_pool_tokens
 from rollout.mem_cache.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
@@ -86,6 +86,8 @@ def build_scheduler(
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
