@@ -14,9 +14,8 @@ from types import TracebackType
 
 import torch
 
-from benchmarks.memory import free_port
 from weight_sync.errors import TransportError
-from weight_sync.process_group import GroupHandle, init_process_group
+from weight_sync.process_group import GroupHandle, free_port, init_process_group
 
 TIMEOUT_S = 300.0
 

@@ -9,7 +9,6 @@ share are counted in both by "resident", and once by "proportional".
 from __future__ import annotations
 
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from benchmarks.shapes import SHAPES, checkpoint
 from rollout.core.layer_specs import FullKV
 from rollout.entrypoints.child_process import ChildProcess
 from rollout.mem_cache.kv_pool import kv_bytes_per_token
+from weight_sync.process_group import free_port
 
 WEIGHTS_FACTOR = 1.15
 FIXED_BYTES = 400e6
@@ -93,12 +93,6 @@ def _kilobytes(path: Path) -> dict[str, int]:
     """The lines `Name:  123 kB`."""
     words = [line.split() for line in path.read_text().splitlines()]
     return {word[0].rstrip(":"): int(word[1]) for word in words if len(word) == 3 and word[2] == "kB"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_ready(server: ChildProcess, http: httpx.Client) -> None:

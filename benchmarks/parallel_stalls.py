@@ -24,9 +24,10 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory import free_port, wait_ready
+from benchmarks.memory import wait_ready
 from benchmarks.shapes import SHAPES, checkpoint
 from rollout.entrypoints.child_process import ChildProcess
+from weight_sync.process_group import free_port
 
 REQUESTS = 8
 PROMPT_TOKENS = 32

@@ -34,12 +34,13 @@ from safetensors.torch import load_file
 
 from benchmarks.bare_broadcast import BareBroadcast
 from benchmarks.delta_refresh import ONE_IN, DeltaRefresh, DeltaTrainer
-from benchmarks.memory import free_port, read_memory, wait_ready, worker_pid
+from benchmarks.memory import read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
 from rollout.entrypoints.child_process import ChildProcess
 from weight_sync.bucket import cut_pieces, pack, plan_buckets
 from weight_sync.pages import HUGE_PAGE
+from weight_sync.process_group import free_port
 from weight_sync.receivers.distributed import NUM_AREAS, PIECE_BYTES
 from weight_sync.sender import WeightSender, split_fused_experts
 from weight_sync.tensor_meta import TensorMeta

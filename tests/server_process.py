@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,15 +14,10 @@ from typing import Any
 import httpx
 
 from rollout.client import RolloutClient
+from weight_sync.process_group import free_port
 
 START_S = 60.0
 STOP_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ of the store's keys: with different names the two sides wait for each other unti
 from __future__ import annotations
 
 import datetime
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from torch.distributed import distributed_c10d
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.waiting import Patience, in_thread
 
+_NOT_EPHEMERAL = range(20_000, 32_000)  # Linux gives the local ends of connections ports from 32768 on
+_PORTS_TRIED = 100
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
@@ -323,10 +326,18 @@ def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHan
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free now on `address`."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now on `address`, and that no connection which opens meanwhile is given.
+
+    Raises `OSError` where none can be bound.
+    """
+    for port in random.SystemRandom().sample(_NOT_EPHEMERAL, _PORTS_TRIED):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+                return port
+            except OSError as error:
+                reason = error
+    raise reason
 
 
 def _check_arguments(group: GroupHandle, master_port: int) -> None:

@@ -24,7 +24,8 @@ import httpx
 
 from tests.abuse.schema import Operation, operations
 from tests.abuse.usage import Usage, limit_memory, process_tree, usage_of
-from tests.server_process import flags, free_port
+from tests.server_process import flags
+from weight_sync.process_group import free_port
 
 START_S = 90.0
 STOP_S = 30.0

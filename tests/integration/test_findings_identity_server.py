@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save
 
 from tests.model_zoo import logical_tensors, tiny_checkpoint
-from tests.server_process import ServerProcess, free_port
+from tests.server_process import ServerProcess
 from tests.trainer_process import TrainerProcess
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.process_group import free_port
 
 pytestmark = pytest.mark.full
 

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from tests.model_zoo import tiny_checkpoint
-from tests.server_process import ServerProcess, free_port
-from weight_sync.process_group import init_process_group
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port, init_process_group
 
 
 @pytest.fixture(scope="module")

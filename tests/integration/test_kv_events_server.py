@@ -17,7 +17,8 @@ from tests.kv_listener import Listener, PrefixTree, ask_replay
 from tests.model_zoo import tiny_checkpoint
 from tests.ports import free_ports_in_a_row
 from tests.promql import Scrapes
-from tests.server_process import ServerProcess, free_port
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port
 
 pytestmark = pytest.mark.full
 

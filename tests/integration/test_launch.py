@@ -19,6 +19,7 @@ import pytest
 
 from rollout.entrypoints import cli, launch
 from tests.tiny_tokenizer import write_model_folder
+from weight_sync.process_group import free_port
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -38,12 +39,6 @@ except launch.LockstepError as error:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(Path(tmp_path_factory.mktemp("model")))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Served:

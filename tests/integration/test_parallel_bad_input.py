@@ -14,7 +14,8 @@ from rollout.core.errors import StartupError
 from rollout.entrypoints import launch
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
-from tests.server_process import ServerProcess, alive, free_port
+from tests.server_process import ServerProcess, alive
+from weight_sync.process_group import free_port
 
 pytestmark = pytest.mark.full
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.model_zoo import logical_tensors, tiny_checkpoint
-from tests.server_process import ServerProcess, alive, free_port
+from tests.server_process import ServerProcess, alive
 from tests.trainer_process import TrainerProcess
+from weight_sync.process_group import free_port
 from weight_sync.sender import WeightSender
 
 PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [4] * 17]

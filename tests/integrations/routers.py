@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.server_process import ServerProcess, free_port
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port
 
 START_S = 60.0
 LAYERS, TOP_K = 4, 2

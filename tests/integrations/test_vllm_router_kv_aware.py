@@ -15,7 +15,8 @@ import pytest
 
 from tests.integrations.framework import Framework
 from tests.integrations.routers import Fleet, vllm_generate
-from tests.server_process import ServerProcess, free_port
+from tests.server_process import ServerProcess
+from weight_sync.process_group import free_port
 
 FRAMEWORK = Framework(
     name="vllm-router, kv_aware",
