@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.core.errors import StartupError
+from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, LatentAttentionSpec, NormSpec, RotarySpec
 from rollout.core.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
@@ -139,6 +140,11 @@ def test_parity_of_long_prompts_and_of_hits_within_them(tmp_path: Path, name: st
         ordered = _best_first(harness.scheduler.runner.state.model.config, routes_TLK, [x[:-1] for x in chosen])
         assert torch.equal(ordered, torch.stack([x[:-1] for x in chosen], dim=1))
     harness.check_idle()
+    state = harness.control(GetStateReqInput).data
+    kept = name != "deepseek_v3"  # which has neither recurrent states nor windows
+    assert (0 < state["num_used_state_rows"] < state["num_state_rows"]) == kept
+    assert harness.control(FlushCacheReqInput).success
+    assert harness.control(GetStateReqInput).data["num_used_state_rows"] == 0
 
 
 def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:

@@ -19,10 +19,13 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
 class _Sequences:
-    """Whole keys and values of some requests, scattered over a pool whose other slots are NaN."""
+    """Whole keys and values of some requests, scattered over a pool whose other slots are NaN.
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float64) -> None:
-        self.lengths = lengths
+    So are, with a `window`, those of positions that no token of the step sees.
+    """
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float64, window: int | None = None) -> None:
+        self.lengths, self.window = lengths, window
         generator = torch.Generator().manual_seed(sum(lengths))
         longest = max(lengths)
         self.pool = KVPool(len(lengths) * longest + 3, [FullKV(KV_HEADS, HEAD_DIM)], dtype)
@@ -42,8 +45,8 @@ class _Sequences:
         """
         spans = [range(length - new, length) for length, new in zip(self.lengths, computed, strict=True)]
         for request, span in enumerate(spans):
-            cached = self.req_to_token[request, : span.start]
-            self._store(cached, self.k[request, : span.start], self.v[request, : span.start])
+            seen = slice(self._first_seen(span.start), span.start)
+            self._store(self.req_to_token[request, seen], self.k[request, seen], self.v[request, seen])
         decode_lens = self.lengths[num_extends:]
         batch = ForwardBatch(
             input_ids=torch.zeros(sum(computed), dtype=torch.int64),
@@ -61,7 +64,12 @@ class _Sequences:
         backend.plan(batch)
         q, k, v = (torch.cat([x[r, s.start : s.stop] for r, s in enumerate(spans)]) for x in (self.q, self.k, self.v))
         self._store(batch.out_cache_loc, k, v)
-        return backend.attend(0, q), torch.cat([self._plain(r, span) for r, span in enumerate(spans)])
+        return backend.attend(0, q, window=self.window), torch.cat(
+            [self._plain(r, span) for r, span in enumerate(spans)]
+        )
+
+    def _first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def _store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.k[0].index_copy_(0, slots, k)
@@ -70,12 +78,12 @@ class _Sequences:
     def _plain(self, request: int, span: range) -> torch.Tensor:
         rows = []
         for position in span:
-            heads = []
+            heads, seen = [], slice(self._first_seen(position), position + 1)
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
-                k = self.k[request, : position + 1, kv_head].double()
+                k = self.k[request, seen, kv_head].double()
                 scores = k @ self.q[request, position, head].double() / HEAD_DIM**0.5
-                heads.append(scores.softmax(0) @ self.v[request, : position + 1, kv_head].double())
+                heads.append(scores.softmax(0) @ self.v[request, seen, kv_head].double())
             rows.append(torch.cat(heads))
         return torch.stack(rows)
 
@@ -93,7 +101,8 @@ def test_any_layout(data: st.DataObject) -> None:
         )
     )
     decode_lens = data.draw(st.lists(st.integers(1, 30), min_size=num_decodes, max_size=num_decodes))
-    sequences = _Sequences([prefix + new for prefix, new in pairs] + decode_lens)
+    window = data.draw(st.sampled_from([None, 1, 4, 40]), "window")
+    sequences = _Sequences([prefix + new for prefix, new in pairs] + decode_lens, window=window)
     ours, expected = sequences.attend([new for _, new in pairs] + [1] * num_decodes, num_extends)
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
 
