@@ -86,8 +86,6 @@ def build_scheduler(
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     device = torch.device(args.device)
-    if device.type == "cpu":
-        keep_freed_memory()
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available)
@@ -124,6 +122,8 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
+    if device.type == "cpu":
+        keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,

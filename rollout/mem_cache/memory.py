@@ -24,7 +24,8 @@ def keep_freed_memory() -> None:
     """Let malloc keep up to 256 MiB of what is freed for the next step.
 
     It would give a step's memory back and fault it in again in the next one, which takes a third of a prefill's time.
-    Without glibc, or where the environment sets its thresholds, nothing changes.
+    Called once weights and pools are there: at addresses of their own, as before, steps read them faster than from the
+    heap.  Without glibc, or where the environment sets its thresholds, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name in os.environ for name in _USERS_CHOICES):
