@@ -30,7 +30,7 @@ from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.mem_cache.memory import available_memory_bytes, keep_freed_memory, kv_pool_tokens
+from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
 from rollout.mem_cache.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import load_model
@@ -122,8 +122,6 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
-    if device.type == "cpu":
-        keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,

@@ -1,12 +1,10 @@
-"""How much memory is really there, how large a KV pool it allows, and what the allocator keeps of what is freed.
+"""How much memory is really there, and how large a KV pool it allows.
 
 Reads /proc and cgroup files; allocates nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from pathlib import Path
 
 import torch
@@ -14,23 +12,6 @@ import torch
 from rollout.core.errors import StartupError
 
 _UNLIMITED = 1 << 60
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_BYTES = 256 << 20
-_MMAP_BYTES = 32 << 20  # the most that glibc takes
-_USERS_CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep up to 256 MiB of what is freed for the next step.
-
-    It would give a step's memory back and fault it in again in the next one, which takes a third of a prefill's time.
-    Called once weights and pools are there: at addresses of their own, as before, steps read them faster than from the
-    heap.  Without glibc, or where the environment sets its thresholds, nothing changes.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not any(name in os.environ for name in _USERS_CHOICES):
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
 def available_memory_bytes(device: torch.device | str = "cpu", root: Path = Path("/")) -> int:
