@@ -1,10 +1,12 @@
-"""Errors of route records.  `status_code` is the HTTP status under which an engine reports them.
+"""Errors of route records and sampling masks.  `status_code` is the HTTP status under which an engine reports them.
 
 CaptureError                  500
 +-- RouteFormatError          400  bytes or text that are not an undamaged route record
 +-- RouteValueError           400  ids, shapes or spans that no model can have produced
 +-- MissingRowsError          500  rows that were asked for were never recorded
 +-- UnsupportedRouterError    400  a model whose routers replay cannot drive
++-- MaskFormatError           400  bytes or text that are no sampling mask
++-- MaskValueError            400  a sampling mask that no sampler can have produced, or of other tokens
 """
 
 from __future__ import annotations
@@ -34,5 +36,17 @@ class MissingRowsError(CaptureError):
 
 class UnsupportedRouterError(CaptureError):
     """The model has no routers, or routers that weigh experts in a way that replay does not support."""
+
+    status_code = 400
+
+
+class MaskFormatError(CaptureError):
+    """Bytes or text that are no sampling mask."""
+
+    status_code = 400
+
+
+class MaskValueError(CaptureError):
+    """A sampling mask that no sampler can have produced, or one of other tokens."""
 
     status_code = 400

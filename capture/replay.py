@@ -1,4 +1,5 @@
-"""Routes on the trainer's side: force given routes onto a Hugging Face model, or record the model's own.
+"""Replay on the trainer's side: force given routes onto a Hugging Face model, or record the model's own; and
+log-probabilities under sampling masks.
 
 Works through forward hooks on the routers, so the model is never edited.  A router is any module with `top_k`,
 `num_experts` and `weight` whose forward returns (router_logits, router_scores, router_indices), as in transformers 5.
@@ -7,7 +8,8 @@ The MoE layers are the routers in module order.
 The weights of forced experts come from the current scores by the router's own formula (`capture.routers`), so gradients
 reach the router.  The method is rollout routing replay, "R3" (Ma et al. 2025, arXiv:2510.11370).
 
-Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts.
+Shapes: B sequences, S positions, T = B * S tokens, L MoE layers, K top-k, D hidden, E logical experts, V vocabulary, M
+ids of the masks of T tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
+from capture.errors import CaptureError, MaskValueError, RouteValueError, UnsupportedRouterError
 from capture.routed_experts import RoutedExperts, checked_missing_rows, id_dtype, missing_id
 from capture.routers import weights_of
+from capture.sampling_mask import SamplingMask
 
 Routes = torch.Tensor | np.ndarray | RoutedExperts
 
@@ -184,6 +187,30 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
     recorded = RecordedRoutes(len(routers))
     with _hooked(routers, recorded):
         yield recorded
+
+
+def masked_logprobs(
+    logits_TV: torch.Tensor, token_ids_T: torch.Tensor, mask: SamplingMask, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities [T] of sampled tokens among those of their masks: of what the sampler drew from.
+
+    `logits_TV` of the positions that predict the tokens `token_ids_T`, of any floating-point dtype; the result is
+    float32, or float64 for float64.  Gradients reach the logits of the masks' ids.  Raises `MaskValueError` unless the
+    mask is of these tokens and of this vocabulary.
+    """
+    mask.require(token_ids_T.tolist())
+    if len(mask.token_ids) and int(mask.token_ids.max()) >= logits_TV.shape[-1]:
+        raise MaskValueError(f"token id {int(mask.token_ids.max())} is outside the vocabulary of {logits_TV.shape[-1]}")
+    device, dtype = logits_TV.device, torch.promote_types(logits_TV.dtype, torch.float32)
+    ids_M = torch.from_numpy(mask.token_ids.astype(np.int64)).to(device)
+    counts_T = torch.from_numpy(np.diff(mask.offsets)).to(device)
+    token_of_M = torch.arange(len(mask), device=device).repeat_interleave(counts_T)
+    values_M = logits_TV[token_of_M, ids_M].to(dtype) / temperature
+    lowest_T = torch.full((len(mask),), -torch.inf, dtype=dtype, device=device)
+    largest_T = lowest_T.scatter_reduce(0, token_of_M, values_M.detach(), "amax")
+    sums_T = torch.zeros_like(largest_T).index_add(0, token_of_M, (values_M - largest_T[token_of_M]).exp())
+    is_sampled_M = ids_M == token_ids_T.to(device)[token_of_M]
+    return values_M[is_sampled_M] - largest_T - sums_T.log()
 
 
 @contextmanager

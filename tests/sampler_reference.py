@@ -68,7 +68,7 @@ def can_be_drawn(scaled: np.ndarray, kept: set[int], noise: float) -> set[int]:
 def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: SampledTokens) -> list[str]:
     """What is wrong with `tokens`, sampled from these logits; empty if nothing is."""
     found: list[str] = []
-    chosen_at = 0
+    chosen_at = kept_at = 0
     for i, row in enumerate(rows):
         params, scaled = row.params, scaled_logits(logits_NV[i], row)
         logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
@@ -95,7 +95,39 @@ def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sam
         if _differ(tokens.chosen_logprobs[chosen_at : chosen_at + len(chosen)], logprobs[chosen]):
             found.append(f"row {i}: log-probabilities of chosen tokens")
         chosen_at += len(chosen)
+        count = int(tokens.kept_counts[i])
+        ids = tokens.kept_ids[kept_at : kept_at + count].tolist()
+        if row.wants_mask:
+            found += [
+                f"row {i}: {complaint}"
+                for complaint in mask_complaints(
+                    scaled, row, token, ids, tokens.kept_logprobs[kept_at : kept_at + count]
+                )
+            ]
+        elif count:
+            found.append(f"row {i}: a mask that was not asked for")
+        kept_at += count
     return found
+
+
+def mask_complaints(
+    scaled: np.ndarray, row: SamplingRow, token: int, ids: list[int], logprobs: torch.Tensor
+) -> list[str]:
+    """What is wrong with the mask of a row."""
+    params = row.params
+    if params.is_greedy:
+        return [] if ids == [token] and logprobs.tolist() == [0.0] else [f"mask {ids[:5]} of a greedy row"]
+    if token not in ids or ids != sorted(set(ids)):
+        return [f"mask {ids[:5]} does not hold token {token}, or its ids do not ascend"]
+    fewer, more = (
+        kept_tokens(scaled, row, min(params.top_p * near, params.top_p**0.5), params.min_p / near)
+        for near in (1 - ROUNDING, 1 + ROUNDING)
+    )
+    drawable = {int(token) for token in np.flatnonzero(scaled > scaled.max() - 80)}  # float32 has weights for them
+    if not (fewer & drawable <= set(ids) <= more):
+        return [f"mask of {len(ids)} ids, not of {len(fewer)} to {len(more)}"]
+    exact = scaled[ids] - scaled.max() - np.log(np.exp(scaled[ids] - scaled.max()).sum())
+    return ["log-probabilities of the mask"] if _differ(logprobs, exact) else []
 
 
 def _differ(values: torch.Tensor, exact: np.ndarray) -> bool:

@@ -20,6 +20,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
+from rollout.tokenizer_manager.sample import MaskRecord
 
 
 def plain(answer: ControlReqOutput) -> ControlReqOutput:
@@ -38,6 +39,7 @@ class Result:
     logprobs: list[float] = field(default_factory=list)
     top: list = field(default_factory=list)
     chosen: list = field(default_factory=list)
+    mask: MaskRecord = field(default_factory=MaskRecord)
     num_messages: int = 0
     finished: FinishedRecord | None = None
     route_shape: tuple[int, int] = (0, 0)
@@ -162,5 +164,7 @@ class Harness:
             result.logprobs += output.logprobs.values
             result.top += output.logprobs.top or []
             result.chosen += output.logprobs.chosen or []
+        if output.mask is not None:
+            result.mask.append(output.mask)
         assert len(result.token_ids) == output.num_output_tokens
         result.finished = output.finished

@@ -15,6 +15,7 @@ from typing import Any
 from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts
+from capture.sampling_mask import SamplingMask
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.sse import DONE, SseDecoder
 from rollout.client.types import (
@@ -46,6 +47,8 @@ def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) 
         body["input_ids"] = _plain_ids(body["input_ids"])
     if body.get("return_routed_experts"):
         body["routed_experts_format"] = "compact"
+    if body.get("return_sampling_mask"):
+        body["sampling_mask_format"] = "csr"
     if (replay := body.get("replay_routed_experts")) is not None:
         body["replay_routed_experts"] = (
             _compact(replay) if isinstance(replay, RoutedExperts) else [*map(_compact, replay)]
@@ -173,6 +176,8 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
         prompt_logprob_versions=_spans(meta, "input_logprob_weight_versions"),
         routed_experts=_routed_experts(meta, layout),
+        sampling_mask=_sampling_mask(meta),
+        sampling_logprobs=_sampling_logprobs(meta),
         index=content.get("index"),
         meta_info=meta,
     )
@@ -191,6 +196,8 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
                 f"request {output.rid}: log-probabilities of {len(ids)} tokens do not belong to the "
                 f"{len(output.output_ids)} output tokens"
             )
+    if body.get("return_sampling_mask") and output.output_ids:
+        _check_mask(output)
     if not body.get("return_routed_experts") or aborted:
         return
     routed = output.routed_experts
@@ -204,6 +211,38 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
             f"request {output.rid}: {len(routed) - len(routed.missing_rows())} rows of routed experts from token "
             f"{routed.start}, expected {max(end - routed.start, 0)}"
         )
+
+
+def _check_mask(output: GenerationOutput) -> None:
+    if output.sampling_mask is None or output.sampling_logprobs is None:
+        raise ResponseFormatError(f"request {output.rid}: sampling masks were asked for and did not come")
+    try:
+        output.sampling_mask.require(output.output_ids)
+    except CaptureError as error:
+        raise ResponseFormatError(f"request {output.rid}: {error}") from None
+    if len(output.sampling_logprobs) != len(output.output_ids):
+        raise ResponseFormatError(
+            f"request {output.rid}: {len(output.sampling_logprobs)} sampling log-probabilities for "
+            f"{len(output.output_ids)} tokens"
+        )
+
+
+def _sampling_mask(meta: Mapping[str, Any]) -> SamplingMask | None:
+    """In any form; lists are those of servers that know no columns."""
+    content = meta.get("output_token_sampling_mask")
+    if content is None:
+        return None
+    try:
+        if isinstance(content, Mapping):
+            return SamplingMask.decode_csr(content["token_ids"], content["offsets"])
+        return SamplingMask.from_lists(content)
+    except CaptureError as error:
+        raise ResponseFormatError(f"sampling masks: {error}") from error
+
+
+def _sampling_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
+    values = meta.get("output_token_sampling_logprobs")
+    return None if values is None else [_number(value) for value in values]
 
 
 def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> RoutedExperts | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from capture.routed_experts import RoutedExperts
+from capture.sampling_mask import SamplingMask
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -27,6 +28,7 @@ class GenerateOptions(TypedDict, total=False):
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
+    return_sampling_mask: bool  # the ids that top-k, top-p and min-p left at each token
     rid: str | Sequence[str]
     extra_key: str  # partitions the prefix cache
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
@@ -123,5 +125,7 @@ class GenerationOutput:
     prompt_chosen_logprobs: TopLogprobs | None = None
     prompt_logprob_versions: list[VersionSpan] = field(default_factory=list)
     routed_experts: RoutedExperts | None = None
+    sampling_mask: SamplingMask | None = None
+    sampling_logprobs: list[float] | None = None  # of each token among those of its mask
     index: int | None = None  # position in the batch, in a stream of several
     meta_info: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -26,7 +26,7 @@ from rollout.core.message import (
     Reply,
     Total,
 )
-from rollout.core.sampling_params import SamplingParams
+from rollout.core.sampling_params import SamplingLogprobsMode, SamplingParams
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.update_state import CommitReply
 
@@ -57,6 +57,8 @@ class TokenizedGenerateReqInput(Message):
     token_ids_logprob: list[int] | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    return_sampling_mask: bool = False
+    sampling_logprobs_mode: SamplingLogprobsMode = "selected"
     extra_key: str | None = None  # partitions the prefix cache
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     priority: int = 0  # lower ones are admitted first
@@ -281,6 +283,18 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     chosen: list[list[float]] | None = None
 
 
+class SamplingMaskDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The sampling masks of the tokens in one `ReqOutput`: `counts` ids a token, `token_ids` little-endian int32.
+
+    `logprobs`: of each token among those of its mask; `kept_logprobs`, float32: of all ids, in the mode `support`.
+    """
+
+    counts: list[int]
+    token_ids: bytes
+    logprobs: list[float]
+    kept_logprobs: bytes | None = None
+
+
 class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None.
 
@@ -322,6 +336,7 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_output_tokens: int
     weight_version: str
     logprobs: LogprobDelta | None = None
+    mask: SamplingMaskDelta | None = None
     finished: FinishedRecord | None = None
 
     @classmethod

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from rollout.core.errors import BadRequest
 
+SamplingLogprobsMode = Literal["selected", "support"]
 GREEDY_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127  # beyond it float32 has infinity: a forbidden token would get NaN
 MAX_STOP_STRINGS = 32
@@ -46,6 +47,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def filters(self) -> bool:
+        """Whether a token is chosen from fewer than all."""
+        return self.is_greedy or self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def effective_temperature(self) -> float:

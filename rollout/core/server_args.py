@@ -118,6 +118,13 @@ class ServerArgs:
         "npy", "form of routed experts in /inference/v1/generate: vLLM's npy, prime-rl's dict or SkyRL's packed"
     )
 
+    return_sampling_mask: bool = _arg(
+        False, "return the ids that top-k, top-p and min-p left at each token, to requests that have one of them"
+    )
+    sampling_mask_max_tokens: int = _arg(
+        4096, "most ids of a token's sampling mask; a request that comes to more ends with 400"
+    )
+
     init_expert_location: str = _arg(
         "trivial", "which expert is in which slot: trivial, or JSON text or a file with a map or with counts"
     )
@@ -289,6 +296,7 @@ class ServerArgs:
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
         _require(self.max_logprob_entries >= 0, "--max-logprob-entries must not be negative")
+        _require(self.sampling_mask_max_tokens >= 1, "--sampling-mask-max-tokens must be at least 1")
         _require(bool(self.weight_version), "--weight-version must not be empty")
         if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
             raise StartupError(

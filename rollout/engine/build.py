@@ -196,7 +196,7 @@ def _wire(
         states=_sequence_memory(args, limits, device),
     )
     queues = RequestQueues(DecodeBatch())
-    stop = StopChecker(config.eos_token_ids, _tokenizer_file(args))
+    stop = StopChecker(config.eos_token_ids, _tokenizer_file(args), args.sampling_mask_max_tokens)
     return Scheduler(
         channel=channel,
         runner=runner,

@@ -11,6 +11,7 @@ import msgspec
 from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.entrypoints.protocol import (
     SGLANG_SAMPLING_FIELDS,
     UNSUPPORTED_GENERATE_FIELDS,
@@ -103,6 +104,8 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
     return_meta_info: bool = False
+    return_sampling_mask: bool | None = None
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -118,6 +121,8 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
         """
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedFeature("response_format other than text is not supported by this server")
+        if self.return_sampling_mask and not self.return_meta_info:
+            raise BadRequest("return_sampling_mask requires return_meta_info=true")
         logprobs = self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
         return (
             self.common_fields()
@@ -129,6 +134,8 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
                 "return_routed_experts": self.return_routed_experts,
                 "routed_experts_start_len": self.routed_experts_start_len,
                 "routed_experts_format": self.routed_experts_format,
+                "return_sampling_mask": self.return_sampling_mask if self.return_meta_info else False,
+                "sampling_logprobs_mode": self.sampling_logprobs_mode,
                 "return_prompt_token_ids": self.wants_prompt_token_ids,
                 "fill_context": max_new_tokens is None,
             }

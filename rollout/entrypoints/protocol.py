@@ -9,13 +9,14 @@ token ids), and a field that asks for a feature this server lacks is refused, no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from rollout.core.errors import UnsupportedFeature
 from rollout.core.message import Int64, UpdateId
+from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
@@ -29,7 +30,7 @@ UNSUPPORTED_SAMPLING_FIELDS = frozenset(
         *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
         *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
         *("trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
-        *("skip_reading_prefix_cache", "return_sampling_mask", "return_sample_support", "watermark", "watermarking"),
+        *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking"),
     }
 )
 """Of either dialect: what they ask for would change the sample or the reply."""
@@ -37,7 +38,7 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
     *("return_hidden_states", "return_indexer_topk", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
-    *("return_cached_tokens_details", "return_spec_tokens_details", "sampling_logprobs_mode", "background"),
+    *("return_cached_tokens_details", "return_spec_tokens_details", "background"),
     *("session_params", "lora_path", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
     *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
@@ -149,22 +150,34 @@ class GenerateRequest(AnyGeneration):
     replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
     replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
+    return_sampling_mask: bool | list[bool] | None = None
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
+    sampling_mask_format: Literal["lists", "csr"] = "lists"
     priority: Int64 = 0
 
     def to_request(self) -> GenerateReqInput:
         """Raises `UnsupportedFeature`."""
-        for params in self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]:
-            _check_sampling_names(params)
+        params = self.sampling_params
+        slime = [_asks_for_top_p_ids(each) for each in (params if isinstance(params, list) else [params])]
         own = type(self).model_fields.keys() - AnyGeneration.model_fields.keys()
         fields = {name: getattr(self, name) for name in own} | self.common_fields()
+        if any(slime):
+            fields |= {
+                "return_sampling_mask": slime if isinstance(params, list) else True,
+                "sampling_mask_format": "slime",
+            }
         return GenerateReqInput(**fields | {"priority": -self.priority})  # SGLang's higher ones come first
 
 
-def _check_sampling_names(params: dict[str, Any]) -> None:
-    refuse_unsupported(params, UNSUPPORTED_SAMPLING_FIELDS, "sampling_params: ")
+def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
+    """Whether slime asks for sampling masks in its form; refuses names that are not known."""
+    asks = params.get("custom_params") == {"return_top_p_token_ids": True}
+    refused = UNSUPPORTED_SAMPLING_FIELDS - {"custom_params"} if asks else UNSUPPORTED_SAMPLING_FIELDS
+    refuse_unsupported(params, refused, "sampling_params: ")
     for name, ours in VLLM_SAMPLING_FIELDS.items():
         if params.get(name) is not None and params[name] is not False:
             raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
+    return asks
 
 
 def template_variables(variables: dict[str, Any]) -> dict[str, Any]:

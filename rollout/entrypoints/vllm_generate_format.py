@@ -29,6 +29,7 @@ def choice(request: TokenGenerateRequest, index: int, native: Native, first: int
         "token_ids": native["output_ids"][first:],
         "logprobs": None if params.logprobs is None else _logprobs(meta, first, params.logprobs),
         "routed_experts": meta.get("routed_experts"),
+        "sampling_mask": meta["output_token_sampling_mask"][first:] if "output_token_sampling_mask" in meta else None,
         "weight_versions": meta.get("weight_versions"),
     }
     return fields | finish_fields(native)

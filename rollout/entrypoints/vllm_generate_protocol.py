@@ -46,6 +46,7 @@ class TokenGenerateRequest(AnyGeneration):
     priority: Int64 = 0
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
+    return_sampling_mask: bool | None = None
     output_mode: Literal["tokens"] = "tokens"
 
     def to_request(
@@ -70,6 +71,7 @@ class TokenGenerateRequest(AnyGeneration):
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=params.routed_experts_prompt_start,
             routed_experts_format=routed_experts_format,
+            return_sampling_mask=self.return_sampling_mask,
             fill_context=length is None,
             **self.common_fields(),
             **params.engine_logprobs(params.logprobs, stream=self.stream),

@@ -8,7 +8,12 @@ on the batch.  A greedy row takes the largest logit, of equal ones the lowest id
 A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is that of the first
 NaN, else the lowest id of the largest logit; all its log-probabilities are NaN, its best tokens the first ones.
 
-Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens.
+Where a row wants its mask, it gets the ids of all tokens that could have been sampled, in vocabulary order: those
+that bias, minimum length, top-k, top-p and min-p leave, and whose weight in float is not 0.  They come from the very
+weights that the token was drawn from.  A greedy row's is its token, as that of a row that is no distribution.
+
+Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens, M kept ones
+of all rows together.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ class SampledTokens:
     `token_ids` [N] int64; `logprobs` [N], NaN for rows that do not want it; `top_ids` [N, n] int64 and `top_logprobs`
     [N, n], best first, -1 and NaN in the places that a row did not ask for; `chosen_logprobs` [C], the chosen ids of
     all rows one after the other.
+    `kept_counts` [N] int64, 0 for rows that want no mask; `kept_ids` [M] int32 and `kept_logprobs` [M], of tokens among
+    those of their row, one row after the other.
     """
 
     token_ids: torch.Tensor
@@ -35,6 +42,9 @@ class SampledTokens:
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
     chosen_logprobs: torch.Tensor
+    kept_counts: torch.Tensor
+    kept_ids: torch.Tensor
+    kept_logprobs: torch.Tensor
 
 
 @dataclass(slots=True)

@@ -32,12 +32,13 @@ ROW_SETTINGS = np.dtype(
         ("top_k", "i8"),
         ("is_greedy", "i8"),
         ("wants_logprob", "i8"),
+        ("wants_mask", "i8"),
         ("top_logprobs", "i8"),
         ("min_new_tokens", "i8"),
         *((f"{name}_{end}", "i8") for name in _SPANS for end in ("begin", "end")),
     ]
 )
-_PACK = struct.Struct(f"=Q6d{5 + 2 * len(_SPANS)}q").pack
+_PACK = struct.Struct(f"=Q6d{6 + 2 * len(_SPANS)}q").pack
 _NO_SPANS = (0,) * (2 * len(_SPANS))
 _MIN_HISTORY = 64
 _MAX_TOP_K = 2**31  # more than any vocabulary
@@ -45,8 +46,9 @@ _MAX_TOP_K = 2**31  # more than any vocabulary
 
 @dataclass(eq=False, slots=True)
 class SamplingRow:
-    """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, and which
-    log-probabilities are wanted: of the sampled token, of so many best ones, of chosen ones."""
+    """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, which
+    log-probabilities are wanted: of the sampled token, of so many best ones, of chosen ones; and whether the tokens are
+    that could have been sampled."""
 
     params: SamplingParams
     seed: int
@@ -56,6 +58,7 @@ class SamplingRow:
     wants_logprob: bool = True
     top_logprobs: int = 0
     chosen_ids: Sequence[int] = ()
+    wants_mask: bool = False
     settings: bytes = field(init=False, repr=False)  # one `ROW_SETTINGS` without spans
     has_lists: bool = field(init=False, repr=False)
 
@@ -72,6 +75,7 @@ class SamplingRow:
             min(params.top_k, _MAX_TOP_K),
             params.is_greedy,
             self.wants_logprob,
+            self.wants_mask,
             self.top_logprobs,
             params.min_new_tokens,
             *_NO_SPANS,
@@ -198,6 +202,11 @@ class SamplingBatchInfo:
     def wants_logprob(self) -> torch.Tensor:
         """[N] bool."""
         return self._column("wants_logprob", torch.bool)
+
+    @cached_property
+    def masked_rows(self) -> list[int]:
+        """The rows that want the tokens which could have been sampled."""
+        return [i for i, row in enumerate(self.rows) if row.wants_mask]
 
     @cached_property
     def top_logprobs(self) -> torch.Tensor:

@@ -34,14 +34,17 @@ class TorchSampler(Sampler):
             logits_NV.div_(info.temperatures[:, None].to(logits_NV.dtype))
         logprobs = RowLogprobs(logits_NV)
         token_ids = logits_NV.argmax(-1)
+        weights_NV: torch.Tensor | None = None
+        settled_N = info.greedy | ~logprobs.is_distribution
         if not info.all_greedy:
-            drawn = _draw(logits_NV, info, positions_N)
-            token_ids = torch.where(info.greedy | ~logprobs.is_distribution, token_ids, drawn)
+            drawn, weights_NV = _draw(logits_NV, info, positions_N)
+            token_ids = torch.where(settled_N, token_ids, drawn)
         return SampledTokens(
             token_ids,
             logprobs.of(token_ids[:, None]).squeeze(1).masked_fill_(~info.wants_logprob, torch.nan),
             *_best(logprobs, info),
             logprobs.of_each([(i, row.chosen_ids) for i, row in info.rows_with_lists]),
+            *_kept(logits_NV, weights_NV, token_ids, settled_N, logprobs.is_distribution, info),
         )
 
     def score(
@@ -174,17 +177,48 @@ def _best(logprobs: RowLogprobs, info: SamplingBatchInfo) -> tuple[torch.Tensor,
     )
 
 
-def _draw(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
-    """A token for every row [N], as if none were greedy."""
+def _draw(
+    logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for every row [N], as if none were greedy, and the weights [N, V] that it was drawn by."""
     noise = torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())).to(info.device)
-    probs = torch.softmax(logits_NV, dim=-1)
-    token_ids = _invert_cdf(probs, noise)
+    weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
         rows = info.filtered_rows
-        values, ids = filtered_candidates(probs[rows], info.top_k, info.top_p, info.min_p)
-        kept_FV = torch.zeros(len(rows), probs.shape[1], dtype=values.dtype, device=info.device)
-        token_ids[rows] = _invert_cdf(kept_FV.scatter_(1, ids, values), noise[rows])
-    return token_ids
+        values, ids = filtered_candidates(weights_NV[rows], info.top_k, info.top_p, info.min_p)
+        kept_FV = torch.zeros(len(rows), weights_NV.shape[1], dtype=values.dtype, device=info.device)
+        weights_NV = weights_NV.to(values.dtype)
+        weights_NV[rows] = kept_FV.scatter_(1, ids, values)
+    return _invert_cdf(weights_NV, noise), weights_NV
+
+
+def _kept(
+    logits_NV: torch.Tensor,
+    weights_NV: torch.Tensor | None,
+    token_ids_N: torch.Tensor,
+    settled_N: torch.Tensor,
+    is_distribution_N: torch.Tensor,
+    info: SamplingBatchInfo,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kept_counts`, `kept_ids` and `kept_logprobs` of `SampledTokens`.
+
+    Rows that are `settled` have one token; that of a row that is no distribution has no log-probability.
+    """
+    counts = torch.zeros(len(logits_NV), dtype=torch.int64)
+    ids: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
+    for i in info.masked_rows:
+        if bool(settled_N[i]):
+            ids.append(token_ids_N[i : i + 1])
+            logprobs.append(torch.full((1,), 0.0 if bool(is_distribution_N[i]) else torch.nan, dtype=logits_NV.dtype))
+        else:
+            assert weights_NV is not None
+            ids.append(weights_NV[i].nonzero().squeeze(1))
+            logprobs.append(torch.log_softmax(logits_NV[i, ids[-1]], dim=-1))
+        counts[i] = len(ids[-1])
+    if not ids:
+        return counts, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=logits_NV.dtype)
+    return counts, torch.cat(ids).to(torch.int32), torch.cat([values.to(logits_NV.device) for values in logprobs])
 
 
 def _invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from rollout.core.io_struct import (
     PromptLogprobs,
     ReqOutput,
     RoutedExpertsPayload,
+    SamplingMaskDelta,
     VersionSpan,
 )
 from rollout.mem_cache.kv_pool import KVPool
@@ -55,6 +56,7 @@ class SampledRows:
         self._append_logprob: list[tuple[int, Callable[[float], None]]] = []
         self._top_rows: list[int] = []
         self._chosen_rows: list[int] = []
+        self._mask_rows: list[int] = []
         self._stop_string_rows: list[int] = []
         self._streams = False
         for row, req in enumerate(reqs):
@@ -65,6 +67,8 @@ class SampledRows:
                 self._top_rows.append(row)
             if wants.chosen_ids:
                 self._chosen_rows.append(row)
+            if wants.wants_mask:
+                self._mask_rows.append(row)
             if req.stop_text is not None:
                 self._stop_string_rows.append(row)
             if req.source.stream:
@@ -74,8 +78,11 @@ class SampledRows:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
 
         The rows `last` have all their tokens with it.  The requests of the rows `ended` had ended before: what was
-        sampled for them is dropped.
+        sampled for them is dropped.  So is what a mask over the limit belongs to, and its request ends here.
         """
+        refused: list[Req] = []
+        if self._mask_rows:
+            refused, ended = self._append_masks(tokens, ended)
         if self._append_logprob:
             self._append_logprobs(tokens, ended)
         if epoch is not self._marked_epoch:
@@ -89,10 +96,10 @@ class SampledRows:
             appends = [_drop if row in ended else append for row, append in enumerate(appends)]
         for append, token_id in zip(appends, token_ids_N):
             append(token_id)
-        finished = self._check_finished(token_ids_N, last, ended)
+        finished = refused + self._check_finished(token_ids_N, last, ended)
         if not self._streams:
             return finished
-        running = [req for row, req in enumerate(self.reqs) if row not in ended]
+        running = refused + [req for row, req in enumerate(self.reqs) if row not in ended]
         return [req for req in running if req.finished or req.source.stream]
 
     def _check_finished(self, token_ids_N: list[int], last: Sequence[int], ended: Sequence[int]) -> list[Req]:
@@ -108,6 +115,30 @@ class SampledRows:
             if req.finished:
                 finished.append(req)
         return finished
+
+    def _append_masks(self, tokens: SampledTokens, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
+        """Returns the requests that end as their mask is over the limit, and the rows whose token is dropped."""
+        counts_N = tokens.kept_counts.tolist()
+        ends_N = np.cumsum(counts_N).tolist()
+        ids_M, logprobs_M = tokens.kept_ids.cpu().numpy(), tokens.kept_logprobs.float().cpu().numpy()
+        sampled_N = tokens.token_ids.tolist()
+        refused, dropped = [], list(ended)
+        for row in self._mask_rows:
+            if row in ended:
+                continue
+            req, count = self.reqs[row], counts_N[row]
+            req.finished = self._stop.mask_refusal(count)
+            if req.finished:
+                refused.append(req)
+                dropped.append(row)
+                continue
+            kept = slice(ends_N[row] - count, ends_N[row])
+            ids, logprobs = ids_M[kept].copy(), logprobs_M[kept]  # the record outlives what else the step sampled
+            req.output.kept_ids.append(ids)
+            req.output.mask_logprobs.append(float(logprobs[np.searchsorted(ids, sampled_N[row])]))
+            if req.source.sampling_logprobs_mode == "support":
+                req.output.kept_logprobs.append(logprobs.copy())
+        return refused, dropped
 
     def _append_logprobs(self, tokens: SampledTokens, ended: Sequence[int]) -> None:
         values = tokens.logprobs.tolist()
@@ -191,6 +222,7 @@ class RecordReader:
             num_output_tokens=len(record.token_ids),
             weight_version=self._state.epoch.weight_version if version is None else version,
             logprobs=logprobs,
+            mask=_mask_delta(req, first) if req.source.return_sampling_mask else None,
             finished=self._finished(req, req.finished) if req.finished else None,
         )
 
@@ -269,6 +301,22 @@ def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
     if req.given_up_epochs is None or len(held) >= len(req.given_up_epochs):
         return held
     return np.concatenate([held, req.given_up_epochs[len(held) :]])
+
+
+def _mask_delta(req: Req, first: int) -> SamplingMaskDelta:
+    """Of the tokens from `first` on."""
+    record = req.output
+    kept_ids = record.kept_ids[first:]
+    return SamplingMaskDelta(
+        counts=[len(ids) for ids in kept_ids],
+        token_ids=b"".join(ids.astype("<i4").tobytes() for ids in kept_ids),
+        logprobs=record.mask_logprobs[first:],
+        kept_logprobs=(
+            b"".join(values.astype("<f4").tobytes() for values in record.kept_logprobs[first:])
+            if req.source.sampling_logprobs_mode == "support"
+            else None
+        ),
+    )
 
 
 def _prompt_logprobs(record: PromptRecord) -> PromptLogprobs:

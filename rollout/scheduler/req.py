@@ -73,6 +73,9 @@ class OutputRecord:
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[list[float], list[int]]] = field(default_factory=list)
     chosen: list[list[float]] = field(default_factory=list)
+    kept_ids: list[np.ndarray] = field(default_factory=list)  # int32 [m]
+    mask_logprobs: list[float] = field(default_factory=list)  # of the token among those of its mask
+    kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)
 
 
@@ -281,4 +284,5 @@ def _sampling_row(
         wants_logprob=wants_logprobs,
         top_logprobs=source.top_logprobs_num if wants_logprobs else 0,
         chosen_ids=(source.token_ids_logprob or ()) if wants_logprobs else (),
+        wants_mask=source.return_sampling_mask,
     )

@@ -1,4 +1,4 @@
-"""When a request is finished: by an end token, a stop string, or its length.
+"""When a request is finished: by an end token, a stop string, its length, or a sampling mask over the limit.
 
 Stop strings are searched for in the text with special tokens, as in SGLang, whether or not the reply's text has them.
 """
@@ -20,7 +20,10 @@ from rollout.scheduler.req import Req
 class StopChecker:
     """Decides after every sampled token.  `tokenizer_file` is a `tokenizer.json`, or None to refuse stop strings."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None) -> None:
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None, sampling_mask_max_tokens: int = 1 << 31
+    ) -> None:
+        self._mask_limit = sampling_mask_max_tokens
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = _load_tokenizer(tokenizer_file) if tokenizer_file is not None else None
         # Byte-level text is the bytes of its tokens one after the other: what a token adds depends on it alone.
@@ -42,6 +45,16 @@ class StopChecker:
         if self._tokenizer is None:
             raise UnsupportedFeature("stop strings need a tokenizer.json; this server runs without tokenizer")
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
+
+    def mask_refusal(self, count: int) -> FinishReason | None:
+        """The reason if a token's mask has too many ids to be returned: it comes whole, or not at all."""
+        if count <= self._mask_limit:
+            return None
+        message = (
+            f"a token was sampled from {count} ids, and --sampling-mask-max-tokens is {self._mask_limit}: "
+            "lower top_k or top_p, raise min_p, or start the server with a higher limit"
+        )
+        return FinishReason(type="abort", message=message, status_code=400)
 
     def check(self, req: Req) -> FinishReason | None:
         """The reason if the last token finished `req`; an end token wins over a stop string over the length."""

@@ -195,7 +195,11 @@ class TokenizerManager:
         """
         limits = self.limits
         limits.check_rank(request.routed_dp_rank)
-        expanded = expand(request, routes_by_default=limits.routes_by_default)
+        expanded = expand(
+            request,
+            routes_by_default=limits.routes_by_default,
+            masks_by_default=self.server_args.return_sampling_mask,
+        )
         self._warn_unknown(expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:
@@ -219,6 +223,7 @@ class TokenizerManager:
                 request.routed_experts_format,
                 tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
                 request.return_prompt_token_ids,
+                request.sampling_mask_format,
             ),
             abort=self.abort,
         )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.sampling_params import MAX_N, SamplingParams, sampling_params_from_dict
+from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
 
 MAX_BATCH = 4096
 """Prompts in one request."""
@@ -31,6 +31,7 @@ MAX_EXTRA_KEY_CHARS = 512
 """Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
 RoutesFormat = Literal["compatible", "compact", "npy", "dict", "packed"]
+MaskFormat = Literal["lists", "csr", "slime"]
 
 
 @dataclass(kw_only=True)
@@ -39,6 +40,9 @@ class GenerateReqInput:
 
     Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
+    `return_sampling_mask`: the ids that top-k, top-p and min-p left at each token; None leaves it to the server's
+    default, which is for requests that have one of the three.  `sampling_params.custom_params.return_top_p_token_ids`
+    asks for them in slime's form.
     `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
     `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
@@ -63,6 +67,9 @@ class GenerateReqInput:
     replay_routed_experts: Any = None
     replay_routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
+    return_sampling_mask: bool | list[bool] | None = None
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
+    sampling_mask_format: MaskFormat = "lists"
     extra_key: str | None = None
     max_kv_version_lag: int | None = None
     priority: int = 0
@@ -104,7 +111,9 @@ _SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_la
 _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 
 
-def expand(request: GenerateReqInput, *, routes_by_default: bool = False) -> ExpandedRequest:
+def expand(
+    request: GenerateReqInput, *, routes_by_default: bool = False, masks_by_default: bool = False
+) -> ExpandedRequest:
     """One `Prompt` for each prompt, in order; those that come as text have no token ids yet.
 
     Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
@@ -125,6 +134,11 @@ def expand(request: GenerateReqInput, *, routes_by_default: bool = False) -> Exp
         routes_by_default if request.return_routed_experts is None else request.return_routed_experts
     )
     params, unknown = _sampling_params(raw_params)
+    columns["return_sampling_mask"] = [
+        masks_by_default and each.filters if asked is None else asked
+        for asked, each in zip(_column("return_sampling_mask", request.return_sampling_mask, count, is_batch), params)
+    ]
+    shared["sampling_logprobs_mode"] = request.sampling_logprobs_mode or "selected"
     prompts = []
     for index, rid in enumerate(rids):
         own = {name: column[index] for name, column in columns.items()}
@@ -151,6 +165,8 @@ def _check_shared(request: GenerateReqInput) -> None:
         raise BadRequest(f"a session id must have 1 to {MAX_SESSION_ID_CHARS} characters")
     if request.extra_key is not None and "\x00" in request.extra_key:
         raise BadRequest("extra_key and cache_salt must not hold the character 0")
+    if request.sampling_logprobs_mode is not None and not request.return_sampling_mask:
+        raise BadRequest("sampling_logprobs_mode is of sampling masks; ask with return_sampling_mask, too")
     if not 0 <= request.replay_routed_experts_start_len < 2**31:
         raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
 

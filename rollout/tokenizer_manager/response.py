@@ -18,11 +18,12 @@ import numpy as np
 
 from capture.codec import encode_compact, encode_compatible, encode_dict, encode_npy, encode_packed
 from capture.routed_experts import RoutedExperts, id_dtype
+from capture.sampling_mask import SamplingMask
 from rollout.core.errors import LockstepError
 from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.model_config import ModelConfig
-from rollout.tokenizer_manager.request import RoutesFormat
-from rollout.tokenizer_manager.sample import SampleRecord, TopLogprobs
+from rollout.tokenizer_manager.request import MaskFormat, RoutesFormat
+from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord, TopLogprobs
 
 HEAVY = 4096
 """Weight from which on a response is built off the event loop: some milliseconds of work."""
@@ -66,6 +67,7 @@ class ResponseForm:
     routes_format: RoutesFormat = "compatible"
     token_text: TokenText | None = None
     has_prompt_ids: bool = False
+    mask_format: MaskFormat = "lists"
 
 
 @dataclass
@@ -75,6 +77,7 @@ class OutputEntries:
     sampled: list[Entry] = field(default_factory=list)
     top: list[list[Entry]] = field(default_factory=list)
     chosen: list[list[Entry]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
 
     def extend(self, record: SampleRecord, text_of: TokenText | None) -> None:
         """Take in the tokens that are new."""
@@ -85,6 +88,13 @@ class OutputEntries:
         if source.token_ids_logprob:
             ids = source.token_ids_logprob
             self.chosen += [_entries(values, ids, text_of) for values in record.output_chosen[first:]]
+
+    def extend_mask(self, mask: MaskRecord) -> None:
+        """Take in the masks of the tokens that are new."""
+        first = len(self.kept)
+        ids = np.frombuffer(bytes(mask.token_ids), dtype="<i4")[sum(mask.counts[:first]) :]
+        ends = np.cumsum(mask.counts[first:])
+        self.kept += [part.tolist() for part in np.split(ids, ends[:-1])] if len(ends) else []
 
 
 def build_response(
@@ -108,6 +118,7 @@ def weight(record: SampleRecord) -> int:
     source, finished = record.source, record.finished
     entries = 1 + source.top_logprobs_num + len(source.token_ids_logprob or ()) if source.return_logprob else 0
     total = len(record.output_ids) * (1 + entries)
+    total += len(record.output_mask.token_ids) // 16
     if finished is not None:
         total += len(finished.prompt_logprobs.values) * entries if finished.prompt_logprobs is not None else 0
         total += len(finished.routed_experts.data) // 16 if finished.routed_experts is not None else 0
@@ -131,6 +142,8 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         entries.extend(record, form.token_text)
         _add_output_logprobs(meta, record, entries)
         _add_input_logprobs(meta, record, form.token_text)
+    if record.source.return_sampling_mask:
+        _add_mask(meta, record, form.mask_format, entries)
     if finished is not None:
         _add_finished(meta, record, finished)
         if record.source.return_routed_experts:
@@ -209,6 +222,33 @@ def _entries(values: Sequence[float | None], ids: Sequence[int], text_of: TokenT
 def _top_entries(top: TopLogprobs, text_of: TokenText | None) -> list[Entry]:
     values, ids = top
     return _entries(values, ids, text_of)
+
+
+def _add_mask(meta: dict[str, Any], record: SampleRecord, mask_format: MaskFormat, entries: OutputEntries) -> None:
+    """The masks of all tokens: SGLang's lists, columns in base64, or slime's names for the same."""
+    mask = record.output_mask
+    if mask_format == "lists":
+        entries.extend_mask(mask)
+        meta["output_token_sampling_mask"] = list(entries.kept)
+    else:
+        ids, offsets = sampling_mask_of(mask).encode_csr()
+        if mask_format == "slime":
+            meta["top_p_token_ids"], meta["top_p_token_offsets"] = ids, offsets
+        else:
+            meta["output_token_sampling_mask"] = {"token_ids": ids, "offsets": offsets}
+    meta["output_token_sampling_mask_length"] = len(mask.counts)
+    if record.source.sampling_logprobs_mode == "selected":
+        meta["output_token_sampling_logprobs"] = list(mask.logprobs)
+    else:
+        values = np.frombuffer(bytes(mask.kept_logprobs), dtype="<f4")
+        parts = np.split(values, np.cumsum(mask.counts)[:-1]) if mask.counts else []
+        meta["output_token_sampling_logprobs"] = [part.tolist() for part in parts]
+
+
+def sampling_mask_of(mask: MaskRecord) -> SamplingMask:
+    """The typed record, checked."""
+    ids = np.frombuffer(bytes(mask.token_ids), dtype="<i4").astype(np.int32, copy=False)
+    return SamplingMask(ids, np.cumsum([0, *mask.counts], dtype=np.int64))
 
 
 def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, form: ResponseForm) -> None:

@@ -5,7 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishedRecord, ReqOutput, TokenizedGenerateReqInput
+from rollout.core.io_struct import FinishedRecord, ReqOutput, SamplingMaskDelta, TokenizedGenerateReqInput
+
+
+@dataclass(slots=True)
+class MaskRecord:
+    """What the `SamplingMaskDelta`s of a sample said, one after the other."""
+
+    counts: list[int] = field(default_factory=list)
+    token_ids: bytearray = field(default_factory=bytearray)
+    logprobs: list[float] = field(default_factory=list)
+    kept_logprobs: bytearray = field(default_factory=bytearray)
+
+    def append(self, delta: SamplingMaskDelta) -> None:
+        self.counts += delta.counts
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.kept_logprobs += delta.kept_logprobs or b""
+
 
 TopLogprobs = tuple[list[float], list[int]]
 
@@ -24,6 +41,7 @@ class SampleRecord:
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[TopLogprobs] = field(default_factory=list)
     output_chosen: list[list[float]] = field(default_factory=list)
+    output_mask: MaskRecord = field(default_factory=MaskRecord)
     finished: FinishedRecord | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -60,6 +78,8 @@ class SampleRecord:
             self.output_logprobs += output.logprobs.values
             self.output_top += output.logprobs.top or []
             self.output_chosen += output.logprobs.chosen or []
+        if output.mask is not None:
+            self.output_mask.append(output.mask)
         if self.output_ids and self.first_token_at is None:
             self.first_token_at = now - (output.finished.since_first_token_s if output.finished else 0.0)
         if output.finished is not None:
@@ -71,7 +91,11 @@ class SampleRecord:
         count = len(self.output_ids)
         if count != output.num_output_tokens:
             raise LockstepError(f"request {self.rid}: {output.num_output_tokens} tokens were made, {count} arrived")
-        source = self.source
+        source, mask = self.source, self.output_mask
+        if source.return_sampling_mask and not (
+            len(mask.counts) == len(mask.logprobs) == count and 4 * sum(mask.counts) == len(mask.token_ids)
+        ):
+            raise LockstepError(f"request {self.rid}: {count} tokens with sampling masks of {len(mask.counts)}")
         if not source.return_logprob:
             return
         columns = [self.output_logprobs]

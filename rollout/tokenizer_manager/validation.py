@@ -89,6 +89,11 @@ def _check_prompt(source: TokenizedGenerateReqInput, fill_context: bool, limits:
     _check_length(prompt_len, params.max_new_tokens, limits)
     _check_logprobs(source, limits.vocab_size)
     _check_routes(source, limits)
+    if source.return_sampling_mask and not params.filters:
+        raise BadRequest(
+            "return_sampling_mask: with top_p 1, top_k -1 and min_p 0 every token of the vocabulary can be sampled; "
+            "there is no mask"
+        )
     if limits.eos_token_id is not None and not params.ignore_eos:
         params = msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
     source.sampling_params = params

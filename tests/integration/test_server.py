@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
+from capture.sampling_mask import SamplingMask
+from rollout.client import RolloutClient
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
@@ -133,6 +136,66 @@ def in_thread(work) -> tuple[threading.Thread, list]:
 
 
 LONG = {"max_new_tokens": 15_000, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampling_masks_are_the_same_in_every_form(server: ServerProcess, ids: list[int], stream: bool) -> None:
+    params = {
+        "max_new_tokens": 12,
+        "temperature": 1.0,
+        "top_p": 0.8,
+        "top_k": 40,
+        "sampling_seed": 5,
+        "ignore_eos": True,
+    }
+
+    def meta(**body: Any) -> dict[str, Any]:
+        body = {"input_ids": ids, "sampling_params": params, "stream": stream} | body
+        if not stream:
+            return generate(server, **body)["meta_info"]
+        with server.http.stream("POST", "/generate", json=body) as response:
+            events = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+        assert events
+        return json.loads(events[-1])["meta_info"]
+
+    lists = meta(return_sampling_mask=True)
+    kept, logprobs = lists["output_token_sampling_mask"], lists["output_token_sampling_logprobs"]
+    assert len(kept) == len(logprobs) == lists["output_token_sampling_mask_length"] == 12
+    assert 1 < max(map(len, kept)) <= 40
+
+    support = meta(return_sampling_mask=True, sampling_logprobs_mode="support")
+    assert support["output_token_sampling_mask"] == kept
+    output = server.http.post("/generate", json={"input_ids": ids, "sampling_params": params}).json()["output_ids"]
+    places = [(token, mask.index(sampled)) for token, (mask, sampled) in enumerate(zip(kept, output))]
+    assert [support["output_token_sampling_logprobs"][token][place] for token, place in places] == logprobs
+
+    csr = meta(return_sampling_mask=True, sampling_mask_format="csr")
+    assert SamplingMask.decode_csr(**csr["output_token_sampling_mask"]).to_lists() == kept
+    assert csr["output_token_sampling_logprobs"] == logprobs
+    slime = meta(sampling_params=params | {"custom_params": {"return_top_p_token_ids": True}})
+    assert SamplingMask.decode_csr(slime["top_p_token_ids"], slime["top_p_token_offsets"]).to_lists() == kept
+
+    with RolloutClient(server.url) as client:
+        sample = client.generate(input_ids=ids, sampling_params=params, return_sampling_mask=True)
+    assert sample.sampling_mask.to_lists() == kept and sample.sampling_logprobs == logprobs
+
+
+def test_sampling_masks_in_other_dialects(server: ServerProcess, ids: list[int]) -> None:
+    params = {"max_tokens": 6, "temperature": 1.0, "top_p": 0.8, "seed": 5, "ignore_eos": True}
+    tokens = {"token_ids": ids, "sampling_params": params, "return_sampling_mask": True}
+    (choice,) = server.http.post("/inference/v1/generate", json=tokens).json()["choices"]
+    SamplingMask.from_lists(choice["sampling_mask"]).require(choice["token_ids"])
+    with server.http.stream("POST", "/inference/v1/generate", json=tokens | {"stream": True}) as response:
+        chunks = [json.loads(line[6:])["choices"] for line in response.iter_lines() if line.startswith("data: {")]
+    assert [mask for (part, *_) in filter(None, chunks) for mask in part["sampling_mask"]] == choice["sampling_mask"]
+
+    chat = {"messages": [], "input_ids": ids, "return_meta_info": True, "return_sampling_mask": True} | params
+    (choice,) = server.http.post("/v1/chat/completions", json=chat).json()["choices"]
+    meta = choice["meta_info"]
+    sampled = [entry[1] for entry in meta["output_token_logprobs"]]
+    SamplingMask.from_lists(meta["output_token_sampling_mask"]).require(sampled)
+    refused = server.http.post("/v1/chat/completions", json=chat | {"return_meta_info": False})
+    assert refused.status_code == 400 and "return_meta_info" in refused.text
 
 
 def test_abort_by_rid_returns_what_there_is(server: ServerProcess) -> None:

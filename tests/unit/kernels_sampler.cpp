@@ -65,6 +65,20 @@ bool fits(const Exact& exact, const std::set<int64_t>& kept, double noise, int64
   return before / whole - 2e-6 <= noise && noise <= (before + exact.weights[id]) / whole + 2e-6;
 }
 
+// The mask is what is kept, but for what has no weight in float; its log-probabilities add up to one.
+void check_mask(const Row& row, const std::set<int64_t>& kept, const Kept& mask) {
+  double total = 0.0;
+  for (size_t i = 0; i < mask.ids.size(); ++i) {
+    expect(kept.count(mask.ids[i]) == 1, "mask holds more", row.size(), mask.ids[i]);
+    expect(i == 0 || mask.ids[i - 1] < mask.ids[i], "mask order", row.size(), mask.ids[i]);
+    total += std::exp(static_cast<double>(mask.logprobs[i]));
+  }
+  expect(std::abs(total - 1.0) < 1e-5, "mask probabilities", row.size(), total);
+  size_t drawable = 0;
+  for (const int64_t id : kept) drawable += row[id] > row.largest() - 80.0f;
+  expect(mask.ids.size() >= drawable, "mask holds less", row.size(), static_cast<double>(mask.ids.size()));
+}
+
 void check_row(const std::vector<float>& logits) {
   const int64_t size = static_cast<int64_t>(logits.size());
   const Exact exact(logits);
@@ -91,11 +105,13 @@ void check_row(const std::vector<float>& logits) {
     filter.top_k = std::min(filter.top_k, size);
     const std::set<int64_t> kept = exact.kept(filter);
     for (double noise = 0; noise < 1; noise += 0.0617) {
-      const int64_t id = selection.draw(row, distribution, filter, noise);
+      const int64_t id = selection.draw(row, distribution, filter, noise, nullptr);
       expect(fits(exact, kept, noise, id), "draw", size, noise);
     }
-    const int64_t last = selection.draw(row, distribution, filter, 1.0 - 0x1p-53);
+    Kept mask;
+    const int64_t last = selection.draw(row, distribution, filter, 1.0 - 0x1p-53, &mask);
     expect(fits(exact, kept, 1.0, last), "last draw", size, static_cast<double>(last));
+    check_mask(row, kept, mask);
   }
   for (double noise = 0; noise < 1; noise += 0.0617) {
     expect(fits(exact, exact.kept({size, 1, 0}), noise, distribution.draw(row, noise)), "plain draw", size, noise);

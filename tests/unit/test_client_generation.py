@@ -6,6 +6,7 @@ import pytest
 
 from capture.codec import encode_compact, encode_compatible
 from capture.routed_experts import RoutedExperts, missing_id
+from capture.sampling_mask import SamplingMask
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.generation import generate, generate_body, num_samples, parse_event
 from rollout.client.sse import SseDecoder
@@ -220,6 +221,42 @@ def test_scoring_returns_a_phantom_logprob_and_no_tokens():
     output = answer(content, return_logprob=True, return_routed_experts=True)
     assert output.output_ids == []
     assert len(output.routed_experts) == PROMPT_TOKENS - 1
+
+
+# --- sampling masks ----------------------------------------------------------------------------------------------
+
+MASKS = [[11], [3, 12], [13, 20]]
+
+
+def test_masks_in_either_form():
+    ids, offsets = SamplingMask.from_lists(MASKS).encode_csr()
+    for form in (MASKS, {"token_ids": ids, "offsets": offsets}):
+        meta = {"output_token_sampling_mask": form, "output_token_sampling_logprobs": [0.0, None, -0.5]}
+        output = answer(sample(**meta), return_sampling_mask=True)
+        assert output.sampling_mask.to_lists() == MASKS
+        assert output.sampling_logprobs[0] == 0.0 and math.isnan(output.sampling_logprobs[1])
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"output_token_sampling_mask": MASKS},
+        {"output_token_sampling_mask": MASKS[:2], "output_token_sampling_logprobs": [0.0, 0.0]},
+        {"output_token_sampling_mask": MASKS, "output_token_sampling_logprobs": [0.0]},
+        {"output_token_sampling_mask": [[11], [3], [13]], "output_token_sampling_logprobs": [0.0] * 3},
+        {"output_token_sampling_mask": [[11], [], [13]], "output_token_sampling_logprobs": [0.0] * 3},
+        {
+            "output_token_sampling_mask": {"token_ids": "AAAA", "offsets": "AAAA"},
+            "output_token_sampling_logprobs": [0.0] * 3,
+        },
+        {"output_token_sampling_mask": {"offsets": "AAAA"}, "output_token_sampling_logprobs": [0.0] * 3},
+        {"output_token_sampling_mask": 7, "output_token_sampling_logprobs": [0.0] * 3},
+    ],
+)
+def test_masks_that_do_not_belong_to_the_tokens_are_errors(meta):
+    with pytest.raises(ResponseFormatError):
+        answer(sample(**meta), return_sampling_mask=True)
 
 
 # --- routes ------------------------------------------------------------------------------------------------------

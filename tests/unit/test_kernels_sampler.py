@@ -61,6 +61,7 @@ def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
         wants_logprob=draw(st.booleans()),
         top_logprobs=draw(st.sampled_from([0, 0, 1, 5, 300])),
         chosen_ids=draw(st.lists(token, max_size=4)),
+        wants_mask=draw(st.booleans()),
     )
 
 
@@ -98,6 +99,9 @@ def test_every_feature_against_float64(native: NativeSampler, batch: tuple[torch
         ("log-probability", lambda tokens: {"logprobs": tokens.logprobs + 2e-5}),
         ("best tokens", lambda tokens: {"top_ids": tokens.top_ids.flip(1)}),
         ("of the best", lambda tokens: {"top_logprobs": tokens.top_logprobs + 2e-5}),
+        ("not of ", lambda tokens: _without_an_id(tokens)),
+        ("of the mask", lambda tokens: {"kept_logprobs": tokens.kept_logprobs + 2e-5}),
+        ("not asked for", lambda tokens: {"kept_counts": tokens.kept_counts + 1}),
         ("chosen", lambda tokens: {"chosen_logprobs": tokens.chosen_logprobs.roll(1)}),
     ],
 )
@@ -169,6 +173,20 @@ def _logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype)
 
 
+def _without_an_id(tokens: SampledTokens) -> dict[str, torch.Tensor]:
+    """The mask of the row with most ids loses its first, or second if the first was sampled."""
+    row = int(tokens.kept_counts.argmax())
+    at = int(tokens.kept_counts[:row].sum())
+    at += int(tokens.kept_ids[at] == tokens.token_ids[row])
+    counts = tokens.kept_counts.clone()
+    counts[row] -= 1
+    return {
+        "kept_counts": counts,
+        "kept_ids": torch.cat((tokens.kept_ids[:at], tokens.kept_ids[at + 1 :])),
+        "kept_logprobs": torch.cat((tokens.kept_logprobs[:at], tokens.kept_logprobs[at + 1 :])),
+    }
+
+
 def _mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
     mixes: list[dict] = [
         {},
@@ -190,6 +208,7 @@ def _mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
             output_ids=[(7 * j + i) % vocab for j in range(i % 5)],
             top_logprobs=(0, 4, 0, 20)[i % 4],
             chosen_ids=((), (), (0, vocab - 1))[i % 3],
+            wants_mask=i % 7 < 3,
         )
         for i in range(count)
     ]
@@ -204,7 +223,15 @@ def _bits(tokens: SampledTokens, rows: list[SamplingRow]) -> torch.Tensor:
     top_ids = torch.nn.functional.pad(tokens.top_ids, (0, width), value=-1)
     top_logprobs = torch.nn.functional.pad(tokens.top_logprobs, (0, width), value=torch.nan)
     floats = torch.cat((tokens.logprobs[:, None], top_logprobs, chosen), 1)
-    return torch.cat((tokens.token_ids[:, None], top_ids, floats.view(torch.int32).long()), 1)
+    mask_bits = torch.stack((tokens.kept_ids, tokens.kept_logprobs.view(torch.int32)), 1).long()
+    masks = torch.stack(
+        [
+            (part * torch.arange(1, len(part) + 1)[:, None]).sum(0)
+            for part in mask_bits.split(tokens.kept_counts.tolist())
+        ]
+    )
+    columns = (tokens.token_ids[:, None], tokens.kept_counts[:, None], masks, top_ids, floats.view(torch.int32).long())
+    return torch.cat(columns, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -29,11 +29,14 @@ def test_rows_are_sampled_as_defined(target: str) -> None:
     ("header", "right", "wrong", "complaint"),
     [
         # Of tokens that tie, one too few is kept.
-        ("sampler_filter.h", "i = last.id + 1 - id", "i = last.id - id", "draw"),
+        ("sampler_filter.h", "i = last.id + 1 - id", "i = last.id - id", "mask holds less"),
+        # What has no weight is in the mask; the last lane of a vector never is.
+        ("sampler_filter.h", "if (lanes[i] == 0.0f) continue;", "", "mask holds more"),
+        ("sampler_filter.h", "first + i < row.size(); ++i", "first + i + 1 < row.size(); ++i", "mask holds less"),
         # The mass that is asked for is that of the row, not of what top-k left.
         ("sampler_filter.h", "whole = sums_.total();", "", "draw"),
         # The search begins above the end.
-        ("sampler_filter.h", "std::log(share) - kMargin", "std::log(share) + 3.0", "draw"),
+        ("sampler_filter.h", "std::log(share) - kMargin", "std::log(share) + 3.0", "mask holds less"),
         ("sampler_row.h", "before + sums_[block] <= target", "before + sums_[block] < 0.9 * target", "plain draw"),
         ("sampler_edits.h", "repetition != 1.0f && uses_[id] == 0", "repetition != 1.0f", "edit"),
     ],

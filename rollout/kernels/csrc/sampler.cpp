@@ -2,11 +2,12 @@
 //
 // Tensors are checked here, and rows divided over threads.  A row's numbers depend on that row only.
 //
-// Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens.
+// Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens, M kept ones.
 #include <tuple>
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -16,7 +17,7 @@
 namespace lockstep::sampler {
 namespace {
 
-using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 constexpr int64_t kSettings = sizeof(RowSettings) / sizeof(int64_t);
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -70,13 +71,33 @@ struct Workplace {
 
   float logprob(int64_t id) const { return row.is_distribution() ? distribution.logprob(row[id]) : kNaN; }
 
-  int64_t token(const RowSettings& settings, int64_t position) {
-    if (settings.is_greedy || !row.is_distribution()) return row.best();
+  // `kept`, where it is not null, gets the tokens that could have been drawn.
+  int64_t token(const RowSettings& settings, int64_t position, Kept* kept) {
+    if (settings.is_greedy || !row.is_distribution()) {
+      const int64_t best = row.best();
+      if (kept != nullptr) kept->set(best, row.is_distribution() ? 0.0f : kNaN);
+      return best;
+    }
     const double noise = uniform(settings.seed, static_cast<uint64_t>(position));
-    if (!settings.filters(row.size())) return distribution.draw(row, noise);
-    return selection.draw(row, distribution, settings.filter(row.size()), noise);
+    if (kept == nullptr && !settings.filters(row.size())) return distribution.draw(row, noise);
+    return selection.draw(row, distribution, settings.filter(row.size()), noise, kept);
   }
 };
+
+// What rows kept, one row after the other: how many each [N], their ids and log-probabilities [M].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> joined(const std::vector<Kept>& kept, int64_t num_rows) {
+  at::Tensor counts = at::zeros({num_rows}, at::kLong);
+  int64_t total = 0, *count = counts.mutable_data_ptr<int64_t>();
+  for (size_t i = 0; i < kept.size(); ++i) total += count[i] = static_cast<int64_t>(kept[i].ids.size());
+  at::Tensor ids = at::empty({total}, at::kInt), logprobs = at::empty({total}, at::kFloat);
+  int32_t* id = ids.mutable_data_ptr<int32_t>();
+  float* logprob = logprobs.mutable_data_ptr<float>();
+  for (const Kept& row : kept) {
+    id = std::copy(row.ids.begin(), row.ids.end(), id);
+    logprob = std::copy(row.logprobs.begin(), row.logprobs.end(), logprob);
+  }
+  return {counts, ids, logprobs};
+}
 
 template <class F>
 void for_rows(const at::Tensor& logits, F&& body) {
@@ -104,7 +125,9 @@ Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const
                     check_vector(end_ids, "end_ids", -1), check_vector(histories, "histories", -1),
                     bias_values.const_data_ptr<float>()};
   const RowSettings* rows = reinterpret_cast<const RowSettings*>(settings.const_data_ptr<int64_t>());
+  bool any_mask = false;
   for (int64_t i = 0; i < num_rows; ++i) {
+    any_mask |= rows[i].wants_mask != 0;
     check_ids(lists.chosen, num_chosen, rows[i].chosen, vocab, "chosen_ids");
     check_ids(lists.bias, bias_ids.numel(), rows[i].bias, vocab, "bias_ids");
     check_ids(lists.ends, end_ids.numel(), rows[i].ends, vocab, "end_ids");
@@ -112,6 +135,7 @@ Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const
     check_ids(lists.histories, histories.numel(), rows[i].output, vocab, "histories");
     TORCH_CHECK(0 <= rows[i].top_logprobs && rows[i].top_logprobs <= width, "a row asks for more than top_n");
   }
+  std::vector<Kept> kept(any_mask ? num_rows : 0);
   at::Tensor token_ids = at::empty({num_rows}, positions.options());
   at::Tensor logprobs = at::empty({num_rows}, logits.options().dtype(at::kFloat));
   at::Tensor top_ids = at::empty({num_rows, width}, positions.options());
@@ -128,15 +152,16 @@ Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const
       place.row.set(place.editor.edit(x + i * vocab, vocab, row, position[i], lists), vocab);
       const bool wants = row.wants_logprob || row.top_logprobs > 0 || !row.chosen.empty();
       if ((wants || !row.is_greedy) && place.row.is_distribution()) {
-        place.distribution.set(place.row, !row.is_greedy && row.filters(vocab));
+        place.distribution.set(place.row, !row.is_greedy && (row.filters(vocab) || row.wants_mask));
       }
-      tokens[i] = place.token(row, position[i]);
+      tokens[i] = place.token(row, position[i], row.wants_mask ? &kept[i] : nullptr);
       values[i] = row.wants_logprob ? place.logprob(tokens[i]) : kNaN;
       place.write_best(row.top_logprobs, width, best + i * width, best_values + i * width);
       for (int64_t j = row.chosen.begin; j < row.chosen.end; ++j) chosen_values[j] = place.logprob(lists.chosen[j]);
     });
   });
-  return {token_ids, logprobs, top_ids, top_logprobs, chosen_logprobs};
+  auto [kept_counts, kept_ids, kept_logprobs] = joined(kept, num_rows);
+  return {token_ids, logprobs, top_ids, top_logprobs, chosen_logprobs, kept_counts, kept_ids, kept_logprobs};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> score_rows(const at::Tensor& logits,
@@ -178,7 +203,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> score_rows(const at::
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def(
       "sample_rows(Tensor logits, Tensor positions, Tensor settings, Tensor chosen_ids, Tensor bias_ids, "
-      "Tensor bias_values, Tensor end_ids, Tensor histories, int top_n) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor bias_values, Tensor end_ids, Tensor histories, int top_n) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "score_rows(Tensor logits, Tensor target_ids, float temperature, Tensor chosen_ids, int top_n) "
       "-> (Tensor, Tensor, Tensor, Tensor)");

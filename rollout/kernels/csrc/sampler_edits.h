@@ -24,6 +24,7 @@ struct RowSettings {
   int64_t top_k;  // 0 or less: no limit
   int64_t is_greedy;
   int64_t wants_logprob;
+  int64_t wants_mask;  // the tokens that the filters leave
   int64_t top_logprobs;
   int64_t min_new_tokens;
   Span chosen;   // token ids whose log-probabilities are wanted

@@ -26,10 +26,22 @@ inline bool comes_before(const Token& a, const Token& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
+// The tokens of a row that can be drawn, in vocabulary order, with their log-probabilities among one another.
+struct Kept {
+  std::vector<int32_t> ids;
+  std::vector<float> logprobs;
+
+  void set(int64_t only, float logprob) {
+    ids = {static_cast<int32_t>(only)};
+    logprobs = {logprob};
+  }
+};
+
 class Selection {
  public:
-  // A draw among the tokens that `filter` leaves.
-  int64_t draw(const Row& row, const Distribution& distribution, const Filter& filter, double noise) {
+  // A draw among the tokens that `filter` leaves; they are entered in `kept_tokens` where that is not null.
+  int64_t draw(const Row& row, const Distribution& distribution, const Filter& filter, double noise,
+               Kept* kept_tokens) {
     const float* weights = distribution.weights();
     // What has no weight is not drawn, kept or not.
     Token last{row.largest() - kNoWeight, INT32_MAX};
@@ -52,6 +64,7 @@ class Selection {
       return where_at_least(values, least, values);
     };
     sums_.set(row, last.logit, chosen);
+    if (kept_tokens != nullptr) enter(row, last.logit, chosen, kept_tokens);
     return sums_.draw(row, noise, chosen);
   }
 
@@ -70,6 +83,26 @@ class Selection {
   }
 
  private:
+  // The tokens that `weights` gives a weight, of which `sums_` holds the total.
+  template <class F>
+  void enter(const Row& row, float bound, F&& weights, Kept* kept_tokens) const {
+    const double normaliser = static_cast<double>(row.largest()) + std::log(sums_.total());
+    kept_tokens->ids.clear();
+    kept_tokens->logprobs.clear();
+    for (size_t block = 0; block < row.num_blocks(); ++block) {
+      if (row.block_largest()[block] < bound) continue;
+      row.each_vector(block, [&](int64_t first, F32x16 x) {
+        float lanes[kLanes];
+        store(lanes, weights(first, x));
+        for (int64_t i = 0; i < kLanes && first + i < row.size(); ++i) {
+          if (lanes[i] == 0.0f) continue;
+          kept_tokens->ids.push_back(static_cast<int32_t>(first + i));
+          kept_tokens->logprobs.push_back(static_cast<float>(static_cast<double>(row[first + i]) - normaliser));
+        }
+      });
+    }
+  }
+
   // Tokens of at least some logit.
   struct Amount {
     int64_t count;

@@ -14,17 +14,23 @@ MOST_IDS = 2_000_000
 
 @attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
 def answers_that_are_large(victim: Victim) -> str:
-    """Top log-probabilities with text, prompts scored at every position, whole tensors, long texts of ids."""
+    """Top log-probabilities with text, masks of the whole vocabulary, whole tensors, long texts of ids."""
     params = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 4}
     rich: dict[str, Any] = {
         "input_ids": [3] * 200, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0,
         "top_logprobs_num": 300, "return_text_in_logprobs": True,
+    }  # fmt: skip
+    masks = {
+        "input_ids": [3], "sampling_params": params | {"min_p": 1e-30, "temperature": 9.0}, "return_sampling_mask": True,
     }  # fmt: skip
     name = max(tensors_of(victim.model), key=lambda name: tensors_of(victim.model)[name].numel())
     calls: list[tuple[str, dict[str, Any]]] = [
         ("/generate", rich),
         ("/generate", rich | {"stream": True}),
         ("/generate", rich | {"token_ids_logprob": list(range(300))}),
+        ("/generate", masks),
+        ("/generate", masks | {"stream": True}),
+        ("/generate", masks | {"sampling_mask_format": "csr", "sampling_logprobs_mode": "support"}),
         ("/detokenize", {"tokens": [5] * MOST_IDS}),
         ("/detokenize", {"tokens": [[5] * 1000] * (MOST_IDS // 1000)}),
         ("/tokenize", {"prompt": ["a b c"] * 100_000}),

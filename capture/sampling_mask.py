@@ -1,0 +1,128 @@
+"""`SamplingMask`: the token ids that top-k, top-p and min-p left at each sampled token, and its wire forms.
+
+A trainer that renormalises over them computes the distribution that the token was drawn from (`capture.replay`,
+`masked_logprobs`); one that does not has biased importance ratios.
+
+    offsets    [0, 2, 3, 6]            token 0 was one of {7, 9}, token 1 of {9}, token 2 of {1, 7, 8}
+    token_ids  [7, 9, 9, 1, 7, 8]
+
+Shapes: T sampled tokens, M kept ids of all of them together.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from capture.errors import MaskFormatError, MaskValueError
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """`token_ids` [M] int32 and `offsets` [T + 1] int64; those of token t are `token_ids[offsets[t] : offsets[t + 1]]`.
+
+    Every token has at least one id.  Raises `MaskValueError` for what no sampler can have produced.
+    """
+
+    token_ids: np.ndarray
+    offsets: np.ndarray
+
+    def __post_init__(self) -> None:
+        ids, offsets = np.asarray(self.token_ids).view(), np.asarray(self.offsets).view()
+        if ids.dtype != np.int32 or ids.ndim != 1 or offsets.dtype != np.int64 or offsets.ndim != 1:
+            raise MaskValueError(f"token_ids {ids.dtype} {ids.shape} and offsets {offsets.dtype} {offsets.shape}")
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+            raise MaskValueError(f"offsets of {len(ids)} token ids must ascend from 0 to their number")
+        if len(ids) and ids.min() < 0:
+            raise MaskValueError(f"token id {int(ids.min())}")
+        if _has_repeats(ids, offsets):
+            raise MaskValueError("the mask of a token names an id twice")
+        for name, array in (("token_ids", ids), ("offsets", offsets)):
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, token: int) -> np.ndarray:
+        """The ids of one token [m] int32."""
+        token = range(len(self))[token]
+        return self.token_ids[self.offsets[token] : self.offsets[token + 1]]
+
+    @classmethod
+    def from_lists(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
+        """From a list of ids for each token, SGLang's and vLLM's form.  Raises `MaskFormatError`."""
+        try:
+            offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+            flat = [token_id for ids in kept for token_id in ids]
+            if not all(type(token_id) is int for token_id in flat):
+                raise TypeError("an id that is no integer")
+            return cls(np.array(flat, dtype=np.int32), offsets)
+        except (TypeError, OverflowError) as error:
+            raise MaskFormatError(f"a sampling mask is a list of token ids for each token: {error}") from None
+
+    def to_lists(self) -> list[list[int]]:
+        """A list of ids for each token."""
+        flat, ends = self.token_ids.tolist(), self.offsets.tolist()
+        return [flat[begin:end] for begin, end in pairwise(ends)]
+
+    def encode_csr(self) -> tuple[str, str]:
+        """Ids and offsets as base64 of little-endian int32, slime's form.
+
+        Raises `MaskValueError` for more ids than int32 counts.
+        """
+        if len(self.token_ids) >= 1 << 31:
+            raise MaskValueError(f"{len(self.token_ids)} ids are more than int32 offsets can count")
+        columns = (self.token_ids.astype("<i4"), self.offsets.astype("<i4"))
+        ids, offsets = (base64.b64encode(column.tobytes()).decode("ascii") for column in columns)
+        return ids, offsets
+
+    @classmethod
+    def decode_csr(cls, token_ids: Any, offsets: Any) -> SamplingMask:
+        """The inverse of `encode_csr`.  Raises `MaskFormatError` for text that is no such column."""
+        return cls(_column(token_ids), _column(offsets).astype(np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """The tokens of all parts, one part after the other."""
+        counts = [np.diff(part.offsets) for part in parts]
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), *counts]).cumsum()
+        return cls(np.concatenate([np.empty(0, dtype=np.int32), *(part.token_ids for part in parts)]), offsets)
+
+    def require(self, sampled_ids: Sequence[int]) -> None:
+        """Raises `MaskValueError` unless there is a mask for each of `sampled_ids` [T], and it holds the id."""
+        sampled = np.asarray(sampled_ids, dtype=np.int64).reshape(-1)
+        if len(sampled) != len(self):
+            raise MaskValueError(f"masks of {len(self)} tokens for {len(sampled)} sampled ones")
+        held = np.logical_or.reduceat(self.token_ids == np.repeat(sampled, np.diff(self.offsets)), self.offsets[:-1])
+        if len(sampled) and not held.all():
+            token = int(held.argmin())
+            raise MaskValueError(f"token {token}: {int(sampled[token])} was sampled and is not in its mask")
+
+
+def _has_repeats(ids: np.ndarray, offsets: np.ndarray) -> bool:
+    """Whether a token has an id twice; sorting is needed only where ids do not ascend."""
+    inside = np.ones(max(len(ids) - 1, 0), dtype=bool)
+    inside[offsets[1:-1] - 1] = False  # pairs of neighbours that belong to one token
+    if (np.diff(ids.astype(np.int64))[inside] > 0).all():
+        return False
+    token_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    order = np.lexsort((ids, token_of))
+    ids, token_of = ids[order], token_of[order]
+    return bool(((ids[1:] == ids[:-1]) & (token_of[1:] == token_of[:-1])).any())
+
+
+def _column(text: Any) -> np.ndarray:
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise MaskFormatError(f"a column of a sampling mask is not base64: {error}") from None
+    if len(content) % 4:
+        raise MaskFormatError(f"{len(content)} bytes are no column of int32")
+    return np.frombuffer(content, dtype="<i4").astype(np.int32)
