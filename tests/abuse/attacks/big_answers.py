@@ -21,7 +21,8 @@ def answers_that_are_large(victim: Victim) -> str:
         "top_logprobs_num": 300, "return_text_in_logprobs": True,
     }  # fmt: skip
     masks = {
-        "input_ids": [3], "sampling_params": params | {"min_p": 1e-30, "temperature": 9.0}, "return_sampling_mask": True,
+        "input_ids": [3], "return_sampling_mask": True,
+        "sampling_params": params | {"min_p": 1e-30, "temperature": 9.0},
     }  # fmt: skip
     name = max(tensors_of(victim.model), key=lambda name: tensors_of(victim.model)[name].numel())
     calls: list[tuple[str, dict[str, Any]]] = [
