@@ -6,10 +6,17 @@ BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
 WHEELS := $(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
+.PHONY: demo example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
+
+# GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
+# SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these.
+SEEDS ?= 0
+VARIANTS ?= replay
+example-grpo: install-dev
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS)
 
 # What every change must pass: lint, types and the gate (six minutes at most on two idle cores, after the install).
 WORKERS ?= 2

@@ -1,0 +1,134 @@
+"""The trainer's side: a small MoE model, its log-probabilities of the engine's samples, and the two kinds of steps.
+
+Three ways to compute them, `VARIANTS`:
+
+    replay   float32 transformers, experts as the engine chose them, renormalised over the engine's sampling masks
+    plain    float32 transformers, its own experts, all tokens
+    exact    the engine's own operators in bfloat16, renormalised over its masks; nothing to replay, the bits are equal
+
+Weights are float32 masters; what the model computes with, and what the server gets, is those rounded to bfloat16.
+
+Shapes: N samples, S positions, O output positions, T output tokens, V vocabulary, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from capture.replay import force_routes, masked_logprobs
+from examples.grpo.rollouts import Batch
+from examples.grpo.task import Problem, problems
+from rollout.entrypoints.checkpoint_spec import CheckpointSpec
+from rollout.entrypoints.make_checkpoint import make_checkpoint
+from rollout.numerics import engine_logprobs
+
+Variant = Literal["replay", "plain", "exact"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+SPEC = CheckpointSpec(
+    vocab_size=320, hidden_size=96, layers=3, dense_first=0, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2,
+    moe_intermediate_size=96, context_length=128,
+)  # fmt: skip
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+WARMUP_STEPS = 20
+
+
+def new_model(folder: Path, seed: int) -> Any:
+    """A randomly initialised model; `folder` gets its configuration and tokenizer."""
+    make_checkpoint(folder, SPEC, force=True)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+
+
+class Masters:
+    """AdamW over float32 masters of a model's weights; the model gets them rounded to bfloat16 after each step."""
+
+    def __init__(self, model: torch.nn.Module, learning_rate: float) -> None:
+        self._weights = list(model.parameters())
+        self._masters = [weight.detach().clone() for weight in self._weights]
+        self._adam = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
+        self._warmup = torch.optim.lr_scheduler.LinearLR(self._adam, start_factor=0.1, total_iters=WARMUP_STEPS)
+        self._round()
+
+    def step(self) -> float:
+        """Apply the gradients of the weights and clear them; their norm, before it was clipped to 1."""
+        for master, weight in zip(self._masters, self._weights):
+            master.grad, weight.grad = weight.grad, None
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adam.step()
+        self._warmup.step()
+        self._adam.zero_grad()
+        self._round()
+        return float(norm)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for master, weight in zip(self._masters, self._weights):
+            weight.copy_(master.to(torch.bfloat16))
+
+
+def supervised_step(model: Any, optimizer: Masters, examples: Sequence[list[int]], prompt_len: int) -> float:
+    """One step on whole examples of one length, prompt and answer; the loss over the answers."""
+    ids_NS = torch.tensor(examples)
+    logits_NOV = model(input_ids=ids_NS, use_cache=False).logits[:, prompt_len - 1 : -1]
+    loss = F.cross_entropy(logits_NOV.flatten(0, 1), ids_NS[:, prompt_len:].flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def expected_reward(model: Any, encode: Any, end_id: int, count: int = 256) -> float:
+    """Probability of the right answers to training problems at temperature 1, without sampling any."""
+    chosen: list[Problem] = list(islice(problems(-1, held_out=False), count))
+    ids_NS = torch.tensor([[*encode(each.question + each.answer), end_id] for each in chosen])
+    prompt_len = len(encode(chosen[0].question))
+    logits_NOV = model(input_ids=ids_NS, use_cache=False).logits[:, prompt_len - 1 : -1]
+    logprobs_NO = logits_NOV.log_softmax(-1).gather(-1, ids_NS[:, prompt_len:, None]).squeeze(-1)
+    return float(logprobs_NO.sum(-1).exp().mean())
+
+
+def replaying(model: Any, batch: Batch, variant: Variant) -> AbstractContextManager[Any]:
+    """Within it the model follows the engine's routes, in the variant that replays them."""
+    return force_routes(model, batch.routes) if variant == "replay" else nullcontext()
+
+
+def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
+    """The trainer's logits [T, V] of the positions that predict output tokens."""
+    with replaying(model, batch, variant):
+        logits_NSV = model(input_ids=batch.input_ids_NS, use_cache=False).logits
+    return logits_NSV[:, batch.prompt_len - 1 : -1][batch.mask_NO]
+
+
+def trainer_logprobs(logits_TV: torch.Tensor, batch: Batch, variant: Variant) -> torch.Tensor:
+    """What the loss takes for the log-probability of every output token [T]."""
+    if variant == "plain":
+        return full_logprobs(logits_TV, batch)
+    return masked_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO], batch.masks)
+
+
+def full_logprobs(logits_TV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Of every output token [T] among all tokens, by the engine's operator."""
+    return engine_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO])
+
+
+def behaviour_logprobs(batch: Batch, variant: Variant) -> torch.Tensor:
+    """What the loss takes for the log-probability that a token was sampled with [T], of the same distribution."""
+    return (batch.logprobs_NO if variant == "plain" else batch.masked_logprobs_NO)[batch.mask_NO]
+
+
+def policy_loss(logprobs_T: torch.Tensor, engine_T: torch.Tensor, advantages_T: torch.Tensor) -> torch.Tensor:
+    """The clipped objective, a mean over tokens: each token's ratio is to the version that sampled it.
+
+    Clipped at 0.2 below and 0.28 above (DAPO, Yu et al. 2025).
+    """
+    ratios_T = (logprobs_T - engine_T).exp()
+    clipped_T = ratios_T.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    return -torch.minimum(ratios_T * advantages_T, clipped_T * advantages_T).mean()

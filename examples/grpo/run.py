@@ -1,0 +1,179 @@
+"""`make example-grpo`: GRPO on sums of four digits, from random weights, in a few minutes on two cores.
+
+each seed:      random model -> supervised steps -> checkpoint
+each variant:   `lockstep serve` of that checkpoint -> GRPO -> OUT/SEED-VARIANT.json
+end:            a table, and plots of all results in OUT (also of earlier runs)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from examples.grpo.plots import plot_all, results_table
+from examples.grpo.policy import VARIANTS, new_model
+from examples.grpo.train import Grpo, Plan, Report, Result, load_tokenizer, numerics_of, supervise
+from rollout.client import RolloutClient
+from rollout.core.errors import LockstepError
+from rollout.entrypoints.child_process import ChildProcess
+from weight_sync.errors import WeightSyncError
+from weight_sync.process_group import free_port
+
+READY_S = 120.0
+INTERRUPTED = 130
+LINE_EVERY = 50  # steps, where there is no terminal for a bar
+
+
+def main(argv: Sequence[str], plan: Plan | None = None) -> int:
+    """Run it: 0 if every run ended, 1 if something broke, 130 if interrupted."""
+    args = _parse(argv)
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    console = Console() if sys.stdout.isatty() else Console(width=118)
+    plan = replace(plan or Plan(), steps=args.steps)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-grpo-") as name:
+            for seed in args.seeds:
+                _run_seed(seed, args, plan, Path(name) / str(seed), console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the server has been stopped")
+        return INTERRUPTED
+    except (LockstepError, WeightSyncError, ExceptionGroup, TimeoutError) as error:
+        console.print(f"example-grpo: error: {_reason(error)}", style="red", markup=False, highlight=False)
+        return 1
+    results = load_results(args.out)
+    console.print(results_table(results))
+    for path in plot_all(results, args.out):
+        console.print(f"wrote {path}", highlight=False)
+    return 0
+
+
+def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, console: Console) -> None:
+    started = time.monotonic()
+    model = new_model(folder, seed)
+    tokenizer = load_tokenizer(folder)
+    with _progress(console) as report:
+        reached = supervise(model, tokenizer, plan, seed, report)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    seconds = time.monotonic() - started
+    console.print(f"seed {seed}: right answers have probability {reached:.2f} after {seconds:.0f} s", highlight=False)
+    for variant in args.variants:
+        started = time.monotonic()
+        result = Result(seed, variant)
+        trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with _server(folder, args.threads) as url, _progress(console) as report, numerics_of(trained, variant):
+            asyncio.run(Grpo(trained, tokenizer, url, plan, result, report).run())
+        (args.out / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))
+        rewards = [judgement.reward for judgement in result.judgements]
+        console.print(
+            f"seed {seed}, {variant}: held-out reward {rewards[0]:.2f} -> {rewards[-1]:.2f} in {len(result.steps)} "
+            f"steps, {time.monotonic() - started:.0f} s",
+            highlight=False,
+        )
+
+
+@contextlib.contextmanager
+def _server(folder: Path, threads: int) -> Iterator[str]:
+    """A server of the checkpoint.  Raises `LockstepError` if it does not become ready."""
+    port = free_port()
+    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    command = [
+        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(folder), "--port", str(port)),
+        *("--weight-version", "0", "--num-threads", str(threads), "--return-sampling-mask"),
+        *("--enable-return-routed-experts", "--max-running-requests", "512", "--max-total-tokens", "32768"),
+    ]
+    with ChildProcess("server", command, log) as server, RolloutClient(url) as client:
+        deadline = time.monotonic() + READY_S
+        while not client.health(timeout=2.0):
+            if server.exit_status() is not None or time.monotonic() > deadline:
+                raise LockstepError(f"the server did not become ready\n{server.last_words()}")
+            time.sleep(0.2)
+        try:
+            yield url
+        except BaseException:
+            if server.exit_status() is not None:
+                raise LockstepError(f"the server ended\n{server.last_words()}") from None
+            raise
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Report]:
+    columns = (TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[beside]}"),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(phase: str, done: int, total: int, beside: str) -> None:
+            if not console.is_terminal and done % LINE_EVERY == 0:
+                console.print(f"{phase} {done}/{total}: {beside}", highlight=False)
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total, beside="")
+            progress.update(tasks[phase], completed=done, beside=beside)
+
+        yield report
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C, so that every way out ends the server."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _reason(error: BaseException) -> str:
+    """Of a group of errors the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def load_results(folder: Path) -> list[Result]:
+    """All results in the folder, by seed and variant."""
+    results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in folder.glob("*-*.json")]
+    return sorted(results, key=lambda result: (VARIANTS.index(result.variant), result.seed))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of four digits.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
+    parser.add_argument("--variants", nargs="+", default=["replay"], choices=VARIANTS, help="default: replay")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help=f"of GRPO (default: {Plan.steps})")
+    parser.add_argument("--threads", type=int, default=1, help="of the trainer, and of the server (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("grpo-results"), help="folder of results and plots")
+    args = parser.parse_args(argv)
+    if args.steps < 1 or args.threads < 1:
+        parser.error("--steps and --threads must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

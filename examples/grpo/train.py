@@ -1,0 +1,227 @@
+"""One run: supervised steps, then GRPO against a live server that samples all the while.
+
+    supervised steps -> checkpoint -> server
+                                        |   groups, asynchronously (rollouts)
+        every step:   batch <-----------'
+                      one clipped step, each token against the version that sampled it (policy)
+                      refresh, while samples are in flight  --> server
+
+Shapes: N samples, S positions, O output positions, T output tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from examples.grpo.measure import Mismatch, mismatch
+from examples.grpo.policy import (
+    Masters,
+    Variant,
+    behaviour_logprobs,
+    expected_reward,
+    output_logits,
+    policy_loss,
+    supervised_step,
+    trainer_logprobs,
+)
+from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling, make_batch
+from examples.grpo.task import problems
+from rollout.client import AsyncRolloutClient, RolloutClient
+from rollout.numerics import use_engine_numerics
+from weight_sync.sender import WeightSender
+
+Report = Callable[[str, int, int, str], None]  # phase, done, total, what to say beside it
+GROUP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how fast.  Supervised steps end where right answers have the probability `supervised_until`."""
+
+    supervised_until: float = 0.15
+    supervised_steps: int = 2000
+    supervised_batch: int = 128
+    supervised_rate: float = 1e-3
+    steps: int = 300
+    groups_per_step: int = 32
+    in_flight: int = 16
+    rate: float = 2e-4
+    judge_every: int = 10
+    judged: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of GRPO saw.  `lags`: share of its tokens by how many versions ago they were sampled."""
+
+    step: int
+    seconds: float
+    reward: float
+    loss: float
+    gradient_norm: float
+    lags: list[float]
+    spanning: int  # samples that more than one version made
+    ratio_low: float
+    ratio_high: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Held-out problems under one version: the mean reward of a sample each, and the mismatch on these samples."""
+
+    step: int
+    seconds: float
+    reward: float
+    mismatch: Mismatch
+
+
+@dataclass
+class Result:
+    seed: int
+    variant: Variant
+    judgements: list[Judgement] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    num_groups_dropped: int = 0  # finished, and older than those that a step took
+
+
+def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
+    """Supervised steps until right answers are likely enough; how likely they are then."""
+    end_id, optimizer = tokenizer.token_to_id("<|im_end|>"), Masters(model, plan.supervised_rate)
+    stream, reached = problems(seed, held_out=False), 0.0
+    for step in range(1, plan.supervised_steps + 1):
+        chosen = list(islice(stream, plan.supervised_batch))
+        examples = [[*encode(tokenizer, each.question + each.answer), end_id] for each in chosen]
+        loss = supervised_step(model, optimizer, examples, len(encode(tokenizer, chosen[0].question)))
+        if step % 10 == 0:
+            reached = expected_reward(model, lambda text: encode(tokenizer, text), end_id)
+        report("supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, right answers {reached:.3f}")
+        if reached >= plan.supervised_until:
+            break
+    return reached
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+class Grpo:
+    """GRPO of `model` against the server at `url`, which serves its weights as version 0."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, url: str, plan: Plan, result: Result, report: Report) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._url = url
+        self._plan = plan
+        self._result = result
+        self._report = report
+        self._optimizer = Masters(model, plan.rate)
+        self._started = time.monotonic()
+
+    async def run(self) -> None:
+        """All steps.  Raises what the server or a refresh raises."""
+        plan = self._plan
+        async with AsyncRolloutClient(self._url) as client:
+            rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), plan.sampling)
+            held_out = problems(1, held_out=True)
+            await self._judge(0, rollouts, held_out)
+            finished = FreshGroups(plan.groups_per_step)
+            with self._refreshing() as refresh:
+                producer = asyncio.create_task(
+                    rollouts.produce(problems(self._result.seed, held_out=False), finished, plan.in_flight)
+                )
+                try:
+                    for step in range(1, plan.steps + 1):
+                        batch = make_batch(await _next(finished, producer))
+                        self._result.steps.append(await asyncio.to_thread(self._step, step, batch))
+                        await asyncio.to_thread(refresh, str(step))
+                        if step % plan.judge_every == 0:
+                            await self._judge(step, rollouts, held_out)
+                finally:
+                    producer.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await producer
+                    self._result.num_groups_dropped = finished.num_dropped
+
+    @contextlib.contextmanager
+    def _refreshing(self) -> Iterator[Callable[[str], None]]:
+        """Gives a call that brings the model to the server under a version."""
+        with RolloutClient(self._url) as client:
+            sender = WeightSender(client)
+            sender.connect()
+            try:
+                yield lambda version: void(sender.refresh(self._model, weight_version=version, dtype=torch.bfloat16))
+            finally:
+                sender.close()
+
+    def _step(self, step: int, batch: Batch) -> Step:
+        variant = self._result.variant
+        logprobs_T = trainer_logprobs(output_logits(self._model, batch, variant), batch, variant)
+        engine_T = behaviour_logprobs(batch, variant)
+        advantages_T = batch.advantages_N[:, None].expand_as(batch.mask_NO)[batch.mask_NO]
+        loss = policy_loss(logprobs_T, engine_T, advantages_T)
+        loss.backward()
+        norm = self._optimizer.step()
+        ratios_T = (logprobs_T.detach() - engine_T).exp().double()
+        lags_T = (step - 1 - batch.versions_NO)[batch.mask_NO]
+        oldest_N = torch.where(batch.mask_NO, batch.versions_NO, step).min(1).values
+        newest_N = torch.where(batch.mask_NO, batch.versions_NO, -1).max(1).values
+        reward = float(batch.rewards_N.mean())
+        self._report("GRPO", step, self._plan.steps, f"reward {reward:.3f}, held out {self._last_reward():.3f}")
+        return Step(
+            step=step,
+            seconds=time.monotonic() - self._started,
+            reward=reward,
+            loss=loss.item(),
+            gradient_norm=norm,
+            lags=(torch.bincount(lags_T) / len(lags_T)).tolist(),
+            spanning=int((oldest_N < newest_N).sum()),
+            ratio_low=float(ratios_T.quantile(0.001)),
+            ratio_high=float(ratios_T.quantile(0.999)),
+        )
+
+    async def _judge(self, step: int, rollouts: Rollouts, held_out: Iterator[Any]) -> None:
+        """Samples of the version that the trainer has now: nothing is refreshed meanwhile."""
+        groups = await rollouts.held_out(held_out, self._plan.judged)
+        batch = make_batch(groups)
+        found = await asyncio.to_thread(mismatch, self._model, batch, self._result.variant)
+        seconds = time.monotonic() - self._started
+        self._result.judgements.append(Judgement(step, seconds, float(batch.rewards_N.mean()), found))
+
+    def _last_reward(self) -> float:
+        return self._result.judgements[-1].reward
+
+
+async def _next(finished: FreshGroups, producer: asyncio.Task[None]) -> list[Group]:
+    """The groups of a step.  Raises what ended the producer, or `TimeoutError`."""
+    getting = asyncio.create_task(finished.take())
+    done, _ = await asyncio.wait({getting, producer}, timeout=GROUP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    if getting in done:
+        return getting.result()
+    getting.cancel()
+    if producer in done:
+        producer.result()
+    raise TimeoutError(f"the server gave no batch of samples within {GROUP_TIMEOUT_S:g} s")
+
+
+def void(_: object) -> None:
+    return None
+
+
+def numerics_of(model: Any, variant: Variant) -> contextlib.AbstractContextManager[Any]:
+    """Within it the model computes as the variant has it."""
+    return use_engine_numerics(model) if variant == "exact" else contextlib.nullcontext()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,0 +1,42 @@
+"""examples/grpo against a real server, for a few steps: every variant runs, refreshes and measures."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.grpo.run import load_results, main
+from examples.grpo.train import Plan
+
+SMALL = Plan(supervised_steps=20, groups_per_step=4, in_flight=3, judge_every=2, judged=12)
+
+
+def test_every_variant_runs_a_few_steps(tmp_path: Path) -> None:
+    arguments = ["--seeds", "3", "--variants", "replay", "plain", "exact", "--steps", "4", "--out", str(tmp_path)]
+    assert main(arguments, SMALL) == 0
+    results = {result.variant: result for result in load_results(tmp_path)}
+    assert results.keys() == {"replay", "plain", "exact"}
+    for result in results.values():
+        assert [judgement.step for judgement in result.judgements] == [0, 2, 4]
+        assert [step.step for step in result.steps] == [1, 2, 3, 4]
+        assert all(sum(step.lags) == pytest.approx(1.0) for step in result.steps)
+    found = {variant: [each.mismatch for each in result.judgements] for variant, result in results.items()}
+    # The server was refreshed to what the trainer has, each time: the operators are the same, and so are the bits.
+    assert all(each.bits_equal and each.kl == 0.0 and not any(each.flips_by_layer) for each in found["exact"])
+    assert all(0 < each.kl < 0.05 and not each.bits_equal for each in found["plain"] + found["replay"])
+    assert (tmp_path / "rewards.png").exists() and (tmp_path / "mismatch.png").exists()
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.grpo.run", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+        time.sleep(8.0)
+        running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=60.0)
+    assert running.returncode == 130, out
+    assert "interrupted" in out

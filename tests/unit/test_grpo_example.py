@@ -1,0 +1,113 @@
+"""The parts of examples/grpo that need no server."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture.sampling_mask import SamplingMask
+from examples.grpo.measure import Mismatch
+from examples.grpo.plots import plot_all, results_table
+from examples.grpo.policy import policy_loss
+from examples.grpo.rollouts import FreshGroups, Group, advantages, make_batch
+from examples.grpo.run import load_results, main
+from examples.grpo.task import Problem, problems
+from examples.grpo.train import Judgement, Result, Step
+from rollout.client import FinishReason, GenerationOutput, VersionSpan
+
+
+def test_no_problem_is_both_trained_on_and_held_out() -> None:
+    held_out = set(islice(problems(1, held_out=True), 500))
+    trained = {problem for seed in range(3) for problem in islice(problems(seed, held_out=False), 3000)}
+    assert not held_out & trained
+    assert all(problem.is_held_out for problem in held_out)
+    assert list(islice(problems(5, held_out=True), 9)) == list(islice(problems(5, held_out=True), 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("00046", 1.0), (" 00046\n", 1.0), ("46", 0.0), ("00047", 0.0), ("", 0.0)]
+)
+def test_only_the_right_answer_is_rewarded(text: str, reward: float) -> None:
+    assert Problem(12, 34).question == "0012+0034="
+    assert Problem(12, 34).reward(text) == reward
+
+
+def test_advantages_of_a_group() -> None:
+    assert advantages([1.0, 1.0]).tolist() == advantages([0.0]).tolist() * 2 == [0.0, 0.0]
+    torch.testing.assert_close(advantages([0.0, 0.0, 0.0, 1.0]).sum(), torch.tensor(0.0))
+    assert advantages([0.0, 1.0]).tolist() == [-1.0, 1.0]
+
+
+def test_the_loss_pushes_rewarded_tokens_up_until_they_are_clipped() -> None:
+    engine, wins = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    logprobs = torch.tensor([-1.0, -0.5, -1.0, -1.5], requires_grad=True)
+    policy_loss(logprobs, engine, wins).backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0] < 0 < logprobs.grad[2]
+    assert logprobs.grad[[1, 3]].tolist() == [0.0, 0.0]  # beyond 1.28 and below 0.8 already
+
+
+def output(ids: list[int], versions: list[tuple[str, int, int]], text: str = "") -> GenerationOutput:
+    return GenerationOutput(
+        rid="r", text=text, output_ids=ids, finish_reason=FinishReason("stop"), prompt_tokens=2,
+        completion_tokens=len(ids), cached_tokens=0, weight_version=versions[-1][0],
+        weight_versions=[VersionSpan(*span) for span in versions], logprobs=[-0.5] * len(ids),
+        sampling_mask=SamplingMask.from_lists([[token] for token in ids]), sampling_logprobs=[0.0] * len(ids),
+    )  # fmt: skip
+
+
+def test_a_batch_says_which_version_sampled_each_token() -> None:
+    outputs = [output([5, 6, 7], [("3", 0, 2), ("4", 2, 3)], "00003"), output([8], [("4", 0, 1)])]
+    batch = make_batch([Group(Problem(1, 2), [1, 2], outputs)])
+    assert batch.versions_NO[batch.mask_NO].tolist() == [3, 3, 4, 4]
+    assert batch.input_ids_NS.tolist() == [[1, 2, 5, 6, 7], [1, 2, 8, 0, 0]]
+    assert batch.rewards_N.tolist() == [1.0, 0.0] and batch.advantages_N.tolist() == [1.0, -1.0]
+    assert batch.masks.to_lists() == [[5], [6], [7], [8]]
+    with pytest.raises(ValueError, match="one length"):
+        make_batch([Group(Problem(1, 2), prompt, outputs) for prompt in ([1], [1, 2])])
+
+
+def test_the_freshest_groups_are_taken_and_the_others_counted() -> None:
+    groups = [Group(Problem(i, 0), [i], []) for i in range(5)]
+
+    async def scenario() -> list[Group]:
+        fresh = FreshGroups(3)
+        taking = asyncio.create_task(fresh.take())
+        for group in groups[:2]:
+            fresh.put(group)
+        await asyncio.sleep(0)
+        assert not taking.done()
+        for group in groups[2:]:
+            fresh.put(group)
+        taken = await taking
+        assert fresh.num_dropped == 2
+        return taken
+
+    assert asyncio.run(scenario()) == groups[2:]
+
+
+def result(variant: Any, seed: int) -> Result:
+    found = Mismatch(1e-4, 0.02, False, 0.9, 1.1, [0.01, 0.02])
+    step = Step(1, 1.0, 0.5, 0.1, 1.0, [0.5, 0.5], 1, 0.9, 1.1)
+    return Result(seed, variant, [Judgement(0, 0.0, 0.2, found), Judgement(1, 2.0, 0.6, found)], [step])
+
+
+def test_table_and_plots_of_every_variant(tmp_path: Path) -> None:
+    results = [result(variant, seed) for variant in ("replay", "plain", "exact") for seed in (0, 1)]
+    assert results_table(results).row_count == 6
+    for path in plot_all(results, tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert load_results(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--variants", "best"], ["--seeds"], ["--threads", "-1"]])
+def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err.splitlines()[-1]
