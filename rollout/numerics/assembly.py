@@ -93,24 +93,21 @@ def assemblies_of(
                 parts.append(_Part(piece, place))
     found = {}
     for held, like in _tensor_pairs(engine, template):
-        sources = by_storage.get(_storage(like))
-        if sources is not None:
-            each = [_Source(name, shapes[name], tuple(parts), _start(shapes[name], parts)) for name, parts in sources.items()]
+        if sources := by_storage.get(_storage(like)):
+            each = [_source(name, shapes[name], parts) for name, parts in sources.items()]
             found[id(held)] = Assembly(like.shape, each)
     return found
 
 
-def _start(shape: torch.Size, parts: Sequence[_Part]) -> int | None:
-    """Where the tensor begins in the matrix, if it lies there as it is."""
+def _source(name: str, shape: torch.Size, parts: Sequence[_Part]) -> _Source:
     whole = torch.empty(shape, device="meta")
-    starts = set()
+    shifts = set()
     for part in parts:
         inside, there = part.piece.of(whole), part.place.storage
-        if type(part.place) is not ViewPlace or inside.size() != there.size() or inside.stride() != there.stride():
-            return None
-        starts.add(there.storage_offset() - inside.storage_offset())
-    covered = sum(part.place.numel for part in parts)
-    return starts.pop() if len(starts) == 1 and covered == shape.numel() else None
+        as_it_is = type(part.place) is ViewPlace and (inside.size(), inside.stride()) == (there.size(), there.stride())
+        shifts.add(int(there.storage_offset() - inside.storage_offset()) if as_it_is else None)
+    covers = sum(part.place.numel for part in parts) == shape.numel()
+    return _Source(name, shape, tuple(parts), shifts.pop() if len(shifts) == 1 and covers else None)
 
 
 def _tensor_pairs(one: Layer, other: Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -98,8 +98,9 @@ class TrainedEngine:
         return self._model.compute_logits(hidden_ND)
 
     def _choose(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        normed, weights, ids = outputs
-        return None if self._choice is None else self._choice(self._moe_layer_of[id(arguments["weight"])], normed, weights, ids)
+        if self._choice is None:
+            return None
+        return self._choice(self._moe_layer_of[id(arguments["weight"])], *outputs)
 
     def _attention(self, num_tokens: int) -> AttentionBackend:
         kv = KVPool(num_tokens, self._model.kv_layers, self._dtype, self._device)

@@ -1,15 +1,15 @@
 """What the operators compute, as formulas that autograd follows: one for each operator of `rollout.kernels.schemas`.
 
-Plain torch of `rollout.kernels.plain` wherever that can be followed; run in float32 (float64 in tests) on the very
-inputs that the operator had, for the gradient alone: their results are not used.  `residual` is what the residual stream
-is after the operator's sum.  A `product` does not even compute its result.
+Plain torch of `rollout.kernels.plain` wherever that can be followed; run in float32 on the very inputs that the
+operator had, for the gradient alone: results are not used, and a product at the end is not even computed.  `residual`
+is the residual stream after the operator's sum, `hidden` then None.
 
-Shapes: as in `schemas`; N sequences, P positions of the longest one.
+Shapes: as in `schemas`; A = T K pairs of a token and an expert; N sequences, P positions of the longest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.kernels import plain
 from rollout.kernels.delta_rule import unit
-from rollout.kernels.expert_compute import Assignments, ExpertForm, apply_experts, silu_and_mul
+from rollout.kernels.expert_compute import ExpertForm, silu_and_mul
 from rollout.kernels.plain import latent_values, sigmoid_gate
 
 __all__ = ["latent_values", "sigmoid_gate", "silu_and_mul"]
@@ -43,9 +43,7 @@ class _Product(torch.autograd.Function):
         )
 
 
-def linear(
-    hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     return _Product.apply(hidden, weight, bias)
 
 
@@ -114,6 +112,77 @@ def latent_query_store(
     return plain.latent_query_store(query, latent, norm_weight, eps, weight, num_heads, angles, stored, rows), stored
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """Rows of x [A, D], `counts[p]` of expert p after those of the ones before, times weight[p] [O, D].T: [A, O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for expert, rows in _spans(counts):
+            torch.mm(x[rows], weight[expert].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for expert, rows in _spans(ctx.counts):
+            torch.mm(gradient[rows], weight[expert], out=of_x[rows])
+            torch.mm(gradient[rows].t(), x[rows], out=of_weight[expert])
+        return of_x, of_weight, None
+
+
+class _Combination(torch.autograd.Function):
+    """The sum over a token's experts of weight_A (inner_AI @ w2[p].T + bias[p]); the result [T, D] is zeros.
+
+    Rows of A lie as in `_GroupedProduct`, and belong to the tokens `rows_A`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner_AI: torch.Tensor,
+        weight_A: torch.Tensor,
+        w2_PDI: torch.Tensor,
+        bias_PD: torch.Tensor | None,
+        rows_A: torch.Tensor,
+        counts: list[int],
+        num_tokens: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inner_AI, weight_A, w2_PDI, bias_PD, rows_A)
+        ctx.counts = counts
+        return inner_AI.new_zeros(()).expand(num_tokens, w2_PDI.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        inner_AI, weight_A, w2_PDI, bias_PD, rows_A = ctx.saved_tensors
+        gradient_AD = gradient.index_select(0, rows_A)
+        of_inner, of_w2 = torch.empty_like(inner_AI), torch.zeros_like(w2_PDI)
+        of_weight = torch.empty_like(weight_A)
+        of_bias = None if bias_PD is None else torch.zeros_like(bias_PD)
+        for expert, rows in _spans(ctx.counts):
+            torch.mm(gradient_AD[rows], w2_PDI[expert], out=of_inner[rows])
+            of_weight[rows] = (of_inner[rows] * inner_AI[rows]).sum(1)
+            if bias_PD is not None:
+                of_weight[rows] += gradient_AD[rows] @ bias_PD[expert]
+            weighted = gradient_AD[rows] * weight_A[rows, None]
+            torch.mm(weighted.t(), inner_AI[rows], out=of_w2[expert])
+            if of_bias is not None:
+                of_bias[expert] = weighted.sum(0)
+        return of_inner.mul_(weight_A[:, None]), of_weight, of_w2, of_bias, None, None, None
+
+
+def _spans(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, with its rows."""
+    end = 0
+    for expert, count in enumerate(counts):
+        start, end = end, end + count
+        if count:
+            yield expert, slice(start, end)
+
+
 def fused_experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
@@ -126,26 +195,13 @@ def fused_experts(
     limit: float | None,
     alpha: float,
 ) -> torch.Tensor:
-    form = ExpertForm(w13_bias, w2_bias, limit, alpha)
-    return plain.weighted_sum(apply_experts(hidden, ids, w13, w2, _expert_by_expert, form), weights)
-
-
-def _expert_by_expert(
-    hidden_RD: torch.Tensor,
-    assigned: Assignments,
-    counts: list[int],
-    w13_PID: torch.Tensor,
-    w2_PDI: torch.Tensor,
-    form: ExpertForm,
-) -> torch.Tensor:
-    """Two matmuls per used expert, which are split from the whole once, so that their gradients are put together once."""
-    rows_AD = hidden_RD.index_select(0, assigned.rows_A)
-    gate_up = [rows @ w13.t() for rows, w13 in zip(rows_AD.split(counts), w13_PID.unbind()) if rows.shape[0]]
-    inner_AI = form.inner(torch.cat(gate_up), assigned.experts_A)
-    out = [rows @ w2.t() for rows, w2 in zip(inner_AI.split(counts), w2_PDI.unbind()) if rows.shape[0]]
-    out_AD = form.out(torch.cat(out), assigned.experts_A)
-    places_A = torch.arange(out_AD.shape[0], device=out_AD.device)
-    return out_AD.index_select(0, assigned.unsort(places_A))
+    order_A = ids.flatten().argsort(stable=True)
+    rows_A, experts_A = order_A // ids.shape[1], ids.flatten().index_select(0, order_A)
+    counts = torch.bincount(experts_A, minlength=w13.shape[0]).tolist()
+    gate_up = _GroupedProduct.apply(hidden.index_select(0, rows_A), w13, counts)
+    inner_AI = ExpertForm(w13_bias, w2_bias, limit, alpha).inner(gate_up, experts_A)
+    weight_A = weights.flatten().index_select(0, order_A)
+    return _Combination.apply(inner_AI, weight_A, w2, w2_bias, rows_A, counts, hidden.shape[0])
 
 
 def gated_delta(

@@ -21,7 +21,7 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-        sampler = select_sampler(logits.dtype, logits.device, load_kernels().available)
+        sampler = select_sampler(logits.dtype, logits.device, logits.is_cpu and load_kernels().available)
         ctx.save_for_backward(logits, token_ids)
         ctx.temperature = temperature
         return sampler.score(logits.contiguous(), token_ids, temperature, [], 0).logprobs

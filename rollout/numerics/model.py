@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from capture.replay import find_routers
 from capture.routers import weights_of
-from rollout.core.errors import BadRequest, Conflict, UnsupportedFeature
+from rollout.core.errors import Conflict, UnsupportedFeature
 from rollout.numerics.checks import check_call, checked_engine, trained_tensors
 from rollout.numerics.engine import RouteChoice
 from rollout.numerics.sequences import Sequences
@@ -53,6 +53,9 @@ class EngineNumerics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.remove()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedFeature("a model under engine numerics cannot be copied or pickled; remove() them first")
+
     def _forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -65,7 +68,8 @@ class EngineNumerics:
         check_call(self._model, input_ids, others)
         assert input_ids is not None
         config = self._engine.config
-        sequences = Sequences.of(input_ids, attention_mask, position_ids, config.max_position_embeddings)
+        sequences = Sequences.of(input_ids, attention_mask, position_ids)
+        sequences.check(config.vocab_size, config.max_position_embeddings)
         tensors = trained_tensors(self._model)
         self._engine.load(tensors)
         hidden_TD, routes_TLK = self._engine.forward(sequences, self._route_choice(sequences))
@@ -73,8 +77,9 @@ class EngineNumerics:
             self.routes = sequences.spread(routes_TLK, -1).unflatten(0, tuple(input_ids.shape))
         tokens, found = sequences.kept(logits_to_keep)
         wanted = tokens.flatten()[found]
-        is_all = wanted.shape[0] == hidden_TD.shape[0]
-        logits_NV = self._engine.logits(hidden_TD if is_all else hidden_TD.index_select(0, wanted)).to(self._model.dtype)
+        if wanted.shape[0] != hidden_TD.shape[0]:
+            hidden_TD = hidden_TD.index_select(0, wanted)
+        logits_NV = self._engine.logits(hidden_TD).to(self._model.dtype)
         if found.shape[0] != tokens.numel():
             whole = logits_NV.new_zeros(tokens.numel(), logits_NV.shape[1])
             logits_NV = whole.index_copy(0, found, logits_NV)
@@ -83,7 +88,7 @@ class EngineNumerics:
         return output.to_tuple() if return_dict is False else output
 
     def _route_choice(self, sequences: Sequences) -> RouteChoice | None:
-        """What the hooks of the model's routers make of the engine's choice: those that force routes, or record them."""
+        """What hooks on the model's routers, which force routes or record them, make of the engine's choice."""
         if not any(router._forward_hooks for router in self._routers):
             return None
 
@@ -93,7 +98,9 @@ class EngineNumerics:
             router: Any = self._routers[layer]
             with torch.no_grad():
                 logits_TE = F.linear(normed_TD, router.weight.float(), _bias_of(router))
-                logits, ids = sequences.spread(logits_TE, 0), sequences.spread(ids_TK, 0)
+                # padding gets experts like any, so that what is recorded can be forced
+                experts = torch.arange(router.top_k, device=ids_TK.device)
+                logits, ids = sequences.spread(logits_TE, 0), sequences.spread(ids_TK, experts)
                 scores = weights_of(router, logits, ids).index_copy(0, sequences.rows, weights_TK)
                 restore = _replace_forward(router, lambda *_: (logits, scores, ids))
                 try:
@@ -110,11 +117,11 @@ def use_engine_numerics(
 ) -> EngineNumerics:
     """Make a Hugging Face causal language model compute with the engine's operators, forward and backward.
 
-    With `engine_logprobs`, log-probabilities and routes are those of an engine of this `dtype` (bfloat16 or float32) with
-    the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or float32 (which a
-    forward rounds as a refresh does); gradients are those of the formulas in float32, straight through that rounding.
-    The model's `forward` takes whole sequences, padded or packed, and gives logits in the dtype of the model; routes are
-    in the result of this call, and follow `capture.replay.force_routes` within its context.
+    With `engine_logprobs`, log-probabilities and routes are those of an engine of this `dtype` (bfloat16 or float32)
+    with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or float32,
+    which a forward rounds as a refresh does; gradients are those of formulas in float32, straight through that
+    rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the model's dtype;
+    the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 
     `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.  Raises
     `UnsupportedFeature`, `Conflict` if it is in use already; the model is as it was then.

@@ -40,15 +40,15 @@ class Rule:
     stored: tuple[str, ...] = ()
 
 
-_NORMED = {"flows": ("residual", "hidden"), "sums": True}
+_STREAM, _NORM_MATRIX = ("residual", "hidden"), ("norm_weight", "weight", "bias")
 RULES: dict[str, Rule] = {
     "gather_rows": Rule(formula=formulas.gather_rows, weights=("table",)),
     "matrix_rows": Rule(formula=formulas.matrix_rows, weights=("weight",)),
     "linear": Rule(formula=formulas.linear, flows=("hidden",), weights=("weight", "bias")),
-    "add_rms_norm": Rule(formula=formulas.add_rms_norm, **_NORMED, weights=("weight",)),
-    "norm_linear": Rule(formula=formulas.norm_linear, **_NORMED, weights=("norm_weight", "weight", "bias")),
+    "add_rms_norm": Rule(formula=formulas.add_rms_norm, flows=_STREAM, sums=True, weights=("weight",)),
+    "norm_linear": Rule(formula=formulas.norm_linear, flows=_STREAM, sums=True, weights=_NORM_MATRIX),
     "norm_route": Rule(
-        formula=formulas.norm_route, **_NORMED, weights=("norm_weight", "weight", "bias"), chosen="forced_ids"
+        formula=formulas.norm_route, flows=_STREAM, sums=True, weights=_NORM_MATRIX, chosen="forced_ids"
     ),
     "qk_norm_rope_store": Rule(
         formula=formulas.qk_norm_rope_store, flows=("qkv",), weights=("weight",), stored=("k_pool", "v_pool")
@@ -78,7 +78,7 @@ assert RULES.keys() == SCHEMAS.keys(), "every operator of the engine has a formu
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator.  `arguments`: all of them in the order of the schema, as the engine holds them.
+    """One call of an operator.  `arguments`: in the order of the schema, None in the place of `flows`.
 
     `flows`: the names of those that are given and have gradients; `matrices`: how those that hold weights are made of
     the trainer's tensors, which come one after the other; `dtype`: the engine's.
@@ -105,7 +105,7 @@ class Call:
 
     def formula(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
         """The results of the formula for these flows and matrices."""
-        arguments = {**self.arguments, **dict.fromkeys(self.flows), **inputs}
+        arguments = {**self.arguments, **inputs}
         if self.rule.chosen is not None:
             arguments[self.rule.chosen] = chosen
         results = self.rule.formula(*arguments.values())
@@ -113,7 +113,7 @@ class Call:
 
 
 class Operation(torch.autograd.Function):
-    """`apply(call, *flows, *the trainer's tensors)`: the sum, where there is one, results and stored rows, in float32."""
+    """`apply(call, *flows, *the trainer's tensors)`: the sum, where there is one, results, stored rows; in float32."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -123,13 +123,13 @@ class Operation(torch.autograd.Function):
         results = result if isinstance(result, tuple) else (result,)
         stored = [call.arguments[pool].index_select(0, call.arguments["slots"]) for pool in call.rule.stored]
         whole = [value for value in results if not value.is_floating_point()]
-        if call.sums:
-            stream, total = flows[0], held.pop(call.flows[0])
-            del held[call.flows[1]]
+        if call.rule.sums:
+            stream, total = flows[0], held[call.flows[0]]
             # the stream goes on changing, what the gradient needs must not
-            held = {call.flows[0]: total.clone() if total is stream else total, **held}
-            stream.copy_(total)
-            ctx.mark_dirty(stream)
+            held = {call.flows[0]: total.clone() if total is stream else total}
+            if call.sums:
+                stream.copy_(total)
+                ctx.mark_dirty(stream)
         ctx.call, ctx.held, ctx.num_parts = call, tuple(held), len(parts)
         ctx.is_whole = [not value.is_floating_point() for value in (*results, *stored)]
         ctx.mark_non_differentiable(*whole)
@@ -153,7 +153,7 @@ class Operation(torch.autograd.Function):
             matrix = assembly.matrix(tensors, call.dtype, torch.float32).detach()
             inputs[name] = matrix.requires_grad_(any(wanted))
         of_results = [g for g, is_whole in zip(gradients[int(call.sums) :], ctx.is_whole, strict=True) if not is_whole]
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
             results = call.formula(inputs, whole[0] if whole else None)
         found = _gradients(results, inputs, of_results)
         of_flows = [found.get(name) for name in call.flows]
@@ -171,7 +171,8 @@ def _gradients(
     results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor], of_results: Sequence[torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
     """Of each input that has one."""
-    pairs = [(result, g) for result, g in zip(results, of_results, strict=True) if g is not None and result.requires_grad]
+    both = zip(results, of_results, strict=True)
+    pairs = [(result, gradient) for result, gradient in both if gradient is not None and result.requires_grad]
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
     if not pairs or not wanted:
         return {}
@@ -198,7 +199,8 @@ class Differentiable:
         self.named: Mapping[str, torch.Tensor] = {}
         self.stored: dict[int, torch.Tensor] = {}
         self.choose: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], torch.Tensor | None] = lambda *_: None
-        self.ops = replace(ops, **{name: self._operator(getattr(ops, name), name) for name in SCHEMAS})
+        mine: dict[str, Any] = {name: self._operator(getattr(ops, name), name) for name in SCHEMAS}
+        self.ops = replace(ops, **mine)
 
     def run(self, operator: Callable[..., Any], rule: Rule, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of `Operation`; the operator's own, where nothing has a gradient by `rule`."""
@@ -207,7 +209,7 @@ class Differentiable:
         matrices = {name: assembly for name, assembly in held.items() if assembly is not None}
         if not flows and not matrices:
             return (operator(*arguments.values()),)
-        call = Call(operator, rule, arguments, flows, matrices, self._dtype)
+        call = Call(operator, rule, {**arguments, **dict.fromkeys(flows)}, flows, matrices, self._dtype)
         parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
         return Operation.apply(call, *(arguments[name] for name in flows), *parts)
 
@@ -221,8 +223,8 @@ class Differentiable:
             outputs = self.run(operator, rule, arguments)
             if rule.sums and arguments["hidden"] is not None:
                 outputs = outputs[1:]
-            chosen = None if rule.chosen is None else self.choose(arguments, outputs)
-            if chosen is not None:  # the sum has been made
+            if rule.chosen is not None and (chosen := self.choose(arguments, outputs)) is not None:
+                # the sum has been made
                 outputs = self.run(operator, rule, {**arguments, "hidden": None, rule.chosen: chosen})
             if rule.stored:
                 end = len(outputs) - len(rule.stored)

@@ -16,8 +16,7 @@ from rollout.core.forward_batch import ForwardBatch, StateOperands
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """`input_ids` [B, S]; `rows` [T]: which of its B * S entries are tokens; `lengths`: of the sequences that these are,
-    one after the other."""
+    """`input_ids` [B, S]; `rows` [T]: which of its B * S entries are tokens; `lengths`: of the sequences."""
 
     input_ids: torch.Tensor
     rows: torch.Tensor
@@ -29,12 +28,11 @@ class Sequences:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        longest: int | None = None,
     ) -> Sequences:
         """Of a batch padded on either side, by its mask [B, S]; without one, nothing is padding.
 
-        Where `position_ids` [B, S], or [1, S] for all, begin again at zero, so does a sequence.  Raises `BadRequest` for
-        a mask with holes, positions that do not count up from zero, an empty batch, or a sequence over `longest`.
+        Where `position_ids` [B, S], or [1, S] for all, begin again at zero, so does a sequence.  Raises `BadRequest`
+        for a mask with holes, positions that do not count up from zero, or a batch without tokens.
         """
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise BadRequest(f"input_ids must be integers [B, S], got {input_ids.dtype} {list(input_ids.shape)}")
@@ -53,9 +51,15 @@ class Sequences:
             raise BadRequest("the batch has no token")
         starts = (positions.flatten()[rows] == 0).nonzero().squeeze(1).tolist()
         lengths = [end - start for start, end in zip(starts, [*starts[1:], rows.shape[0]])]
-        if longest is not None and max(lengths) > longest:
-            raise BadRequest(f"a sequence of {max(lengths)} tokens is longer than the model's {longest}")
         return cls(input_ids, rows, lengths)
+
+    def check(self, vocab_size: int, longest: int) -> None:
+        """Raise `BadRequest` for a token that is not in the vocabulary, or a sequence that is too long."""
+        if max(self.lengths) > longest:
+            raise BadRequest(f"a sequence of {max(self.lengths)} tokens is longer than the model's {longest}")
+        least, most = (int(end) for end in self.token_ids.aminmax())
+        if least < 0 or most >= vocab_size:
+            raise BadRequest(f"token ids must be in 0..{vocab_size - 1}, got {least} and {most}")
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
@@ -94,12 +98,13 @@ class Sequences:
             states=states,
         )
 
-    def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+    def spread(self, values: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
         """[T, ...] as [B * S, ...], `fill` where there is no token."""
         if self.rows.shape[0] == self.input_ids.numel():
             return values
-        whole = values.new_full((self.input_ids.numel(), *values.shape[1:]), fill)
-        return whole.index_copy(0, self.rows, values)
+        whole = values.new_empty(self.input_ids.numel(), *values.shape[1:])
+        whole[:] = fill
+        return whole.index_copy_(0, self.rows, values)
 
     def kept(self, logits_to_keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the positions to keep (the last ones, 0 for all, or those of these numbers) of every row of the batch:
