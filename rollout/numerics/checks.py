@@ -42,7 +42,8 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, allow_inexact: bool) ->
     device = _device_of(tensors)
     kernels = load_kernels() if device.type == "cpu" else None
     try:
-        engine = TrainedEngine(config, tensors, dtype, device, kernels is not None and kernels.available)
+        available, padding_id = kernels is not None and kernels.available, _padding_id(model)
+        engine = TrainedEngine(config, tensors, dtype, device, available, padding_id)
         engine.load(tensors)
     except (WeightSyncError, LockstepError) as error:
         raise UnsupportedFeature(f"{type(model).__name__} is not as its family is: {error}") from None
@@ -62,7 +63,7 @@ def check_call(model: nn.Module, input_ids: torch.Tensor | None, others: Mapping
     for name, value in others.items():
         if value is not None and not (name in _HARMLESS and value is False):
             raise UnsupportedFeature(f"{name} is not supported under engine numerics")
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UnsupportedFeature("gradient checkpointing is not supported under engine numerics")
 
 
@@ -75,6 +76,10 @@ def _config_of(model: nn.Module) -> ModelConfig:
         return model_config_from_dict({**config.to_dict(), "architectures": [architecture]})
     except LockstepError as error:
         raise UnsupportedFeature(str(error)) from None
+
+
+def _padding_id(model: Any) -> int | None:
+    return getattr(model.get_input_embeddings(), "padding_idx", None)
 
 
 def _refuse_modules(model: Any) -> None:

@@ -32,22 +32,30 @@ from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink
 
 Named = Mapping[str, torch.Tensor]
-# Of a MoE layer's ordinal, its normed tokens [T, D], weights and ids [T, K]: the ids to take instead, or None.
-RouteChoice = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
+# Of a MoE layer's ordinal, its normed tokens [T, D] and their experts [T, K]: those to take instead, or None.
+RouteChoice = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class TrainedEngine:
-    """`tensors`: the trainer's by name, of which only the shapes are taken.  Runs one forward at a time.
+    """`tensors`: the trainer's by name, of which only the shapes are taken; `padding_id`: of its embedding.
+
+    Runs one forward at a time.
 
     Raises `StartupError`, and `UnknownTensorError` or `ShapeMismatchError` for tensors that are not the model's.
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Named, dtype: torch.dtype, device: torch.device, kernels_available: bool
+        self,
+        config: ModelConfig,
+        tensors: Named,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels_available: bool,
+        padding_id: int | None,
     ) -> None:
         self.config = config
         self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
-        self._operators = Differentiable(select_ops(dtype, device, kernels_available), dtype)
+        self._operators = Differentiable(select_ops(dtype, device, kernels_available), dtype, padding_id)
         self._choice: RouteChoice | None = None
         self._operators.choose = self._choose
         self._model = self._build(self._operators.ops, device)
@@ -100,7 +108,8 @@ class TrainedEngine:
     def _choose(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if self._choice is None:
             return None
-        return self._choice(self._moe_layer_of[id(arguments["weight"])], *outputs)
+        normed, _, ids = outputs
+        return self._choice(self._moe_layer_of[id(arguments["weight"])], normed, ids)
 
     def _attention(self, num_tokens: int) -> AttentionBackend:
         kv = KVPool(num_tokens, self._model.kv_layers, self._dtype, self._device)

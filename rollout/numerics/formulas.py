@@ -47,12 +47,13 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torc
     return _Product.apply(hidden, weight, bias)
 
 
-def matrix_rows(weight: torch.Tensor, ids: torch.Tensor, depth: int) -> torch.Tensor:
-    return F.embedding(ids, weight)
+def matrix_rows(weight: torch.Tensor, ids: torch.Tensor, depth: int, padding_id: int | None = None) -> torch.Tensor:
+    return F.embedding(ids, weight, padding_id)
 
 
-def gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.embedding(ids, table)
+def gather_rows(table: torch.Tensor, ids: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
+    """As an `nn.Embedding`, which gives the row of its `padding_idx` no gradient."""
+    return F.embedding(ids, table, padding_id)
 
 
 def add_rms_norm(residual: torch.Tensor, hidden: None, *of_norm: Any) -> torch.Tensor:

@@ -92,17 +92,14 @@ class EngineNumerics:
         if not any(router._forward_hooks for router in self._routers):
             return None
 
-        def choice(
-            layer: int, normed_TD: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor
-        ) -> torch.Tensor | None:
+        def choice(layer: int, normed_TD: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor | None:
             router: Any = self._routers[layer]
             with torch.no_grad():
                 logits_TE = F.linear(normed_TD, router.weight.float(), _bias_of(router))
                 # padding gets experts like any, so that what is recorded can be forced
                 experts = torch.arange(router.top_k, device=ids_TK.device)
                 logits, ids = sequences.spread(logits_TE, 0), sequences.spread(ids_TK, experts)
-                scores = weights_of(router, logits, ids).index_copy(0, sequences.rows, weights_TK)
-                restore = _replace_forward(router, lambda *_: (logits, scores, ids))
+                restore = _replace_forward(router, lambda *_: (logits, weights_of(router, logits, ids), ids))
                 try:
                     _, _, chosen = router(sequences.spread(normed_TD, 0))
                 finally:

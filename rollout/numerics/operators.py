@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,20 +187,23 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 class Differentiable:
-    """The operators of an engine for a trainer's tensors.
+    """The operators of an engine for a trainer's tensors.  `padding_id`: of its embedding.
 
     `named`: those tensors in the forward that is under way; `stored`: what its operators stored in each pool, by the
     id of the pool; `choose`: asked with its arguments and outputs, what an operator that chose integers is to be forced
     to instead, None to leave them.
     """
 
-    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, dtype: torch.dtype, padding_id: int | None) -> None:
         self._dtype = dtype
+        rules = dict(RULES)
+        for name in ("gather_rows", "matrix_rows"):
+            rules[name] = replace(rules[name], formula=partial(rules[name].formula, padding_id=padding_id))
         self.assemblies: Mapping[int, Assembly] = {}
         self.named: Mapping[str, torch.Tensor] = {}
         self.stored: dict[int, torch.Tensor] = {}
         self.choose: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], torch.Tensor | None] = lambda *_: None
-        mine: dict[str, Any] = {name: self._operator(getattr(ops, name), name) for name in SCHEMAS}
+        mine: dict[str, Any] = {name: self._operator(getattr(ops, name), name, rules[name]) for name in SCHEMAS}
         self.ops = replace(ops, **mine)
 
     def run(self, operator: Callable[..., Any], rule: Rule, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -213,8 +217,7 @@ class Differentiable:
         parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
         return Operation.apply(call, *(arguments[name] for name in flows), *parts)
 
-    def _operator(self, operator: Callable[..., Any], name: str) -> Callable[..., Any]:
-        rule = RULES[name]
+    def _operator(self, operator: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
         declared = getattr(torch.ops.lockstep, name).default._schema.arguments
 
         def call(*given: Any) -> Any:
