@@ -49,5 +49,9 @@ def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: 
         )
     if not (math.isfinite(temperature) and temperature > 0):
         raise BadRequest(f"temperature must be above 0 (1 for greedy samples), got {temperature}")
+    if token_ids.dtype != torch.int64:
+        raise BadRequest(f"token ids must be int64, got {token_ids.dtype}")
+    if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < logits.shape[-1]:
+        raise BadRequest(f"token ids must be in 0..{logits.shape[-1] - 1}; give ones that count, and mask the result")
     flat = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
     return _Logprobs.apply(flat, token_ids.reshape(-1), float(temperature)).view(token_ids.shape)
