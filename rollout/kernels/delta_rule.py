@@ -72,10 +72,10 @@ def _heads(
     """Queries and keys of length one [t, H, dk], queries also over the root of dk, and values [t, H, dv]."""
     keys = (mixed_tC.shape[1] - num_heads * value_dim) // 2
     query, key, value = mixed_tC.to(work).split([keys, keys, num_heads * value_dim], dim=-1)
-    query, key = (_unit(part.unflatten(-1, (-1, key_dim))) for part in (query, key))
+    query, key = (unit(part.unflatten(-1, (-1, key_dim))) for part in (query, key))
     query, key = (part.repeat_interleave(num_heads * key_dim // keys, dim=1) for part in (query, key))
     return query * key_dim**-0.5, key, value.unflatten(-1, (num_heads, value_dim))
 
 
-def _unit(heads: torch.Tensor) -> torch.Tensor:
+def unit(heads: torch.Tensor) -> torch.Tensor:
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + _L2_EPS)

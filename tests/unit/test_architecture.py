@@ -34,6 +34,7 @@ LAYERS = {
     "rollout.sampling": 3,
     "rollout.layers": 4,
     "rollout.model_executor": 6,
+    "rollout.numerics": 7,
     "rollout.scheduler": 7,
     "rollout.control": 8,
     "rollout.engine": 9,

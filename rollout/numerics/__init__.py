@@ -1,0 +1,17 @@
+"""Engine numerics for a trainer: a Hugging Face model that computes with the engine's operators, bit for bit.
+
+assembly     the engine's matrices, of a trainer's tensors
+formulas     what each operator computes, as autograd can follow it
+operators    operators under autograd: the engine's results, the formulas' gradients
+attention    the same for attention
+sequences    a trainer's batch as one step of the engine
+engine       the engine's model over a trainer's tensors
+logprobs     `engine_logprobs`
+checks       what is refused
+model        `use_engine_numerics`
+"""
+
+from rollout.numerics.logprobs import engine_logprobs
+from rollout.numerics.model import EngineNumerics, use_engine_numerics
+
+__all__ = ["EngineNumerics", "engine_logprobs", "use_engine_numerics"]

@@ -1,0 +1,106 @@
+"""What engine numerics take, and why they refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rollout.core.errors import BadRequest, LockstepError, UnsupportedFeature
+from rollout.core.model_config import ModelConfig
+from rollout.kernels.build import load_kernels
+from rollout.models.registry import FAMILIES, model_config_from_dict
+from rollout.numerics.engine import TrainedEngine
+from weight_sync.errors import WeightSyncError
+
+DTYPES = (torch.bfloat16, torch.float32)
+_HARMLESS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each once."""
+    kept = model.state_dict(keep_vars=True)
+    ids: set[int] = set()
+    found = {}
+    for name, tensor in kept.items():
+        if id(tensor) not in ids:
+            ids.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def checked_engine(model: nn.Module, dtype: torch.dtype, allow_inexact: bool) -> TrainedEngine:
+    """The engine for a trainer's model.  Raises `UnsupportedFeature` with the first reason why there is none."""
+    if dtype not in DTYPES:
+        raise UnsupportedFeature(f"engine numerics are of bfloat16 and float32, not {dtype}")
+    config = _config_of(model)
+    _refuse_modules(model)
+    tensors = trained_tensors(model)
+    device = _device_of(tensors)
+    kernels = load_kernels() if device.type == "cpu" else None
+    try:
+        available, padding_id = kernels is not None and kernels.available, _padding_id(model)
+        engine = TrainedEngine(config, tensors, dtype, device, available, padding_id)
+        engine.load(tensors)
+    except (WeightSyncError, LockstepError) as error:
+        raise UnsupportedFeature(f"{type(model).__name__} is not as its family is: {error}") from None
+    if not engine.batch_invariant and not allow_inexact:
+        reason = f"no compiled operators for {dtype} on {device.type}" if kernels is None else kernels.reason
+        raise UnsupportedFeature(
+            f"the engine's operators are plain torch here, whose bits depend on the batch ({reason}); "
+            "allow_inexact=True takes them all the same"
+        )
+    return engine
+
+
+def check_call(model: nn.Module, input_ids: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    """Raise `BadRequest`, `UnsupportedFeature` for arguments of a forward that engine numerics have no answer to."""
+    if input_ids is None:
+        raise BadRequest("engine numerics need input_ids")
+    for name, value in others.items():
+        if value is not None and not (name in _HARMLESS and value is False):
+            raise UnsupportedFeature(f"{name} is not supported under engine numerics")
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UnsupportedFeature("gradient checkpointing is not supported under engine numerics")
+
+
+def _config_of(model: nn.Module) -> ModelConfig:
+    architecture = type(model).__name__
+    if architecture not in FAMILIES:
+        raise UnsupportedFeature(f"{architecture} is no family of the engine's: {', '.join(FAMILIES)}")
+    config: Any = model.config
+    try:
+        return model_config_from_dict({**config.to_dict(), "architectures": [architecture]})
+    except LockstepError as error:
+        raise UnsupportedFeature(str(error)) from None
+
+
+def _padding_id(model: Any) -> int | None:
+    return getattr(model.get_input_embeddings(), "padding_idx", None)
+
+
+def _refuse_modules(model: Any) -> None:
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedFeature("quantised modules are not supported under engine numerics")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UnsupportedFeature(f"dropout is not supported under engine numerics: {name} has {module.p}")
+    for name, value in model.config.get_text_config().to_dict().items():
+        if name.endswith("dropout") and isinstance(value, int | float) and value > 0:
+            raise UnsupportedFeature(f"dropout is not supported under engine numerics: {name} is {value}")
+
+
+def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    devices = set()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise UnsupportedFeature(f"sharded parameters are not supported under engine numerics: {name}")
+        if tensor.is_floating_point() and tensor.dtype not in DTYPES:
+            raise UnsupportedFeature(f"parameters must be bfloat16 or float32: {name} is {tensor.dtype}")
+        devices.add(tensor.device)
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise UnsupportedFeature(f"parameters must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop()

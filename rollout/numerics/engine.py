@@ -1,0 +1,121 @@
+"""The engine's model over the tensors of a trainer's: one prefill of whole sequences, under autograd.
+
+Nothing but the source of the weights and the gradients differs from serving: the decoder, its layers and operators are
+those of the engine, so that a token's bits are.
+
+Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from eplb.expert_location import trivial_location
+from eplb.placement import ExpertPlacement
+from rollout.attention.base import AttentionBackend
+from rollout.attention.registry import create_attention_backend
+from rollout.core.model_config import ModelConfig
+from rollout.kernels.ops import Ops, plain_ops, select_ops
+from rollout.layers.context import ForwardContext, States
+from rollout.layers.moe.router import TopKRouter
+from rollout.mem_cache.kv_pool import KVPool
+from rollout.mem_cache.state_pool import StatePool
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.numerics.assembly import assemblies_of
+from rollout.numerics.attention import DifferentiableAttention
+from rollout.numerics.operators import Differentiable
+from rollout.numerics.sequences import Sequences
+from weight_sync.loading import WeightLedger, load_weights
+from weight_sync.staging import DirectSink
+
+Named = Mapping[str, torch.Tensor]
+# Of a MoE layer's ordinal, its normed tokens [T, D] and their experts [T, K]: those to take instead, or None.
+RouteChoice = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
+
+
+class TrainedEngine:
+    """`tensors`: the trainer's by name, of which only the shapes are taken; `padding_id`: of its embedding.
+
+    Runs one forward at a time.
+
+    Raises `StartupError`, and `UnknownTensorError` or `ShapeMismatchError` for tensors that are not the model's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Named,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels_available: bool,
+        padding_id: int | None,
+    ) -> None:
+        self.config = config
+        self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
+        self._operators = Differentiable(select_ops(dtype, device, kernels_available), dtype, padding_id)
+        self._choice: RouteChoice | None = None
+        self._operators.choose = self._choose
+        self._model = self._build(self._operators.ops, device)
+        template = self._build(plain_ops(), torch.device("meta"))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._operators.assemblies = assemblies_of(self._model, template, shapes)
+        routers = (layer for _, layer in self._model.named_layers() if isinstance(layer, TopKRouter))
+        self._moe_layer_of = {id(router.weight): router.moe_layer for router in routers}
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether layers and attention give a token the same bits in every batch."""
+        return self._operators.ops.batch_invariant and self._attention(1).batch_invariant
+
+    def load(self, tensors: Named) -> None:
+        """Take the weights as they are now, rounded to the engine's dtype as a refresh rounds them.
+
+        Raises `CoverageError` where one is missing.
+        """
+        weights = self._model.weights
+        ledger = WeightLedger(weights.metas())
+        load_weights(weights, tensors.items(), DirectSink(weights), ledger, cast=True)
+        ledger.settle()
+        self._operators.named = tensors
+
+    def forward(self, sequences: Sequences, choice: RouteChoice | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Final-normed hidden states [T, D] in float32, and the routes [T, L, K] of a model that has any."""
+        count, model = sequences.rows.shape[0], self._model
+        attention = DifferentiableAttention(self._attention(count), model.kv_layers, self._operators)
+        states = None
+        batch = sequences.step(has_states=any(model.state_layers))
+        if batch.states is not None:
+            pool = StatePool(len(sequences.lengths), model.state_layers, self._dtype, self._device)
+            states = States(pool, batch.states)
+        routes: dict[int, torch.Tensor] = {}
+        context = ForwardContext(batch, attention, [routes.__setitem__], states=states)
+        attention.plan(batch)
+        self._choice = choice
+        try:
+            hidden_TD = model(batch, context)
+        finally:
+            self._choice = None
+            self._operators.stored.clear()
+        return hidden_TD, torch.stack(list(routes.values()), dim=1) if routes else None
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, V] in float32, numbers of the engine's dtype."""
+        return self._model.compute_logits(hidden_ND)
+
+    def _choose(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if self._choice is None:
+            return None
+        normed, _, ids = outputs
+        return self._choice(self._moe_layer_of[id(arguments["weight"])], normed, ids)
+
+    def _attention(self, num_tokens: int) -> AttentionBackend:
+        kv = KVPool(num_tokens, self._model.kv_layers, self._dtype, self._device)
+        return create_attention_backend("auto", kv, self._kernels_available)
+
+    def _build(self, ops: Ops, device: torch.device) -> DecoderForCausalLM:
+        config = self.config
+        placement = ExpertPlacement(trivial_location(len(config.moe_layer_ids), config.num_experts))
+        return DecoderForCausalLM(config, self._dtype, device, placement, ops)

@@ -1,0 +1,57 @@
+"""Log-probabilities of tokens by the engine's sampler operator, with a gradient.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rollout.core.errors import BadRequest
+from rollout.kernels.build import load_kernels
+from rollout.sampling.native_sampler import select_sampler
+
+
+class _Logprobs(torch.autograd.Function):
+    """Of logits [N, V] and token ids [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+        sampler = select_sampler(logits.dtype, logits.device, logits.is_cpu and load_kernels().available)
+        ctx.save_for_backward(logits, token_ids)
+        ctx.temperature = temperature
+        return sampler.score(logits.contiguous(), token_ids, temperature, [], 0).logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        logits, token_ids = ctx.saved_tensors
+        of_logits = (logits.to(gradient.dtype) / ctx.temperature).softmax(-1).neg_()
+        of_logits.scatter_add_(1, token_ids[:, None], torch.ones_like(gradient)[:, None])
+        return of_logits.mul_((gradient / ctx.temperature)[:, None]).to(logits.dtype), None, None
+
+
+def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities float32 [...] of `token_ids` int64 [...] under `logits` [..., V], as the engine reports them.
+
+    The same bits as a sample's, for the logits that `use_engine_numerics` gives and the temperature that it was sampled
+    at; 1 for a greedy one.  The engine's are of logits after bias and penalties, where a request has any, which these
+    are not.  Differentiable in `logits`.  Raises `BadRequest`.
+    """
+    if logits.shape[:-1] != token_ids.shape or logits.dtype not in (torch.bfloat16, torch.float32):
+        raise BadRequest(
+            f"logits must be bfloat16 or float32 [..., V] for token ids {list(token_ids.shape)}, got {logits.dtype} "
+            f"{list(logits.shape)}"
+        )
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise BadRequest(f"temperature must be above 0 (1 for greedy samples), got {temperature}")
+    if token_ids.dtype != torch.int64:
+        raise BadRequest(f"token ids must be int64, got {token_ids.dtype}")
+    if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < logits.shape[-1]:
+        raise BadRequest(f"token ids must be in 0..{logits.shape[-1] - 1}; give ones that count, and mask the result")
+    flat = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    return _Logprobs.apply(flat, token_ids.reshape(-1), float(temperature)).view(token_ids.shape)

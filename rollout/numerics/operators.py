@@ -1,0 +1,238 @@
+"""The engine's operators under autograd: results are those of the operator, gradients those of its formula.
+
+    forward     tensors of the trainer -> operator on what the engine would hold -> its bits, in float32
+    backward    the formula (`formulas`) in float32 on the same inputs, put together again; autograd through it
+
+Between operators tensors are float32 and hold numbers of the engine's dtype, so that gradients are not rounded on their
+way.  Formulas read the trainer's own tensors, rounded as the engine holds them: packed matrices have no gradient, and a
+tensor that changes between forward and backward is an error, as everywhere in autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rollout.kernels.ops import Ops
+from rollout.kernels.schemas import SCHEMAS
+from rollout.numerics import formulas
+from rollout.numerics.assembly import Assembly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How gradients go through an operator.  Names are those of the arguments in its schema.
+
+    `flows`: tensors of the forward that have gradients; `weights`: matrices that do; `sums`: the first flow becomes its
+    sum with the second, in place; `chosen`: the argument that tells the formula what integers the operator returned;
+    `stored`: pools whose rows `slots` the operator writes, which are further results.
+    """
+
+    formula: Callable[..., Any]
+    flows: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    sums: bool = False
+    chosen: str | None = None
+    stored: tuple[str, ...] = ()
+
+
+_STREAM, _NORM_MATRIX = ("residual", "hidden"), ("norm_weight", "weight", "bias")
+RULES: dict[str, Rule] = {
+    "gather_rows": Rule(formula=formulas.gather_rows, weights=("table",)),
+    "matrix_rows": Rule(formula=formulas.matrix_rows, weights=("weight",)),
+    "linear": Rule(formula=formulas.linear, flows=("hidden",), weights=("weight", "bias")),
+    "add_rms_norm": Rule(formula=formulas.add_rms_norm, flows=_STREAM, sums=True, weights=("weight",)),
+    "norm_linear": Rule(formula=formulas.norm_linear, flows=_STREAM, sums=True, weights=_NORM_MATRIX),
+    "norm_route": Rule(
+        formula=formulas.norm_route, flows=_STREAM, sums=True, weights=_NORM_MATRIX, chosen="forced_ids"
+    ),
+    "qk_norm_rope_store": Rule(
+        formula=formulas.qk_norm_rope_store, flows=("qkv",), weights=("weight",), stored=("k_pool", "v_pool")
+    ),
+    "latent_query_store": Rule(
+        formula=formulas.latent_query_store,
+        flows=("query", "latent"),
+        weights=("norm_weight", "weight"),
+        stored=("pool",),
+    ),
+    "latent_values": Rule(formula=formulas.latent_values, flows=("latents",), weights=("weight",)),
+    "silu_and_mul": Rule(formula=formulas.silu_and_mul, flows=("gate_up",)),
+    "fused_experts": Rule(
+        formula=formulas.fused_experts,
+        flows=("hidden", "weights"),
+        weights=("w13", "w2", "w13_bias", "w2_bias"),
+    ),
+    "sigmoid_gate": Rule(formula=formulas.sigmoid_gate, flows=("hidden", "gate")),
+    "gated_delta": Rule(
+        formula=formulas.gated_delta,
+        flows=("projected",),
+        weights=("conv_weight", "a_log", "dt_bias", "norm_weight"),
+    ),
+}
+assert RULES.keys() == SCHEMAS.keys(), "every operator of the engine has a formula"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator.  `arguments`: in the order of the schema, None in the place of `flows`.
+
+    `flows`: the names of those that are given and have gradients; `matrices`: how those that hold weights are made of
+    the trainer's tensors, which come one after the other; `dtype`: the engine's.
+    """
+
+    operator: Callable[..., Any]
+    rule: Rule
+    arguments: Mapping[str, Any]
+    flows: tuple[str, ...]
+    matrices: Mapping[str, Assembly]
+    dtype: torch.dtype
+
+    @property
+    def sums(self) -> bool:
+        return self.rule.sums and len(self.flows) == 2
+
+    def by_matrix(self, per_tensor: Sequence[Any]) -> Iterator[tuple[str, Assembly, Sequence[Any]]]:
+        """Each matrix with its share of what there is for each of the trainer's tensors."""
+        start = 0
+        for name, assembly in self.matrices.items():
+            end = start + len(assembly.names)
+            yield name, assembly, per_tensor[start:end]
+            start = end
+
+    def formula(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
+        """The results of the formula for these flows and matrices."""
+        arguments = {**self.arguments, **inputs}
+        if self.rule.chosen is not None:
+            arguments[self.rule.chosen] = chosen
+        results = self.rule.formula(*arguments.values())
+        return list(results) if isinstance(results, tuple) else [results]
+
+
+class Operation(torch.autograd.Function):
+    """`apply(call, *flows, *the trainer's tensors)`: the sum, where there is one, results, stored rows; in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flows, parts = tensors[: len(call.flows)], tensors[len(call.flows) :]
+        held = {name: tensor.to(call.dtype) for name, tensor in zip(call.flows, flows, strict=True)}
+        result = call.operator(*{**call.arguments, **held}.values())
+        results = result if isinstance(result, tuple) else (result,)
+        stored = [call.arguments[pool].index_select(0, call.arguments["slots"]) for pool in call.rule.stored]
+        whole = [value for value in results if not value.is_floating_point()]
+        if call.rule.sums:
+            stream, total = flows[0], held[call.flows[0]]
+            # the stream goes on changing, what the gradient needs must not
+            held = {call.flows[0]: total.clone() if total is stream else total}
+            if call.sums:
+                stream.copy_(total)
+                ctx.mark_dirty(stream)
+        ctx.call, ctx.held, ctx.num_parts = call, tuple(held), len(parts)
+        ctx.is_whole = [not value.is_floating_point() for value in (*results, *stored)]
+        ctx.mark_non_differentiable(*whole)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*held.values(), *parts, *whole)
+        outputs = [value.float() if value.is_floating_point() else value for value in (*results, *stored)]
+        return (stream, *outputs) if call.sums else tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        call, saved = ctx.call, ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        flows_needed, parts_needed = needed[: len(call.flows)], needed[len(call.flows) :]
+        held, rest = saved[: len(ctx.held)], saved[len(ctx.held) :]
+        parts, whole = rest[: ctx.num_parts], rest[ctx.num_parts :]
+        inputs = {name: value.float().detach() for name, value in zip(ctx.held, held)}
+        for name, is_needed in zip(ctx.held, [any(flows_needed)] if call.sums else flows_needed, strict=True):
+            inputs[name].requires_grad_(is_needed)
+        for (name, assembly, tensors), (_, _, wanted) in zip(call.by_matrix(parts), call.by_matrix(parts_needed)):
+            matrix = assembly.matrix(tensors, call.dtype, torch.float32).detach()
+            inputs[name] = matrix.requires_grad_(any(wanted))
+        of_results = [g for g, is_whole in zip(gradients[int(call.sums) :], ctx.is_whole, strict=True) if not is_whole]
+        with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
+            results = call.formula(inputs, whole[0] if whole else None)
+        found = _gradients(results, inputs, of_results)
+        of_flows = [found.get(name) for name in call.flows]
+        if call.sums:
+            both = _sum(found.get(call.flows[0]), gradients[0])
+            of_flows = [both, both]
+        of_parts: list[torch.Tensor | None] = []
+        for name, assembly, wanted in call.by_matrix(parts_needed):
+            of_matrix = found.get(name)
+            of_parts += [None] * len(wanted) if of_matrix is None else assembly.gradients(of_matrix, wanted)
+        return None, *of_flows, *of_parts
+
+
+def _gradients(
+    results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor], of_results: Sequence[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Of each input that has one."""
+    both = zip(results, of_results, strict=True)
+    pairs = [(result, gradient) for result, gradient in both if gradient is not None and result.requires_grad]
+    wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
+    if not pairs or not wanted:
+        return {}
+    outputs, of_outputs = zip(*pairs)
+    found = torch.autograd.grad(outputs, [inputs[name] for name in wanted], of_outputs, allow_unused=True)
+    return {name: gradient for name, gradient in zip(wanted, found) if gradient is not None}
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return one if other is None else other if one is None else one + other
+
+
+class Differentiable:
+    """The operators of an engine for a trainer's tensors.  `padding_id`: of its embedding.
+
+    `named`: those tensors in the forward that is under way; `stored`: what its operators stored in each pool, by the
+    id of the pool; `choose`: asked with its arguments and outputs, what an operator that chose integers is to be forced
+    to instead, None to leave them.
+    """
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, padding_id: int | None) -> None:
+        self._dtype = dtype
+        rules = dict(RULES)
+        for name in ("gather_rows", "matrix_rows"):
+            rules[name] = replace(rules[name], formula=partial(rules[name].formula, padding_id=padding_id))
+        self.assemblies: Mapping[int, Assembly] = {}
+        self.named: Mapping[str, torch.Tensor] = {}
+        self.stored: dict[int, torch.Tensor] = {}
+        self.choose: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], torch.Tensor | None] = lambda *_: None
+        mine: dict[str, Any] = {name: self._operator(getattr(ops, name), name, rules[name]) for name in SCHEMAS}
+        self.ops = replace(ops, **mine)
+
+    def run(self, operator: Callable[..., Any], rule: Rule, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of `Operation`; the operator's own, where nothing has a gradient by `rule`."""
+        flows = tuple(name for name in rule.flows if arguments[name] is not None)
+        held = {name: self.assemblies.get(id(arguments[name])) for name in rule.weights}
+        matrices = {name: assembly for name, assembly in held.items() if assembly is not None}
+        if not flows and not matrices:
+            return (operator(*arguments.values()),)
+        call = Call(operator, rule, {**arguments, **dict.fromkeys(flows)}, flows, matrices, self._dtype)
+        parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
+        return Operation.apply(call, *(arguments[name] for name in flows), *parts)
+
+    def _operator(self, operator: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
+        declared = getattr(torch.ops.lockstep, name).default._schema.arguments
+
+        def call(*given: Any) -> Any:
+            rest = [argument.default_value for argument in declared[len(given) :]]
+            arguments = dict(zip((argument.name for argument in declared), (*given, *rest), strict=True))
+            outputs = self.run(operator, rule, arguments)
+            if rule.sums and arguments["hidden"] is not None:
+                outputs = outputs[1:]
+            if rule.chosen is not None and (chosen := self.choose(arguments, outputs)) is not None:
+                # the sum has been made
+                outputs = self.run(operator, rule, {**arguments, "hidden": None, rule.chosen: chosen})
+            if rule.stored:
+                end = len(outputs) - len(rule.stored)
+                self.stored.update(zip((id(arguments[pool]) for pool in rule.stored), outputs[end:], strict=True))
+                outputs = outputs[:end]
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return call

@@ -1,0 +1,334 @@
+"""Each formula of a gradient against differences of the plain operator, in float64; that of log-probabilities, too.
+
+Differences are central and along a random direction in all arguments that have gradients, so that a missing or wrong
+term shows in one number; every operator is also checked with a formula that lacks a term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.core.errors import BadRequest
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.layer_specs import FullKV, LatentKV, WindowKV
+from rollout.kernels import plain
+from rollout.kernels.schemas import SCHEMAS
+from rollout.mem_cache.kv_pool import KVPool
+from rollout.numerics import engine_logprobs
+from rollout.numerics.attention import DifferentiableAttention
+from rollout.numerics.operators import RULES, Differentiable
+from rollout.numerics.sequences import Sequences
+from tests.kernels import angles, native_ops
+
+T, D, E, K = 9, 12, 6, 3
+STEP, NEAR = 1e-6, 1e-6
+Arguments = dict[str, Any]
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def turns(rotary_dim: int) -> torch.Tensor:
+    return angles(rotary_dim, 32, torch.float64, torch.arange(T))
+
+
+def norm_route(scoring: str, **others: Any) -> Arguments:
+    ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K] for t in range(T)])
+    defaults = {"normalise": True, "scoring": scoring, "scaling": 1.7, "correction_bias": None}
+    groups = {"num_groups": 1, "top_groups": 1, "forced_ids": ids, "weight_offset": None, "bias": None}
+    return {
+        "residual": rand(T, D),
+        "hidden": None,
+        "norm_weight": rand(D, seed=1),
+        "eps": 1e-6,
+        "weight": rand(E, D),
+        "num_experts": E,
+        "top_k": K,
+        **defaults,
+        **groups,
+        **others,
+    }
+
+
+def experts(**others: Any) -> Arguments:
+    inner = 5
+    form = {"w13_bias": None, "w2_bias": None, "limit": None, "alpha": 1.0}
+    ids = norm_route("softmax")["forced_ids"] % (E - 1)  # the last expert has no token
+    return {
+        "hidden": rand(T, D),
+        "ids": ids,
+        "weights": rand(T, K).abs(),
+        "w13": rand(E, 2 * inner, D),
+        "w2": rand(E, D, inner),
+        "inner_size": inner,
+        **form,
+        **others,
+    }
+
+
+def delta() -> Arguments:
+    key_heads, heads, key, value, width = 2, 4, 6, 3, 3
+    channels = 2 * key_heads * key + heads * value
+    lens = torch.tensor([4, 1, T - 5])
+    return {
+        "projected": rand(T, channels + heads * value + 2 * heads),
+        "conv_weight": rand(width, channels),
+        "a_log": rand(heads) - 1,
+        "dt_bias": rand(heads, seed=1),
+        "norm_weight": rand(value),
+        "eps": 1e-6,
+        "conv_pool": torch.zeros(3, width - 1, channels, dtype=torch.float64),
+        "state_pool": torch.zeros(3, heads, key, value, dtype=torch.float64),
+        "query_lens": lens,
+        "rows": torch.arange(3),
+        "sources": torch.full((3,), -1),
+        "snapshots": torch.empty((0, 3), dtype=torch.int64),
+    }
+
+
+def heads_of(*, weight: torch.Tensor | None, offset: float | None, rotary_dim: int) -> Arguments:
+    pools = {name: torch.zeros(T, 2, 8, dtype=torch.float64) for name in ("k_pool", "v_pool")}
+    return {
+        "qkv": rand(T, (4 + 2 * 2) * 8),
+        "weight": weight,
+        "angles": turns(rotary_dim),
+        **pools,
+        "slots": torch.arange(T),
+        "eps": 1e-6,
+        "weight_offset": offset,
+    }
+
+
+NORM = {"residual": rand(T, D), "hidden": None}
+CASES: dict[str, Arguments] = {
+    "gather_rows": {"table": rand(7, D), "ids": torch.tensor([1, 4, 1, 0, 6, 2, 2, 2, 5])},
+    "matrix_rows": {"weight": rand(7, D), "ids": torch.tensor([1, 4, 1, 0, 6, 2, 2, 2, 5]), "depth": D},
+    "linear": {"hidden": rand(T, D), "weight": rand(5, D), "out_size": 5, "bias": rand(5)},
+    "linear, no bias": {"hidden": rand(T, D), "weight": rand(5, D), "out_size": 5, "bias": None},
+    "add_rms_norm": {**NORM, "weight": rand(D), "eps": 1e-6, "weight_offset": None},
+    "add_rms_norm, offset": {**NORM, "weight": rand(D), "eps": 1e-6, "weight_offset": 1.0},
+    "norm_linear": {
+        **NORM,
+        "norm_weight": rand(D),
+        "eps": 1e-6,
+        "weight": rand(5, D),
+        "out_size": 5,
+        "bias": rand(5),
+        "weight_offset": 1.0,
+    },
+    "norm_route": norm_route("softmax"),
+    "norm_route, not normalised": norm_route("softmax", normalise=False),
+    "norm_route, of chosen": norm_route("softmax_of_chosen", bias=rand(E)),
+    "norm_route, sigmoid": norm_route("sigmoid", correction_bias=rand(E), num_groups=3, top_groups=2),
+    "qk_norm_rope_store": heads_of(weight=rand(6, 8), offset=None, rotary_dim=8),
+    "qk_norm_rope_store, part": heads_of(weight=rand(6, 8), offset=1.0, rotary_dim=4),
+    "qk_norm_rope_store, no norm": heads_of(weight=None, offset=None, rotary_dim=8),
+    "latent_query_store": {
+        "query": rand(T, 3 * (4 + 2)),
+        "latent": rand(T, 7),
+        "norm_weight": rand(5),
+        "eps": 1e-6,
+        "weight": rand(3 * (4 + 4), 5),
+        "num_heads": 3,
+        "angles": turns(2),
+        "pool": torch.zeros(T, 1, 7, dtype=torch.float64),
+        "slots": torch.arange(T),
+    },
+    "latent_values": {"latents": rand(T, 15), "weight": rand(3 * 8, 5), "num_heads": 3, "value_size": 4},
+    "silu_and_mul": {"gate_up": rand(T, 10)},
+    "fused_experts": experts(),
+    "fused_experts, clamped": experts(w13_bias=rand(E, 10), w2_bias=rand(E, D), limit=1.0, alpha=1.7),
+    "sigmoid_gate": {"hidden": rand(T, 12), "gate": rand(T, 3)},
+    "gated_delta": delta(),
+}
+
+
+def name_of(case: str) -> str:
+    return case.partition(",")[0]
+
+
+def with_gradients(case: str) -> list[str]:
+    rule = RULES[name_of(case)]
+    return [name for name in (*rule.flows, *rule.weights) if CASES[case].get(name) is not None]
+
+
+def results_of(case: str, arguments: Arguments) -> list[torch.Tensor]:
+    """Of the plain operator, with what it stores, on copies of the arguments."""
+    name = name_of(case)
+    given = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    result = getattr(plain, name)(*given.values())
+    results = list(result) if isinstance(result, tuple) else [result]
+    return [x for x in results if x.is_floating_point()] + [given[pool] for pool in RULES[name].stored]
+
+
+def slopes(case: str, formula: Callable[..., Any]) -> tuple[float, float]:
+    """Of a random sum of the results along a random direction: by the formula, and by differences."""
+    arguments, names = CASES[case], with_gradients(case)
+    weights = [rand(*result.shape, seed=2) for result in results_of(case, arguments)]
+    ways = {name: rand(*arguments[name].shape, seed=3) for name in names}
+
+    def at(step: float) -> float:
+        moved = arguments | {name: arguments[name] + step * way for name, way in ways.items()}
+        return sum(float((x * w).sum()) for x, w in zip(results_of(case, moved), weights, strict=True))
+
+    inputs = {name: arguments[name].clone().requires_grad_() for name in names}
+    results = formula(*(arguments | inputs).values())
+    results = results if isinstance(results, tuple) else (results,)
+    found = torch.autograd.grad(results, list(inputs.values()), weights, allow_unused=True)
+    slope = sum(float((g * way).sum()) for g, way in zip(found, ways.values()) if g is not None)
+    return slope, (at(STEP) - at(-STEP)) / (2 * STEP)
+
+
+def is_near(found: float, wanted: float) -> bool:
+    return abs(found - wanted) <= NEAR * max(1.0, abs(wanted))
+
+
+def test_every_operator_has_a_case() -> None:
+    assert {name_of(case) for case in CASES} == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_slopes_of_the_operator(case: str) -> None:
+    arguments = CASES[case]
+    declared = [argument.name for argument in getattr(torch.ops.lockstep, name_of(case)).default._schema.arguments]
+    assert list(arguments) == declared
+    assert is_near(*slopes(case, RULES[name_of(case)].formula))
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case in CASES for name in with_gradients(case)])
+def test_a_missing_term_is_noticed(case: str, name: str) -> None:
+    position, rule = list(CASES[case]).index(name), RULES[name_of(case)]
+
+    def wrong(*given: Any) -> Any:
+        # a part is left, so that there is a gradient
+        return rule.formula(*(0.9 * x + 0.1 * x.detach() if i == position else x for i, x in enumerate(given)))
+
+    assert not is_near(*slopes(case, wrong))
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "full": (FullKV(2, 8), {}),
+    "window": (WindowKV(2, 8, 3), {"window": 3}),
+    "sinks": (FullKV(2, 8), {"sinks": rand(4)}),
+    "latent": (LatentKV(16, 8), {"scale": 0.3}),
+}
+
+
+def written_out(
+    batch: ForwardBatch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention, one query of one head at a time."""
+    out, first = [], 0
+    for length in batch.extend_lens:
+        for t in range(first, first + length):
+            start = first if window is None else max(first, t - window + 1)
+            for head in range(q.shape[1]):
+                of_head = head * k.shape[1] // q.shape[1]
+                scores = k[start : t + 1, of_head] @ q[t, head] * (scale or q.shape[2] ** -0.5)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                out.append(scores.softmax(0)[: t + 1 - start] @ v[start : t + 1, of_head])
+        first += length
+    return torch.stack(out).view(q.shape[0], -1)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_gradients_of_attention(kind: str, wrong: bool) -> None:
+    layer, options = LAYERS[kind]
+    native_ops()
+    lengths = [4, 1, T - 5]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    batch = Sequences.of(torch.zeros(1, T, dtype=torch.int64), position_ids=positions[None]).step(has_states=False)
+    assert batch.extend_lens == lengths
+    pool = KVPool(T, [layer], torch.float64)
+    attention = DifferentiableAttention(_Backend(pool), [layer], Differentiable(native_ops(), torch.float32, None))
+    attention.plan(batch)
+    q, k = rand(T, 4, layer.key_size), rand(T, layer.num_heads, layer.key_size)
+    v = k[..., : layer.value_size] if layer.values_in_keys else rand(T, layer.num_heads, layer.value_size, seed=5)
+    sinks = options.get("sinks")
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    given = [*inputs, *([] if sinks is not None else [None])]
+    out = written_out(batch, given[0], given[1], given[2], options.get("scale"), options.get("window"), given[3])
+    weights = rand(*out.shape)
+    wanted = torch.autograd.grad(out, inputs, weights)
+    formula = attention._formula(0, options.get("scale"), None if wrong else options.get("window"))
+    ours = [x.detach().clone().requires_grad_() for x in inputs]
+    values = ours[2] * (0.9 if wrong else 1.0)
+    found = torch.autograd.grad(
+        formula(ours[0], ours[1], values, ours[3] if sinks is not None else None), ours, weights
+    )
+    same = all(torch.allclose(one, other, rtol=1e-6, atol=1e-9) for one, other in zip(found, wanted))
+    assert same is not wrong
+
+
+class _Backend:
+    """Of which the formula needs the pool only."""
+
+    batch_invariant = True
+
+    def __init__(self, kv: KVPool) -> None:
+        self.kv = kv
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Nothing."""
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_and_their_gradient(temperature: float, dtype: torch.dtype) -> None:
+    native_ops()
+    logits = (3 * rand(2, 5, 40)).to(dtype).requires_grad_()
+    ids = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(1))
+    exact = logits.detach().double().requires_grad_()
+    wanted = (exact / temperature).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    found = engine_logprobs(logits, ids, temperature)
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), wanted, atol=1e-5)
+    weights = rand(2, 5)
+    (of_logits,) = torch.autograd.grad(found, logits, weights.float())
+    (of_exact,) = torch.autograd.grad(wanted, exact, weights)
+    near = 1e-5 if dtype == torch.float32 else 5e-3
+    assert (of_logits.double() - of_exact).norm() < near * of_exact.norm()
+    (of_hot,) = torch.autograd.grad((exact / 2).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1), exact, weights)
+    assert (of_logits.double() - of_hot).norm() > near * of_exact.norm()
+
+
+def test_log_probabilities_have_the_same_bits_in_either_dtype() -> None:
+    native_ops()
+    logits, ids = (3 * rand(6, 300)).bfloat16(), torch.arange(6)
+    assert torch.equal(engine_logprobs(logits, ids), engine_logprobs(logits.float(), ids))
+    assert torch.equal(engine_logprobs(logits[2], ids[2]), engine_logprobs(logits, ids)[2])
+
+
+@pytest.mark.parametrize(
+    ("logits", "ids", "temperature"),
+    [
+        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), 1.0),
+        (torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64), 1.0),
+        (torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), 0.0),
+        (torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), float("nan")),
+        (torch.zeros(3, 4), torch.full((3,), 4), 1.0),
+        (torch.zeros(3, 4), torch.full((3,), -100), 1.0),
+        (torch.zeros(3, 4), torch.zeros(3), 1.0),
+    ],
+)
+def test_wrong_arguments_of_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> None:
+    native_ops()
+    with pytest.raises(BadRequest):
+        engine_logprobs(logits, ids, temperature)
