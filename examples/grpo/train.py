@@ -97,7 +97,7 @@ class Result:
 
 def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
     """Supervised steps until right answers are likely enough; how likely they are then."""
-    end_id, optimizer = tokenizer.token_to_id("<|im_end|>"), Masters(model, plan.supervised_rate)
+    end_id, optimizer = model.config.eos_token_id, Masters(model, plan.supervised_rate)
     stream, reached = problems(seed, held_out=False), 0.0
     for step in range(1, plan.supervised_steps + 1):
         chosen = list(islice(stream, plan.supervised_batch))
