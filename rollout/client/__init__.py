@@ -2,7 +2,14 @@
 
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.client import RolloutClient
-from rollout.client.errors import ClientError, ResponseFormatError, ServerError, ServerTimeout, ServerUnreachable
+from rollout.client.errors import (
+    ClientError,
+    JoinError,
+    ResponseFormatError,
+    ServerError,
+    ServerTimeout,
+    ServerUnreachable,
+)
 from rollout.client.types import (
     FinishReason,
     GenerateOptions,
@@ -19,6 +26,7 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "GenerationOutput",
+    "JoinError",
     "ResponseFormatError",
     "RolloutClient",
     "RouteLayout",

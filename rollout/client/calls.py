@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import httpx
 
-from rollout.client import generation
 from rollout.client.errors import ServerTimeout
-from rollout.client.method import Steps, method
+from rollout.client.generation_calls import GenerationCalls
+from rollout.client.method import method
 from rollout.client.transport import Connection
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.types import RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
     JsonObject,
-    field_of,
+    Steps,
     is_healthy,
     method_call,
     nothing,
@@ -42,10 +42,11 @@ from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqI
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
-class Calls(WeightCalls):
+class Calls(GenerationCalls, WeightCalls):
     """What both clients can do."""
 
     _http_client: type
+    _semaphore: type
 
     def __init__(
         self,
@@ -55,21 +56,30 @@ class Calls(WeightCalls):
         admin_api_key: str | None = None,
         timeouts: Timeouts | None = None,
         route_layout: RouteLayout | None = None,
+        max_connections: int | None = None,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`max_connections`: generations on their way at once, more wait; None: 4096, or half of `ulimit -n`.
+
+        Other calls never wait for those: a pause reaches the server however many generations there are.
+        """
+        self._settings: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "admin_api_key": admin_api_key,
+            "timeouts": timeouts,
+            "route_layout": route_layout,
+            "max_connections": max_connections,
+        }
+        self._has_transport = transport is not None
         self.base_url = base_url
         self._layout = route_layout
-        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
+        self._connection = Connection(base_url, api_key, admin_api_key, timeouts, max_connections)
+        self._places: Any = self._semaphore(self._connection.max_connections)
+        self._retry_s = self._connection.timeouts.retry
         self._http: Any = self._http_client(**self._connection.options(), transport=transport)
 
-    # --- generation ----------------------------------------------------------------------------------------------
-
-    @method
-    def generate(
-        self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Call[GenerationOutput | list[GenerationOutput]]:
-        """Samples for one prompt (text or `input_ids`) or a batch; a list for a batch or n > 1, prompt by prompt."""
-        return generation.generate(prompt, options, self._layout)
+    # --- control -------------------------------------------------------------------------------------------------
 
     @method
     def abort(self, rid: str) -> Call[None]:
@@ -85,12 +95,13 @@ class Calls(WeightCalls):
     def pause(self, mode: PauseMode = "abort") -> Call[JsonObject]:
         """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
         timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
-        return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, mode=mode)
+        return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, retry="refused", mode=mode)
 
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        return method_call(ContinueGenerationReqInput, locals())
+        label = abort_below_weight_version
+        return verb_call(ContinueGenerationReqInput, verb_result, retry="refused", abort_below_weight_version=label)
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -165,18 +176,6 @@ class Calls(WeightCalls):
             if deadline - time.monotonic() <= poll:
                 raise ServerTimeout(f"the server at {self.base_url} was not ready within {timeout:g} s")
             yield poll
-
-    @method
-    def tokenize(self, prompt: str, add_special_tokens: bool = True) -> Call[list[int]]:
-        """Token ids of `prompt`."""
-        body = {"prompt": prompt, "add_special_tokens": add_special_tokens}
-        return Call("POST", "/tokenize", field_of("tokens", list), body)
-
-    @method
-    def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> Call[str]:
-        """Text of token ids."""
-        body = {"tokens": list(tokens), "skip_special_tokens": skip_special_tokens}
-        return Call("POST", "/detokenize", field_of("text", str), body)
 
 
 def _health(timeout_s: float) -> Call[bool]:

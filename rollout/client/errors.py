@@ -5,6 +5,7 @@ ClientError                   500
 +-- ServerUnreachable         503  nobody answers, or the connection broke
 +-- ServerTimeout             504  no answer within the deadline
 +-- ResponseFormatError       502  an answer that breaks the protocol, damaged or missing routes included
++-- JoinError                 502  parts of a resumed sample that do not belong together
 """
 
 from __future__ import annotations
@@ -17,19 +18,30 @@ class ClientError(LockstepError):
 
 
 class ServerError(ClientError):
-    """The server refused the call; `status` is its HTTP status, `message` its reason."""
+    """The server refused the call; `status` is its HTTP status, `message` its reason.
 
-    def __init__(self, status: int, message: str) -> None:
+    `retry_after_s`: in how many seconds it wants to be asked again, if it says so.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{message} (HTTP {status})")
         self.status = status
         self.message = message
+        self.retry_after_s = retry_after_s
         self.status_code = status
 
 
 class ServerUnreachable(ClientError):
-    """Nobody answers, or the connection broke before the answer was complete."""
+    """Nobody answers, or the connection broke before the answer was complete.
+
+    `was_sent`: false where no connection came about, so that the server cannot have heard of the call.
+    """
 
     status_code = 503
+
+    def __init__(self, message: str, was_sent: bool = True) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
 
 
 class ServerTimeout(ClientError):
@@ -40,5 +52,11 @@ class ServerTimeout(ClientError):
 
 class ResponseFormatError(ClientError):
     """The answer breaks the protocol."""
+
+    status_code = 502
+
+
+class JoinError(ClientError):
+    """Parts of a resumed sample do not belong together."""
 
     status_code = 502

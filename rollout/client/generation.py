@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
@@ -29,6 +29,7 @@ from rollout.client.types import (
 from rollout.client.wire import Call, Reply, check, error_message, parse_json
 from rollout.core.errors import BadRequest
 
+T = TypeVar("T")
 _NOT_BODY = ("extra_body", "timeout")
 
 
@@ -66,7 +67,7 @@ def generate(
     def parse(reply: Reply) -> GenerationOutput | list[GenerationOutput]:
         return parse_answer(parse_json(check(reply).body), body, layout)
 
-    return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=options.get("timeout"))
+    return _call(parse, body, options)
 
 
 def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
@@ -76,7 +77,12 @@ def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call
         check(reply)
 
     body = generate_body(prompt, options) | {"stream": True}
-    return Call("POST", "/generate", refuse, body, timeout="generate", timeout_s=options.get("timeout"))
+    return _call(refuse, body, options)
+
+
+def _call(parse: Callable[[Reply], T], body: dict[str, Any], options: GenerateOptions) -> Call[T]:
+    timeout_s = options.get("timeout")
+    return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=timeout_s, retry="refused")
 
 
 class Events:
@@ -173,6 +179,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
         prompt_logprob_versions=_spans(meta, "input_logprob_weight_versions"),
         routed_experts=_routed_experts(meta, layout),
+        prompt_ids=content.get("prompt_token_ids"),
         index=content.get("index"),
         meta_info=meta,
     )

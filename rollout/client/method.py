@@ -1,4 +1,4 @@
-"""Methods that are written once for both clients.
+"""Methods that are written once for all clients.
 
 A method makes a `Call`, or a generator of calls and pauses; the client that it belongs to makes the exchange and waits
 for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient.pause(...)` something to await.
@@ -7,15 +7,14 @@ for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from rollout.client.wire import Call
+from rollout.client.retries import repeated
+from rollout.client.wire import Call, Steps
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Steps = Generator[Call[Any] | float, Any, T]
-"""Calls to make, whose results come back, and seconds to wait; it returns the method's result."""
 
 
 class Blocking:
@@ -40,11 +39,14 @@ class Method(Generic[P, T]):
 
 
 def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P, T]:
-    """A method whose steps are described by `build`, and done by its client's `_do`."""
+    """A method whose steps are described by `build`, and done by its client's `_do`.
+
+    A single call is repeated where that is safe; steps say themselves which of theirs are.
+    """
 
     def steps(self: Any, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
         work = build(self, *args, **kwargs)
-        return (yield work) if isinstance(work, Call) else (yield from work)
+        return (yield from repeated(work, self._retry_s) if isinstance(work, Call) else work)
 
     @functools.wraps(build)
     def do(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:

@@ -24,6 +24,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs_num: int
     token_ids_logprob: Sequence[int]  # ids whose log-probabilities are wanted at every position
     return_text_in_logprobs: bool
+    return_prompt_token_ids: bool
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
@@ -42,13 +43,14 @@ class Timeouts:
 
     `generate` is the wait for the whole answer, or for the next piece of a stream; a server that is paused answers only
     after it continues, so it must outlast a pause.  `weights` is for refreshes, pause and
-    continue.
+    continue.  `retry` is how long a call that may safely be made again is repeated; 0: not at all.
     """
 
     connect: float = 5.0
     control: float = 60.0
     generate: float = 1800.0
     weights: float = 360.0
+    retry: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -123,5 +125,6 @@ class GenerationOutput:
     prompt_chosen_logprobs: TopLogprobs | None = None
     prompt_logprob_versions: list[VersionSpan] = field(default_factory=list)
     routed_experts: RoutedExperts | None = None
+    prompt_ids: list[int] | None = None  # with `return_prompt_token_ids`
     index: int | None = None  # position in the batch, in a stream of several
     meta_info: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -32,11 +32,13 @@ def silent():
 
 
 def test_nobody_there_is_said_clearly(nobody):
+    at_once = Timeouts(retry=0)
+
     async def use(call):
-        async with AsyncRolloutClient(nobody) as client:
+        async with AsyncRolloutClient(nobody, timeouts=at_once) as client:
             return await call(client)
 
-    with RolloutClient(nobody) as client:
+    with RolloutClient(nobody, timeouts=at_once) as client:
         for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
             with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
                 call(client)
