@@ -9,16 +9,18 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
 from rollout.client import generation
+from rollout.client.brackets import AsyncWeightTransaction, in_loop, transaction
 from rollout.client.calls import Calls
 from rollout.client.errors import ClientError, ServerTimeout
 from rollout.client.many import Request, Result, generate_many
-from rollout.client.method import Awaiting
+from rollout.client.method import Awaiting, do_awaiting
 from rollout.client.retries import repeated
 from rollout.client.transport import read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
@@ -67,20 +69,17 @@ class AsyncRolloutClient(Calls, Awaiting):
         """
         return generate_many(self.generate, requests, concurrency, progress, options)
 
-    async def _do(self, steps: Steps[T], exchange: Callable[[Call[Any]], Awaitable[Any]] | None = None) -> T:
-        exchange = exchange or self._exchange
-        advance: Callable[[], Any] = functools.partial(next, steps)
-        while True:
-            try:
-                step = advance()
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            try:
-                result = await (exchange(step) if isinstance(step, Call) else asyncio.sleep(step))
-            except ClientError as error:
-                advance = functools.partial(steps.throw, error)
-            else:
-                advance = functools.partial(steps.send, result)
+    def weight_transaction(
+        self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
+    ) -> AbstractAsyncContextManager[AsyncWeightTransaction]:
+        """As `RolloutClient.weight_transaction`, for `async with`."""
+        timeout_s, loop = self._connection.timeouts.weights, asyncio.get_running_loop()
+        return in_loop(
+            transaction({self.base_url: self}, loop, timeout_s, weight_version, coverage, "abort_all", begin_options)
+        )
+
+    async def _do(self, steps: Steps[T]) -> T:
+        return await do_awaiting(steps, self._exchange)
 
     async def _exchange(self, call: Call[T]) -> T:
         body = bytearray()
@@ -127,7 +126,7 @@ class AsyncRolloutClient(Calls, Awaiting):
         steps: Steps[Any] = repeated(call, self._retry_s)
         try:
             async with contextlib.AsyncExitStack() as stack:
-                response = await self._do(steps, functools.partial(self._open, stack))
+                response = await do_awaiting(steps, functools.partial(self._open, stack))
                 async for chunk in response.aiter_bytes():
                     for output in events.feed(chunk):
                         yield output

@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx
 
+from rollout.client.brackets import Pause
 from rollout.client.errors import ServerTimeout
 from rollout.client.generation_calls import GenerationCalls
 from rollout.client.method import method
+from rollout.client.retries import repeated
 from rollout.client.transport import Connection
 from rollout.client.types import RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
@@ -94,14 +96,20 @@ class Calls(GenerationCalls, WeightCalls):
     @method
     def pause(self, mode: PauseMode = "abort") -> Call[JsonObject]:
         """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
-        timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
-        return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, retry="refused", mode=mode)
+        return _pause(mode)
 
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        label = abort_below_weight_version
-        return verb_call(ContinueGenerationReqInput, verb_result, retry="refused", abort_below_weight_version=label)
+        return _continue(abort_below_weight_version)
+
+    def paused(self, mode: PauseMode = "retract") -> Pause:
+        """A context manager (`with` or `async with`): a pause that ends with the block, however that is left.
+
+        Raises what `pause` and `continue_generation` raise; where the block has raised, a note on that.
+        """
+        resume = repeated(_continue(None), self._retry_s)
+        return Pause(self, repeated(_pause(mode), self._retry_s), resume)
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -176,6 +184,15 @@ class Calls(GenerationCalls, WeightCalls):
             if deadline - time.monotonic() <= poll:
                 raise ServerTimeout(f"the server at {self.base_url} was not ready within {timeout:g} s")
             yield poll
+
+
+def _pause(mode: PauseMode) -> Call[JsonObject]:
+    timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
+    return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, retry="refused", mode=mode)
+
+
+def _continue(label: str | None) -> Call[JsonObject]:
+    return verb_call(ContinueGenerationReqInput, verb_result, retry="refused", abort_below_weight_version=label)
 
 
 def _health(timeout_s: float) -> Call[bool]:

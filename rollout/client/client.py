@@ -9,18 +9,19 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
 from rollout.client import generation
 from rollout.client.async_client import AsyncRolloutClient
+from rollout.client.brackets import WeightTransaction, transaction
 from rollout.client.calls import Calls
 from rollout.client.errors import ClientError, ServerTimeout
 from rollout.client.loop_thread import LoopThread
 from rollout.client.many import Request, Result, generate_many
-from rollout.client.method import Blocking
+from rollout.client.method import Blocking, do_blocking
 from rollout.client.retries import repeated
 from rollout.client.transport import read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
@@ -74,6 +75,17 @@ class RolloutClient(Calls, Blocking):
             raise BadRequest("generate_many has an asynchronous client of its own, which cannot use this transport")
         return self._many(requests, concurrency, progress, options)
 
+    def weight_transaction(
+        self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
+    ) -> WeightTransaction:
+        """A context manager around a weight update: begin, `update.send(...)`, and the end, or on an exception abort.
+
+        `begin_options`: as of `begin_weight_update`.  For broadcasts from a model see `weight_sync.sender`.
+        Raises `EngineError` with what the server refused; unless it says so, the old weights serve on.
+        """
+        timeout_s = self._connection.timeouts.weights
+        return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)
+
     def _many(
         self, requests: Iterable[Request], concurrency: int, progress: bool, options: GenerateOptions
     ) -> Generator[tuple[int, Result], None, None]:
@@ -84,20 +96,8 @@ class RolloutClient(Calls, Blocking):
             finally:
                 loop.run(client.close())
 
-    def _do(self, steps: Steps[T], exchange: Callable[[Call[Any]], Any] | None = None) -> T:
-        exchange = exchange or self._exchange
-        advance: Callable[[], Any] = functools.partial(next, steps)
-        while True:
-            try:
-                step = advance()
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            try:
-                result: Any = exchange(step) if isinstance(step, Call) else time.sleep(step)  # type: ignore[func-returns-value]
-            except ClientError as error:
-                advance = functools.partial(steps.throw, error)
-            else:
-                advance = functools.partial(steps.send, result)
+    def _do(self, steps: Steps[T]) -> T:
+        return do_blocking(steps, self._exchange)
 
     def _exchange(self, call: Call[T]) -> T:
         body = bytearray()
@@ -141,7 +141,7 @@ class RolloutClient(Calls, Blocking):
         steps: Steps[Any] = repeated(call, self._retry_s)
         try:
             with contextlib.ExitStack() as stack:
-                response: Any = self._do(steps, functools.partial(self._open, stack))
+                response: Any = do_blocking(steps, functools.partial(self._open, stack))
                 for chunk in response.iter_bytes():
                     yield from events.feed(chunk)
                     if events.done:

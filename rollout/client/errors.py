@@ -5,10 +5,13 @@ ClientError                   500
 +-- ServerUnreachable         503  nobody answers, or the connection broke
 +-- ServerTimeout             504  no answer within the deadline
 +-- ResponseFormatError       502  an answer that breaks the protocol, damaged or missing routes included
++-- FleetError                502  engines of a fleet failed what was asked of all
 +-- JoinError                 502  parts of a resumed sample that do not belong together
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rollout.core.errors import LockstepError
 
@@ -60,3 +63,13 @@ class JoinError(ClientError):
     """Parts of a resumed sample do not belong together."""
 
     status_code = 502
+
+
+class FleetError(ClientError):
+    """Engines of a fleet failed what was asked of all; `failures` has the error of each by its URL."""
+
+    status_code = 502
+
+    def __init__(self, failures: Mapping[str, BaseException]) -> None:
+        super().__init__("; ".join(f"{url}: {type(error).__name__}: {error}" for url, error in failures.items()))
+        self.failures = dict(failures)

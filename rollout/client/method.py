@@ -6,10 +6,13 @@ for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
+from rollout.client.errors import ClientError
 from rollout.client.retries import repeated
 from rollout.client.wire import Call, Steps
 
@@ -53,3 +56,39 @@ def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P
         return self._do(steps(self, *args, **kwargs))
 
     return cast(Method[P, T], do)
+
+
+def do_blocking(steps: Steps[T], exchange: Callable[[Call[Any]], Any]) -> T:
+    """The result of `steps`, each call made by `exchange`."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    while True:
+        try:
+            step = advance()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        result = None
+        try:
+            if isinstance(step, Call):
+                result = exchange(step)
+            else:
+                time.sleep(step)
+        except ClientError as error:
+            advance = functools.partial(steps.throw, error)
+        else:
+            advance = functools.partial(steps.send, result)
+
+
+async def do_awaiting(steps: Steps[T], exchange: Callable[[Call[Any]], Awaitable[Any]]) -> T:
+    """As `do_blocking`, for one event loop."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    while True:
+        try:
+            step = advance()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        try:
+            result = await (exchange(step) if isinstance(step, Call) else asyncio.sleep(step))
+        except ClientError as error:
+            advance = functools.partial(steps.throw, error)
+        else:
+            advance = functools.partial(steps.send, result)

@@ -54,6 +54,20 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class FleetPolicy:
+    """How a fleet looks after its engines.
+
+    An engine is left out after `most_failures` failed checks in a row, and at once where a call does not reach it.
+    `most_engines`: on so many a request is tried, so that one which brings engines down does not bring down all.
+    """
+
+    check_every_s: float = 1.0
+    check_timeout_s: float = 5.0
+    most_failures: int = 3
+    most_engines: int = 3
+
+
+@dataclass(frozen=True)
 class RouteLayout:
     """The model's side of routed experts, needed only for servers that send the headerless int32 form."""
 
