@@ -21,8 +21,9 @@ from rollout.client.calls import Calls
 from rollout.client.errors import ClientError, ServerTimeout
 from rollout.client.many import Request, Result, generate_many
 from rollout.client.method import Awaiting, do_awaiting
+from rollout.client.pool import OneByOne
 from rollout.client.retries import repeated
-from rollout.client.transport import read_reply, require_before
+from rollout.client.transport import KEEPALIVE_S, read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
 from rollout.client.wire import Call, Steps
 
@@ -34,6 +35,9 @@ class AsyncRolloutClient(Calls, Awaiting):
 
     _http_client = httpx.AsyncClient
     _semaphore = asyncio.Semaphore
+
+    def _new_transport(self) -> OneByOne:
+        return OneByOne(KEEPALIVE_S)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -79,7 +79,11 @@ class Calls(GenerationCalls, WeightCalls):
         self._connection = Connection(base_url, api_key, admin_api_key, timeouts, max_connections)
         self._places: Any = self._semaphore(self._connection.max_connections)
         self._retry_s = self._connection.timeouts.retry
-        self._http: Any = self._http_client(**self._connection.options(), transport=transport)
+        self._http: Any = self._http_client(**self._connection.options(), transport=transport or self._new_transport())
+
+    def _new_transport(self) -> httpx.BaseTransport | httpx.AsyncBaseTransport | None:
+        """None: httpx's own."""
+        return None
 
     # --- control -------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import httpx
 
 from rollout.client.errors import ClientError, ServerTimeout, ServerUnreachable
+from rollout.client.pool import GENERATION
 from rollout.client.types import Timeouts
 from rollout.client.wire import Call, Reply
 from rollout.core.errors import BadRequest
 
 T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.
-_KEEPALIVE_S = 2.0
+KEEPALIVE_S = 2.0
 _MOST_CONNECTIONS = 4096
 
 
@@ -54,7 +55,7 @@ class Connection:
             raise BadRequest(f"base_url {self._base_url!r} is not like http://127.0.0.1:30000")
         # No cap on connections: generations wait for a place before they come here, and pausing must not queue there.
         limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=self.max_connections, keepalive_expiry=_KEEPALIVE_S
+            max_connections=None, max_keepalive_connections=self.max_connections, keepalive_expiry=KEEPALIVE_S
         )
         return {"base_url": url, "limits": limits, "trust_env": False}
 
@@ -73,7 +74,15 @@ class Connection:
             headers["authorization"] = f"Bearer {key}"
         deadline = self.deadline(call)
         timeout = httpx.Timeout(deadline, connect=min(self.timeouts.connect, deadline))
-        return {"method": call.method, "url": call.path, "headers": headers, "content": content, "timeout": timeout}
+        extensions = {GENERATION: True} if call.timeout == "generate" else {}
+        return {
+            "method": call.method,
+            "url": call.path,
+            "headers": headers,
+            "content": content,
+            "timeout": timeout,
+            "extensions": extensions,
+        }
 
     def deadline(self, call: Call[Any]) -> float:
         """Seconds to wait for the answer."""
