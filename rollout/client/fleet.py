@@ -120,9 +120,11 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     # --- all engines ---------------------------------------------------------------------------------------------
 
     async def on_all(self, call: Callable[[AsyncRolloutClient], Awaitable[T]]) -> dict[str, T]:
-        """`call(client)` for each engine in use, at once: results by URL.  Raises `FleetError` if any fails."""
-        await self.start()
-        return await _all({engine.url: call(engine.client) for engine in self._in_use()})
+        """`call(client)` for each engine in use, at once: results by URL.
+
+        Raises `FleetError` if any fails, `ServerUnreachable` if none is in use.
+        """
+        return await _all({engine.url: call(engine.client) for engine in await self._some_in_use()})
 
     async def abort(self, rid: str) -> None:
         """Abort the request with exactly this id, on whatever engine; it answers with what it has."""
@@ -139,9 +141,8 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         Raises `FleetError` if one could not be paused, and then those that were are continued; or if one refuses to go
         on.  One that cannot be reached then is left out.
         """
-        await self.start()
         with self.held():
-            pauses = {engine: engine.client.paused(mode) for engine in self._in_use()}
+            pauses = {engine: engine.client.paused(mode) for engine in await self._some_in_use()}
             try:
                 await _all({engine.url: pause.__aenter__() for engine, pause in pauses.items()})
                 yield
@@ -170,9 +171,8 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         leaves the engine out of the fleet until it has the version.  None is taken back meanwhile.
         Raises `EngineError`; unless its `committed` says otherwise the old weights serve on everywhere.
         """
-        await self.start()
         with self.held():
-            clients = {engine.url: engine.client for engine in self._in_use()}
+            clients = {engine.url: engine.client for engine in await self._some_in_use()}
             loop, timeout_s = asyncio.get_running_loop(), self._timeouts.weights
             update = transaction(clients, loop, timeout_s, weight_version, coverage, on_engine_failure, begin_options)
             try:
@@ -226,7 +226,17 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
                 if error.status != 503:
                     raise
                 failure = error
-        raise failure or ServerUnreachable(f"no engine is in use: {self._reasons()}", was_sent=False)
+        raise failure or self._nobody()
+
+    async def _some_in_use(self) -> list[FleetEngine]:
+        """Those in use, one at least.  Raises `ServerUnreachable`."""
+        await self.start()
+        if not (in_use := self._in_use()):
+            raise self._nobody()
+        return in_use
+
+    def _nobody(self) -> ServerUnreachable:
+        return ServerUnreachable(f"no engine is in use: {self._reasons()}", was_sent=False)
 
     def _in_use(self) -> list[FleetEngine]:
         return [engine for engine in self.engines.values() if engine.left_out is None]
@@ -253,6 +263,8 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
                 engine.left_out = "it is not healthy"
             elif engine.weight_version == self.weight_version:
                 engine.take_back()
+            else:
+                engine.left_out = self._other_version(engine)
         self._watchers = [asyncio.ensure_future(self._watch(engine)) for engine in engines]
 
     async def _watch(self, engine: FleetEngine) -> None:
@@ -262,11 +274,14 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     async def _check(self, engine: FleetEngine) -> None:
         """Count a failure, or take the engine back if it may be."""
+        version = engine.weight_version
         if not await self._is_healthy(engine):
             engine.num_failures += 1
             if engine.num_failures >= self._policy.most_failures:
                 self._leave_out(engine, "it is not healthy")
             return
+        if engine.num_failures and engine.weight_version != version:  # it was started anew
+            self._leave_out(engine, f"it was away, and came back with weight version {engine.weight_version}")
         engine.num_failures = 0
         if engine.left_out is not None and not self._num_holds:
             try:
@@ -291,18 +306,22 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         if engine.is_paused:
             await engine.client.continue_generation()
             engine.is_paused = False
-        if self._bring_up_to_date is not None and engine.weight_version != (wanted := await self._wanted()):
+        wanted = await self._wanted()
+        if self._bring_up_to_date is not None and wanted not in (None, engine.weight_version):
             async with asyncio.timeout(self._timeouts.weights):
-                await self._bring_up_to_date(engine.client, wanted or "")
+                await self._bring_up_to_date(engine.client, wanted)
             if not await self._is_healthy(engine):
                 return
         holds = self._holds
-        wanted = await self._wanted()
+        wanted = await self._wanted()  # it may be another one by now
         if wanted is not None and engine.weight_version != wanted:
-            engine.left_out = f"it serves weight version {engine.weight_version}, the fleet {wanted}"
+            engine.left_out = self._other_version(engine)
         elif holds == self._holds and not self._num_holds:
             self.weight_version = engine.weight_version
             engine.take_back()
+
+    def _other_version(self, engine: FleetEngine) -> str:
+        return f"it serves weight version {engine.weight_version}, the fleet {self.weight_version}"
 
     async def _wanted(self) -> str | None:
         """The weight version that those in use serve now; where none is, of the last commit.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -357,3 +358,29 @@ def test_a_server_that_ends_is_said(folder: Path) -> None:
         thread.join(20)
         (failure,) = failures
         assert isinstance(failure, ServerUnreachable) and failure.was_sent
+
+
+# --- documentation -----------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_documentation_run(
+    server: ServerProcess, second: ServerProcess, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other, as they stand, but for where the servers and the checkpoint are."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 5
+    names: dict[str, Any] = {}
+    for example in examples:
+        for written, real in (
+            ("http://127.0.0.1:30000", server.url),
+            ("http://127.0.0.1:30001", second.url),
+            ('"checkpoint', f'"{folder}'),
+        ):
+            example = example.replace(written, real)
+        second.client.update_weight_version(server.client.weight_version())  # the last example is of both
+        exec(example, names)
+    said = capsys.readouterr().out
+    assert "failed:" not in said and "step-1" in said
+    assert f"step-2 {{'{server.url}': None, '{second.url}': None}}" in said
+    assert server.client.weight_version() == second.client.weight_version() == "step-2"

@@ -194,6 +194,12 @@ def test_no_engine_at_all_is_said_with_the_reasons() -> None:
                 await fleet.generate("x")
             with pytest.raises(ServerTimeout, match="not healthy"):
                 await fleet.wait_until_ready(timeout=0.2)
+            for block in (fleet.paused(), fleet.weight_transaction("2")):
+                with pytest.raises(ServerUnreachable, match="no engine is in use"):
+                    async with block:
+                        raise AssertionError("not entered")
+            with pytest.raises(ServerUnreachable, match="no engine is in use"):
+                await fleet.abort_all()
             made[0].is_healthy = True
             assert (await fleet.generate("x")).rid == "a"
 
@@ -229,6 +235,18 @@ def test_an_engine_of_another_version_is_not_taken_back() -> None:
             assert (await fleet.generate("x")).rid == "b"
 
         with_fleet(urls, use)
+
+
+def test_an_engine_that_was_started_anew_between_two_failures_is_left_out() -> None:
+    with engines(2) as (made, urls):
+
+        async def use(fleet: AsyncRolloutFleet) -> None:
+            made[1].is_healthy = False
+            await until(lambda: fleet.engines[urls[1]].num_failures)
+            made[1].version, made[1].is_healthy = "0", True
+            await until(lambda: "serves weight version 0" in str(fleet.engines[urls[1]].left_out))
+
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, most_failures=1000))
 
 
 def test_an_engine_is_brought_up_to_date_before_it_is_taken_back() -> None:
