@@ -1,4 +1,4 @@
-"""Clients of a rollout server, synchronous and asynchronous.  Needs httpx, msgspec and numpy, not torch."""
+"""Clients of one rollout server or of several, synchronous and asynchronous.  No torch: httpx, msgspec, numpy, rich."""
 
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.blocking_fleet import RolloutFleet

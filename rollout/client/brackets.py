@@ -27,9 +27,9 @@ Transport = Literal[
 
 
 class Pause:
-    """A pause of `client`, whose methods `pause` and `continue_generation` are `pause` and `resume`.
+    """A pause of `client` around a block; `pause` and `resume` are the calls that begin and end it.
 
-    The pause is ended where it is not known whether it began, but not where the server refused it: then it may be
+    It is ended where it is not known whether it began, but not where the server refused it: then it may be
     another one's.
     """
 

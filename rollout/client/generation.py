@@ -179,7 +179,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
         prompt_logprob_versions=_spans(meta, "input_logprob_weight_versions"),
         routed_experts=_routed_experts(meta, layout),
-        prompt_ids=content.get("prompt_token_ids"),
+        prompt_ids=None if (ids := content.get("prompt_token_ids")) is None else list(ids),
         index=content.get("index"),
         meta_info=meta,
     )

@@ -70,6 +70,8 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
         )
     if first.prompt_ids is not None and rest.prompt_ids not in (None, [*first.prompt_ids, *first.output_ids]):
         raise JoinError(f"the prompt of {rest.rid} is not what {first.rid} ends with")
+    if not _has_versions(rest):
+        raise JoinError(f"not every token of {rest.rid} has its weight version")
     fields: dict[str, Any] = {name: _joined_lists(name, first, rest) for name in PER_TOKEN}
     reason = rest.finish_reason
     if reason is not None and reason.length is not None:
@@ -119,8 +121,7 @@ def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]
 def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
     """Raises `BadRequest` unless every token has all that was asked for."""
     count = len(output.output_ids)
-    ends = [0, *(span.end for span in output.weight_versions)]
-    if [span.start for span in output.weight_versions] != ends[:-1] or ends[-1] != count:
+    if not _has_versions(output):
         raise BadRequest(
             f"request {output.rid}: not every token has its weight version, as in a stream that was left: "
             "interrupt by abort(rid), which answers with the whole record"
@@ -137,6 +138,12 @@ def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
             raise BadRequest(f"request {output.rid} lacks rows of routed experts, so that they cannot be joined")
         if output.prompt_tokens is None or routes.start + len(routes) > output.prompt_tokens + count:
             raise BadRequest(f"request {output.rid} has more rows of routed experts than tokens")
+
+
+def _has_versions(output: GenerationOutput) -> bool:
+    """Whether each token has one."""
+    ends = [0, *(span.end for span in output.weight_versions)]
+    return [span.start for span in output.weight_versions] == ends[:-1] and ends[-1] == len(output.output_ids)
 
 
 # --- the record --------------------------------------------------------------------------------------------------

@@ -168,6 +168,7 @@ def test_a_part_without_tokens_changes_nothing() -> None:
         (lambda rest: replace(rest, top_logprobs=rest.top_logprobs[1:]), "entries of top_logprobs"),
         (lambda rest: replace(rest, chosen_logprobs=[None] * len(rest.output_ids)), "entries of chosen_logprobs"),
         (lambda rest: replace(rest, routed_experts=None), "only one"),
+        (lambda rest: replace(rest, weight_versions=rest.weight_versions[1:]), "weight version"),
         (lambda rest: replace(rest, routed_experts=rest.routed_experts.rows(1, len(rest.routed_experts))), "rows"),
         (
             lambda rest: replace(

@@ -186,10 +186,10 @@ def test_repeating_ends_at_its_deadline() -> None:
 def test_an_answer_in_drops_has_a_deadline() -> None:
     """Each byte comes in time, the whole does not."""
     for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
-        server = RawServer([raw_reply(b" " * 500 + json.dumps(SAMPLE).encode())], pause_s=0.02)
+        server = RawServer([raw_reply(b" " * 500 + json.dumps(SAMPLE).encode())], pause_s=0.005)
         with server.serving() as url:
             start = time.monotonic()
-            results = on_both(url, call, Timeouts(control=0.5, generate=0.5, retry=0))
+            results = on_both(url, call, Timeouts(control=0.3, generate=0.3, retry=0))
             assert time.monotonic() - start < 10
         assert all(isinstance(result, ServerTimeout) for result in results), results
 
