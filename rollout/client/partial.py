@@ -11,7 +11,7 @@ seam are not seen).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,8 +23,19 @@ from rollout.client.types import GenerateOptions, GenerationOutput, VersionSpan
 from rollout.core.errors import BadRequest
 from rollout.core.sampling_params import ALIASES, sampling_params_from_dict
 
-PER_TOKEN = ("output_ids", "logprobs", "token_logprobs", "top_logprobs", "chosen_logprobs")
-"""Fields of an output with one entry a token."""
+
+def _chained(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    return [*chain.from_iterable(parts)]
+
+
+PER_TOKEN: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "output_ids": _chained,
+    "logprobs": _chained,
+    "token_logprobs": _chained,
+    "top_logprobs": _chained,
+    "chosen_logprobs": _chained,
+}
+"""Fields of an output with one entry a token, and how those of parts are joined."""
 
 
 def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptions:
@@ -72,7 +83,7 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
         raise JoinError(f"the prompt of {rest.rid} is not what {first.rid} ends with")
     if not _has_versions(rest):
         raise JoinError(f"not every token of {rest.rid} has its weight version")
-    fields: dict[str, Any] = {name: _joined_lists(name, first, rest) for name in PER_TOKEN}
+    fields: dict[str, Any] = {name: _joined_entries(name, first, rest) for name in PER_TOKEN}
     reason = rest.finish_reason
     if reason is not None and reason.length is not None:
         fields["finish_reason"] = replace(reason, length=count)
@@ -149,14 +160,14 @@ def _has_versions(output: GenerationOutput) -> bool:
 # --- the record --------------------------------------------------------------------------------------------------
 
 
-def _joined_lists(name: str, first: GenerationOutput, rest: GenerationOutput) -> list[Any] | None:
-    parts: list[Sequence[Any] | None] = [getattr(first, name), getattr(rest, name)]
-    if parts == [None, None]:
+def _joined_entries(name: str, first: GenerationOutput, rest: GenerationOutput) -> Any:
+    parts = [getattr(first, name), getattr(rest, name)]
+    if all(part is None for part in parts):
         return None
     lengths = [len(first.output_ids), len(rest.output_ids)]
     if [None if part is None else len(part) for part in parts] != lengths:
         raise JoinError(f"{first.rid} and {rest.rid} have {lengths} tokens, but not as many entries of {name}")
-    return [*chain.from_iterable(part for part in parts if part is not None)]
+    return PER_TOKEN[name](parts)
 
 
 def _joined_spans(first: GenerationOutput, rest: GenerationOutput) -> list[VersionSpan]:

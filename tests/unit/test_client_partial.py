@@ -139,8 +139,8 @@ def _wrong_routes(first: GenerationOutput, rest: GenerationOutput) -> Any:
     [
         ("_joined_spans", _wrong_spans),
         ("_joined_routes", _wrong_routes),
-        ("PER_TOKEN", tuple(name for name in PER_TOKEN if name != "top_logprobs")),
-        ("_joined_lists", lambda name, first, rest: getattr(rest, name)),
+        ("PER_TOKEN", {name: how for name, how in PER_TOKEN.items() if name != "top_logprobs"}),
+        ("_joined_entries", lambda name, first, rest: getattr(rest, name)),
     ],
 )
 def test_a_wrong_join_is_noticed(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_sample_that_has_not_begun_is_asked_as_it_was() -> None:
         (lambda o: replace(o, weight_versions=o.weight_versions[:-1]), {}, "weight version"),
         (lambda o: replace(o, logprobs=o.logprobs[1:]), {}, "logprobs has 3 entries"),
         (
-            lambda o: replace(o, **dict.fromkeys(PER_TOKEN[1:])),
+            lambda o: replace(o, **dict.fromkeys(list(PER_TOKEN)[1:])),
             {"return_logprob": True},
             "no log-probabilities",
         ),
@@ -286,7 +286,7 @@ def test_a_text_is_decoded_anew_and_cut_at_its_stop_string() -> None:
         }
         return {"text": "\ufffdx", "output_ids": [7, 8], "meta_info": meta}
 
-    plain = replace(first, **dict.fromkeys(PER_TOKEN[1:]), routed_experts=None)
+    plain = replace(first, **dict.fromkeys(list(PER_TOKEN)[1:]), routed_experts=None)
     canned = CannedServer({"/generate": answer, "/detokenize": {"text": "héxEND"}})
     with serving(canned) as url, RolloutClient(url) as client:
         output = client.resume(plain, sampling_params={"max_new_tokens": 9, "stop": ["END"]})
