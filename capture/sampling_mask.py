@@ -50,10 +50,23 @@ class SamplingMask:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplingMask):
+            return NotImplemented
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(self.offsets, other.offsets)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __getitem__(self, token: int) -> np.ndarray:
         """The ids of one token [m] int32."""
         token = range(len(self))[token]
         return self.token_ids[self.offsets[token] : self.offsets[token + 1]]
+
+    def tokens(self, begin: int, end: int) -> SamplingMask:
+        """The masks of the tokens `begin .. end - 1`."""
+        begin, end, _ = slice(begin, end).indices(len(self))
+        offsets = self.offsets[begin : max(begin, end) + 1]
+        return SamplingMask(self.token_ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     @classmethod
     def from_lists(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:

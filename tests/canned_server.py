@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -92,3 +93,52 @@ def serving(canned: CannedServer) -> Iterator[str]:
         thread.join(10)
         listener.close()
         assert not thread.is_alive(), "the canned server did not stop"
+
+
+@dataclass
+class RawServer:
+    """Answers the n-th connection with the bytes of `script[n]` (the last one again and again), and closes it.
+
+    It listens from the start, hears one request a connection, and sends `pause_s` between two bytes, if that is given.
+    """
+
+    script: Sequence[bytes]
+    pause_s: float = 0.0
+    heard: list[bytes] = field(default_factory=list)
+
+    def answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            with connection.makefile("rb") as request:  # all of it: a close before the end of it is a reset
+                lines = list(iter(lambda: request.readline().rstrip(b"\r\n").lower(), b""))
+                request.read(sum(int(line[15:]) for line in lines if line.startswith(b"content-length:")))
+            self.heard.append(lines[0])
+            content = self.script[min(len(self.heard), len(self.script)) - 1]
+            for part in [content[i : i + 1] for i in range(len(content))] if self.pause_s else [content]:
+                connection.sendall(part)
+                time.sleep(self.pause_s)
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """The base URL."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            stop = threading.Event()
+
+            def accept() -> None:
+                while not stop.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        threading.Thread(target=self.answer, args=listener.accept()[:1], daemon=True).start()
+
+            listener.settimeout(0.05)
+            thread = threading.Thread(target=accept)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                stop.set()
+                thread.join(10)
+
+
+def raw_reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    """A whole HTTP answer."""
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,10 +1,21 @@
-"""Clients of a rollout server, synchronous and asynchronous.  Needs httpx, msgspec and numpy, not torch."""
+"""Clients of one rollout server or of several, synchronous and asynchronous.  No torch: httpx, msgspec, numpy, rich."""
 
 from rollout.client.async_client import AsyncRolloutClient
+from rollout.client.blocking_fleet import RolloutFleet
 from rollout.client.client import RolloutClient
-from rollout.client.errors import ClientError, ResponseFormatError, ServerError, ServerTimeout, ServerUnreachable
+from rollout.client.errors import (
+    ClientError,
+    FleetError,
+    JoinError,
+    ResponseFormatError,
+    ServerError,
+    ServerTimeout,
+    ServerUnreachable,
+)
+from rollout.client.fleet import AsyncRolloutFleet
 from rollout.client.types import (
     FinishReason,
+    FleetPolicy,
     GenerateOptions,
     GenerationOutput,
     RouteLayout,
@@ -15,12 +26,17 @@ from rollout.client.types import (
 
 __all__ = [
     "AsyncRolloutClient",
+    "AsyncRolloutFleet",
     "ClientError",
     "FinishReason",
+    "FleetError",
+    "FleetPolicy",
     "GenerateOptions",
     "GenerationOutput",
+    "JoinError",
     "ResponseFormatError",
     "RolloutClient",
+    "RolloutFleet",
     "RouteLayout",
     "ServerError",
     "ServerTimeout",

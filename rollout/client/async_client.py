@@ -6,15 +6,26 @@ Sends and waits; what is sent and how answers are read is in `calls`, `wire` and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
-from rollout.client import generation, wire
+from rollout.client import generation
+from rollout.client.brackets import AsyncWeightTransaction, in_loop, transaction
 from rollout.client.calls import Calls
-from rollout.client.method import Awaiting, Steps
+from rollout.client.errors import ClientError, ServerTimeout
+from rollout.client.many import Request, Result, generate_many
+from rollout.client.method import Awaiting, do_awaiting
+from rollout.client.pool import OneByOne
+from rollout.client.retries import repeated
+from rollout.client.transport import KEEPALIVE_S, read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
+from rollout.client.wire import Call, Steps
 
 T = TypeVar("T")
 
@@ -23,6 +34,10 @@ class AsyncRolloutClient(Calls, Awaiting):
     """A rollout server at `base_url`: the methods of `RolloutClient` as coroutines, `stream` as an async iterator."""
 
     _http_client = httpx.AsyncClient
+    _semaphore = asyncio.Semaphore
+
+    def _new_transport(self) -> OneByOne:
+        return OneByOne(KEEPALIVE_S)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -38,34 +53,84 @@ class AsyncRolloutClient(Calls, Awaiting):
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        return self._events(call, self._connection.request(call))
+        self._connection.request(call)  # what cannot be sent is refused here, not at the first output
+        return self._events(call)
+
+    def generate_many(
+        self,
+        requests: Iterable[Request],
+        *,
+        concurrency: int = 64,
+        progress: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[tuple[int, Result], None]:
+        """(index, result) of each request as it finishes; at most `concurrency` are on their way.
+
+        A request is a prompt, a list of token ids, or a mapping of arguments of `generate`; `options` are for all.  A
+        request that fails gives its exception as its result, and the others go on.  `requests` may be endless: it is
+        read as there is room.  `progress`: a bar on stderr, where that is a terminal.  Closing the iterator aborts what
+        is on its way.  Raises `BadRequest`, and what `requests` raises.
+        """
+        return generate_many(self.generate, requests, concurrency, progress, options)
+
+    def weight_transaction(
+        self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
+    ) -> AbstractAsyncContextManager[AsyncWeightTransaction]:
+        """As `RolloutClient.weight_transaction`, for `async with`."""
+        timeout_s, loop = self._connection.timeouts.weights, asyncio.get_running_loop()
+        return in_loop(
+            transaction({self.base_url: self}, loop, timeout_s, weight_version, coverage, "abort_all", begin_options)
+        )
 
     async def _do(self, steps: Steps[T]) -> T:
-        result: Any = None
-        while True:
-            try:
-                step = steps.send(result)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if isinstance(step, wire.Call):
-                result = await self._exchange(step)
-            else:
-                await asyncio.sleep(step)
+        return await do_awaiting(steps, self._exchange)
 
-    async def _exchange(self, call: wire.Call[T]) -> T:
-        arguments = self._connection.request(call)
+    async def _exchange(self, call: Call[T]) -> T:
+        body = bytearray()
         try:
-            response = await self._http.request(**arguments)
+            async with self._opened(call) as response:
+                deadline = time.monotonic() + self._connection.deadline(call)
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    require_before(deadline)
         except httpx.HTTPError as error:
             return self._connection.no_answer(error, call)
-        return call.parse(wire.Reply(response.status_code, response.content))
+        return call.parse(read_reply(response, body))
 
-    async def _events(self, call: wire.Call[None], arguments: dict[str, Any]) -> AsyncGenerator[GenerationOutput, None]:
-        events = generation.Events(call.json or {}, self._layout)
+    @contextlib.asynccontextmanager
+    async def _opened(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
+        """The answer of the server, its body to be read.  A generation waits for its place first."""
+        arguments = self._connection.request(call)
+        async with contextlib.AsyncExitStack() as stack:
+            if call.timeout == "generate":
+                try:
+                    async with asyncio.timeout(self._connection.deadline(call)):
+                        await self._places.acquire()
+                except TimeoutError:
+                    raise ServerTimeout(self._connection.no_place(call)) from None
+                stack.callback(self._places.release)
+            yield await stack.enter_async_context(self._http.stream(**arguments))
+
+    async def _open(self, stack: contextlib.AsyncExitStack, call: Call[Any]) -> Any:
+        """The answer to a stream, which `stack` closes; an error is read and raised."""
         try:
-            async with self._http.stream(**arguments) as response:
-                if not response.is_success:
-                    call.parse(wire.Reply(response.status_code, await response.aread()))
+            response = await stack.enter_async_context(self._opened(call))
+            if not response.is_success:
+                call.parse(read_reply(response, await response.aread()))
+        except httpx.HTTPError as error:
+            await stack.aclose()
+            return self._connection.no_answer(error, call)
+        except ClientError:
+            await stack.aclose()
+            raise
+        return response
+
+    async def _events(self, call: Call[None]) -> AsyncGenerator[GenerationOutput, None]:
+        events = generation.Events(call.json or {}, self._layout)
+        steps: Steps[Any] = repeated(call, self._retry_s)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                response = await do_awaiting(steps, functools.partial(self._open, stack))
                 async for chunk in response.aiter_bytes():
                     for output in events.feed(chunk):
                         yield output

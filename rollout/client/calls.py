@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import httpx
 
-from rollout.client import generation
+from rollout.client.brackets import Pause
 from rollout.client.errors import ServerTimeout
-from rollout.client.method import Steps, method
+from rollout.client.generation_calls import GenerationCalls
+from rollout.client.method import method
+from rollout.client.retries import repeated
 from rollout.client.transport import Connection
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
+from rollout.client.types import RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
 from rollout.client.wire import (
     Call,
     JsonObject,
-    field_of,
+    Steps,
     is_healthy,
     method_call,
     nothing,
@@ -42,10 +44,11 @@ from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqI
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
-class Calls(WeightCalls):
+class Calls(GenerationCalls, WeightCalls):
     """What both clients can do."""
 
     _http_client: type
+    _semaphore: type
 
     def __init__(
         self,
@@ -55,21 +58,34 @@ class Calls(WeightCalls):
         admin_api_key: str | None = None,
         timeouts: Timeouts | None = None,
         route_layout: RouteLayout | None = None,
+        max_connections: int | None = None,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`max_connections`: generations on their way at once, more wait; None: 4096, or half of `ulimit -n`.
+
+        Other calls never wait for those: a pause reaches the server however many generations there are.
+        """
+        self._settings: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "admin_api_key": admin_api_key,
+            "timeouts": timeouts,
+            "route_layout": route_layout,
+            "max_connections": max_connections,
+        }
+        self._has_transport = transport is not None
         self.base_url = base_url
         self._layout = route_layout
-        self._connection = Connection(base_url, api_key, admin_api_key, timeouts)
-        self._http: Any = self._http_client(**self._connection.options(), transport=transport)
+        self._connection = Connection(base_url, api_key, admin_api_key, timeouts, max_connections)
+        self._places: Any = self._semaphore(self._connection.max_connections)
+        self._retry_s = self._connection.timeouts.retry
+        self._http: Any = self._http_client(**self._connection.options(), transport=transport or self._new_transport())
 
-    # --- generation ----------------------------------------------------------------------------------------------
+    def _new_transport(self) -> httpx.BaseTransport | httpx.AsyncBaseTransport | None:
+        """None: httpx's own."""
+        return None
 
-    @method
-    def generate(
-        self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Call[GenerationOutput | list[GenerationOutput]]:
-        """Samples for one prompt (text or `input_ids`) or a batch; a list for a batch or n > 1, prompt by prompt."""
-        return generation.generate(prompt, options, self._layout)
+    # --- control -------------------------------------------------------------------------------------------------
 
     @method
     def abort(self, rid: str) -> Call[None]:
@@ -84,13 +100,20 @@ class Calls(WeightCalls):
     @method
     def pause(self, mode: PauseMode = "abort") -> Call[JsonObject]:
         """Stop generating; new requests wait.  Running ones are aborted, retracted, kept in place, or awaited."""
-        timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
-        return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, mode=mode)
+        return _pause(mode)
 
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
         """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
-        return method_call(ContinueGenerationReqInput, locals())
+        return _continue(abort_below_weight_version)
+
+    def paused(self, mode: PauseMode = "retract") -> Pause:
+        """A context manager (`with` or `async with`): a pause that ends with the block, however that is left.
+
+        Raises what `pause` and `continue_generation` raise; where the block has raised, a note on that.
+        """
+        resume = repeated(_continue(None), self._retry_s)
+        return Pause(self, repeated(_pause(mode), self._retry_s), resume)
 
     @method
     def flush_cache(self) -> Call[str]:
@@ -166,17 +189,14 @@ class Calls(WeightCalls):
                 raise ServerTimeout(f"the server at {self.base_url} was not ready within {timeout:g} s")
             yield poll
 
-    @method
-    def tokenize(self, prompt: str, add_special_tokens: bool = True) -> Call[list[int]]:
-        """Token ids of `prompt`."""
-        body = {"prompt": prompt, "add_special_tokens": add_special_tokens}
-        return Call("POST", "/tokenize", field_of("tokens", list), body)
 
-    @method
-    def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> Call[str]:
-        """Text of token ids."""
-        body = {"tokens": list(tokens), "skip_special_tokens": skip_special_tokens}
-        return Call("POST", "/detokenize", field_of("text", str), body)
+def _pause(mode: PauseMode) -> Call[JsonObject]:
+    timeout_s = PAUSE_WAIT_TIMEOUT_S if mode == "wait" else None
+    return verb_call(PauseGenerationReqInput, verb_result, timeout_s=timeout_s, retry="refused", mode=mode)
+
+
+def _continue(label: str | None) -> Call[JsonObject]:
+    return verb_call(ContinueGenerationReqInput, verb_result, retry="refused", abort_below_weight_version=label)
 
 
 def _health(timeout_s: float) -> Call[bool]:

@@ -5,16 +5,28 @@ Sends and waits; what is sent and how answers are read is in `calls`, `wire` and
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, Unpack
 
 import httpx
 
-from rollout.client import generation, wire
+from rollout.client import generation
+from rollout.client.async_client import AsyncRolloutClient
+from rollout.client.brackets import WeightTransaction, transaction
 from rollout.client.calls import Calls
-from rollout.client.method import Blocking, Steps
+from rollout.client.errors import ClientError, ServerTimeout
+from rollout.client.loop_thread import LoopThread
+from rollout.client.many import Request, Result, generate_many
+from rollout.client.method import Blocking, do_blocking
+from rollout.client.retries import repeated
+from rollout.client.transport import read_reply, require_before
 from rollout.client.types import GenerateOptions, GenerationOutput
+from rollout.client.wire import Call, Steps
+from rollout.core.errors import BadRequest
 
 T = TypeVar("T")
 
@@ -28,6 +40,7 @@ class RolloutClient(Calls, Blocking):
     """
 
     _http_client = httpx.Client
+    _semaphore = threading.Semaphore
 
     def close(self) -> None:
         self._http.close()
@@ -43,34 +56,92 @@ class RolloutClient(Calls, Blocking):
     ) -> Generator[GenerationOutput, None, None]:
         """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        return self._events(call, self._connection.request(call))
+        self._connection.request(call)  # what cannot be sent is refused here, not at the first output
+        return self._events(call)
+
+    def generate_many(
+        self,
+        requests: Iterable[Request],
+        *,
+        concurrency: int = 64,
+        progress: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[tuple[int, Result], None, None]:
+        """As `AsyncRolloutClient.generate_many`, which runs on a thread of its own and reads `requests` there.
+
+        Ctrl-C, and closing the iterator, abort what is on its way.
+        """
+        if self._has_transport:
+            raise BadRequest("generate_many has an asynchronous client of its own, which cannot use this transport")
+        return self._many(requests, concurrency, progress, options)
+
+    def weight_transaction(
+        self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
+    ) -> WeightTransaction:
+        """A context manager around a weight update: begin, `update.send(...)`, and the end, or on an exception abort.
+
+        `begin_options`: as of `begin_weight_update`.  For broadcasts from a model see `weight_sync.sender`.
+        Raises `EngineError` with what the server refused; unless it says so, the old weights serve on.
+        """
+        timeout_s = self._connection.timeouts.weights
+        return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)
+
+    def _many(
+        self, requests: Iterable[Request], concurrency: int, progress: bool, options: GenerateOptions
+    ) -> Generator[tuple[int, Result], None, None]:
+        with contextlib.closing(LoopThread()) as loop:
+            client = AsyncRolloutClient(**self._settings)
+            try:
+                yield from loop.iterate(generate_many(client.generate, requests, concurrency, progress, options))
+            finally:
+                loop.run(client.close())
 
     def _do(self, steps: Steps[T]) -> T:
-        result: Any = None
-        while True:
-            try:
-                step = steps.send(result)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if isinstance(step, wire.Call):
-                result = self._exchange(step)
-            else:
-                time.sleep(step)
+        return do_blocking(steps, self._exchange)
 
-    def _exchange(self, call: wire.Call[T]) -> T:
-        arguments = self._connection.request(call)
+    def _exchange(self, call: Call[T]) -> T:
+        body = bytearray()
         try:
-            response = self._http.request(**arguments)
+            with self._opened(call) as response:
+                deadline = time.monotonic() + self._connection.deadline(call)
+                for chunk in response.iter_bytes():
+                    body += chunk
+                    require_before(deadline)
         except httpx.HTTPError as error:
             return self._connection.no_answer(error, call)
-        return call.parse(wire.Reply(response.status_code, response.content))
+        return call.parse(read_reply(response, body))
 
-    def _events(self, call: wire.Call[None], arguments: dict[str, Any]) -> Generator[GenerationOutput, None, None]:
-        events = generation.Events(call.json or {}, self._layout)
+    @contextlib.contextmanager
+    def _opened(self, call: Call[Any]) -> Iterator[httpx.Response]:
+        """The answer of the server, its body to be read.  A generation waits for its place first."""
+        arguments = self._connection.request(call)
+        with contextlib.ExitStack() as stack:
+            if call.timeout == "generate":
+                if not self._places.acquire(timeout=self._connection.deadline(call)):
+                    raise ServerTimeout(self._connection.no_place(call))
+                stack.callback(self._places.release)
+            yield stack.enter_context(self._http.stream(**arguments))
+
+    def _open(self, stack: contextlib.ExitStack, call: Call[Any]) -> Any:
+        """The answer to a stream, which `stack` closes; an error is read and raised."""
         try:
-            with self._http.stream(**arguments) as response:
-                if not response.is_success:
-                    call.parse(wire.Reply(response.status_code, response.read()))
+            response = stack.enter_context(self._opened(call))
+            if not response.is_success:
+                call.parse(read_reply(response, response.read()))
+        except httpx.HTTPError as error:
+            stack.close()
+            return self._connection.no_answer(error, call)
+        except ClientError:
+            stack.close()
+            raise
+        return response
+
+    def _events(self, call: Call[None]) -> Generator[GenerationOutput, None, None]:
+        events = generation.Events(call.json or {}, self._layout)
+        steps: Steps[Any] = repeated(call, self._retry_s)
+        try:
+            with contextlib.ExitStack() as stack:
+                response: Any = do_blocking(steps, functools.partial(self._open, stack))
                 for chunk in response.iter_bytes():
                     yield from events.feed(chunk)
                     if events.done:

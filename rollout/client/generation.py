@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
@@ -30,6 +30,7 @@ from rollout.client.types import (
 from rollout.client.wire import Call, Reply, check, error_message, parse_json
 from rollout.core.errors import BadRequest
 
+T = TypeVar("T")
 _NOT_BODY = ("extra_body", "timeout")
 
 
@@ -69,7 +70,7 @@ def generate(
     def parse(reply: Reply) -> GenerationOutput | list[GenerationOutput]:
         return parse_answer(parse_json(check(reply).body), body, layout)
 
-    return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=options.get("timeout"))
+    return _call(parse, body, options)
 
 
 def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
@@ -79,7 +80,12 @@ def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call
         check(reply)
 
     body = generate_body(prompt, options) | {"stream": True}
-    return Call("POST", "/generate", refuse, body, timeout="generate", timeout_s=options.get("timeout"))
+    return _call(refuse, body, options)
+
+
+def _call(parse: Callable[[Reply], T], body: dict[str, Any], options: GenerateOptions) -> Call[T]:
+    timeout_s = options.get("timeout")
+    return Call("POST", "/generate", parse, body, timeout="generate", timeout_s=timeout_s, retry="refused")
 
 
 class Events:
@@ -178,6 +184,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         routed_experts=_routed_experts(meta, layout),
         sampling_mask=_sampling_mask(meta),
         sampling_logprobs=_sampling_logprobs(meta),
+        prompt_ids=None if (ids := content.get("prompt_token_ids")) is None else list(ids),
         index=content.get("index"),
         meta_info=meta,
     )

@@ -1,4 +1,4 @@
-"""Methods that are written once for both clients.
+"""Methods that are written once for all clients.
 
 A method makes a `Call`, or a generator of calls and pauses; the client that it belongs to makes the exchange and waits
 for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient.pause(...)` something to await.
@@ -6,16 +6,18 @@ for it.  So `RolloutClient.pause(...)` returns a result, and `AsyncRolloutClient
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Generator
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from rollout.client.wire import Call
+from rollout.client.errors import ClientError
+from rollout.client.retries import repeated
+from rollout.client.wire import Call, Steps
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Steps = Generator[Call[Any] | float, Any, T]
-"""Calls to make, whose results come back, and seconds to wait; it returns the method's result."""
 
 
 class Blocking:
@@ -40,14 +42,53 @@ class Method(Generic[P, T]):
 
 
 def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P, T]:
-    """A method whose steps are described by `build`, and done by its client's `_do`."""
+    """A method whose steps are described by `build`, and done by its client's `_do`.
+
+    A single call is repeated where that is safe; steps say themselves which of theirs are.
+    """
 
     def steps(self: Any, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
         work = build(self, *args, **kwargs)
-        return (yield work) if isinstance(work, Call) else (yield from work)
+        return (yield from repeated(work, self._retry_s) if isinstance(work, Call) else work)
 
     @functools.wraps(build)
     def do(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
         return self._do(steps(self, *args, **kwargs))
 
     return cast(Method[P, T], do)
+
+
+def do_blocking(steps: Steps[T], exchange: Callable[[Call[Any]], Any]) -> T:
+    """The result of `steps`, each call made by `exchange`."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    while True:
+        try:
+            step = advance()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        result = None
+        try:
+            if isinstance(step, Call):
+                result = exchange(step)
+            else:
+                time.sleep(step)
+        except ClientError as error:
+            advance = functools.partial(steps.throw, error)
+        else:
+            advance = functools.partial(steps.send, result)
+
+
+async def do_awaiting(steps: Steps[T], exchange: Callable[[Call[Any]], Awaitable[Any]]) -> T:
+    """As `do_blocking`, for one event loop."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    while True:
+        try:
+            step = advance()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        try:
+            result = await (exchange(step) if isinstance(step, Call) else asyncio.sleep(step))
+        except ClientError as error:
+            advance = functools.partial(steps.throw, error)
+        else:
+            advance = functools.partial(steps.send, result)

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
+import time
 from typing import Any, TypeVar
 
 import httpx
 
 from rollout.client.errors import ClientError, ServerTimeout, ServerUnreachable
+from rollout.client.pool import GENERATION
 from rollout.client.types import Timeouts
-from rollout.client.wire import Call
+from rollout.client.wire import Call, Reply
 from rollout.core.errors import BadRequest
 
 T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.
-_KEEPALIVE_S = 2.0
+KEEPALIVE_S = 2.0
+_MOST_CONNECTIONS = 4096
 
 
 class Connection:
-    """Where the server is, the keys for it, and how long to wait."""
+    """Where the server is, the keys for it, how long to wait, and for how many generations at once."""
 
     def __init__(
-        self, base_url: str, api_key: str | None, admin_api_key: str | None, timeouts: Timeouts | None
+        self,
+        base_url: str,
+        api_key: str | None,
+        admin_api_key: str | None,
+        timeouts: Timeouts | None,
+        max_connections: int | None,
     ) -> None:
         self._base_url = base_url
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
-        self._timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or Timeouts()
+        self.max_connections = _within_file_limit() if max_connections is None else max_connections
+        if self.max_connections < 1:
+            raise BadRequest(f"max_connections is {max_connections}")
 
     def options(self) -> dict[str, Any]:
         """Arguments of `httpx.Client` and `httpx.AsyncClient`.
@@ -40,8 +53,10 @@ class Connection:
             raise BadRequest(f"base_url {self._base_url!r}: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise BadRequest(f"base_url {self._base_url!r} is not like http://127.0.0.1:30000")
-        # No cap on connections: a rollout waits on hundreds of generations, and pausing must not queue behind them.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEPALIVE_S)
+        # No cap on connections: generations wait for a place before they come here, and pausing must not queue there.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=self.max_connections, keepalive_expiry=KEEPALIVE_S
+        )
         return {"base_url": url, "limits": limits, "trust_env": False}
 
     def request(self, call: Call[Any]) -> dict[str, Any]:
@@ -57,9 +72,26 @@ class Connection:
         key = self._admin_api_key if call.admin else self._api_key
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
-        deadline = call.deadline(self._timeouts)
-        timeout = httpx.Timeout(deadline, connect=min(self._timeouts.connect, deadline))
-        return {"method": call.method, "url": call.path, "headers": headers, "content": content, "timeout": timeout}
+        deadline = self.deadline(call)
+        timeout = httpx.Timeout(deadline, connect=min(self.timeouts.connect, deadline))
+        extensions = {GENERATION: True} if call.timeout == "generate" else {}
+        return {
+            "method": call.method,
+            "url": call.path,
+            "headers": headers,
+            "content": content,
+            "timeout": timeout,
+            "extensions": extensions,
+        }
+
+    def deadline(self, call: Call[Any]) -> float:
+        """Seconds to wait for the answer."""
+        return call.deadline(self.timeouts)
+
+    def no_place(self, call: Call[Any]) -> str:
+        """Why a generation was not sent."""
+        within = f"within {self.deadline(call):g} s"
+        return f"{call.path}: none of {self.max_connections} generations at {self._base_url} made room {within}"
 
     def no_answer(self, error: httpx.HTTPError, call: Call[T]) -> T:
         """The result of a call that nobody answered, if it has one for that.  Raises `ClientError` otherwise."""
@@ -70,7 +102,35 @@ class Connection:
     def _error(self, error: httpx.HTTPError, call: Call[Any]) -> ClientError:
         what, url = f"{call.method} {call.path}", self._base_url
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ServerUnreachable(f"no server answers at {url} ({error or 'timed out'}): is it running there?")
+            if _is_out_of_files(error):
+                return ServerUnreachable(f"{what} at {url}: too many open files here: raise `ulimit -n`", False)
+            return ServerUnreachable(
+                f"no server answers at {url} ({error or 'timed out'}): is it running there?", False
+            )
         if isinstance(error, httpx.TimeoutException):
-            return ServerTimeout(f"{what} at {url}: no answer within {call.deadline(self._timeouts):g} s")
+            return ServerTimeout(f"{what} at {url}: no answer within {self.deadline(call):g} s")
         return ServerUnreachable(f"{what} at {url}: the connection broke: {type(error).__name__}: {error}")
+
+
+def read_reply(response: httpx.Response, body: bytes | bytearray) -> Reply:
+    """An answer whose body was read."""
+    seconds = response.headers.get("retry-after", "")
+    return Reply(response.status_code, bytes(body), float(seconds) if seconds.isdecimal() else None)
+
+
+def require_before(deadline: float) -> None:
+    """Raises `httpx.ReadTimeout` after `deadline` (`time.monotonic()`), for answers that come in drops."""
+    if time.monotonic() > deadline:
+        raise httpx.ReadTimeout("the answer was not whole")
+
+
+def _within_file_limit() -> int:
+    """Connections that leave half of the files that may be open to the rest of the process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MOST_CONNECTIONS, soft // 2))
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    while error is not None and not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+        error = error.__cause__ or error.__context__
+    return error is not None

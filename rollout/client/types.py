@@ -25,6 +25,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs_num: int
     token_ids_logprob: Sequence[int]  # ids whose log-probabilities are wanted at every position
     return_text_in_logprobs: bool
+    return_prompt_token_ids: bool
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
@@ -44,13 +45,28 @@ class Timeouts:
 
     `generate` is the wait for the whole answer, or for the next piece of a stream; a server that is paused answers only
     after it continues, so it must outlast a pause.  `weights` is for refreshes, pause and
-    continue.
+    continue.  `retry` is how long a call that may safely be made again is repeated; 0: not at all.
     """
 
     connect: float = 5.0
     control: float = 60.0
     generate: float = 1800.0
     weights: float = 360.0
+    retry: float = 10.0
+
+
+@dataclass(frozen=True)
+class FleetPolicy:
+    """How a fleet looks after its engines.
+
+    An engine is left out after `most_failures` failed checks in a row, and at once where a call does not reach it.
+    `most_engines`: on so many a request is tried, so that one which brings engines down does not bring down all.
+    """
+
+    check_every_s: float = 1.0
+    check_timeout_s: float = 5.0
+    most_failures: int = 3
+    most_engines: int = 3
 
 
 @dataclass(frozen=True)
@@ -127,5 +143,6 @@ class GenerationOutput:
     routed_experts: RoutedExperts | None = None
     sampling_mask: SamplingMask | None = None
     sampling_logprobs: list[float] | None = None  # of each token among those of its mask
+    prompt_ids: list[int] | None = None  # with `return_prompt_token_ids`
     index: int | None = None  # position in the batch, in a stream of several
     meta_info: dict[str, Any] = field(default_factory=dict, repr=False)

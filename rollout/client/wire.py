@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlencode
@@ -25,10 +25,11 @@ BEYOND_SERVER_S = 10.0
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP answer, whole."""
+    """An HTTP answer, whole.  `retry_after_s`: in how many seconds the server wants to be asked again."""
 
     status: int
     body: bytes
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Call(Generic[T]):
     """One HTTP exchange.
 
     `admin` calls carry the admin key where there is one.  `timeout` names a field of `Timeouts`; `timeout_s` overrides.
-    `unanswered`: the result where nobody answers, instead of an error.
+    `unanswered`: the result where nobody answers, instead of an error.  `retry`: after what it may be made again, see
+    `retries`; "refused" is 503 or no connection, "always" a broken connection too.
     """
 
     method: Method
@@ -47,10 +49,19 @@ class Call(Generic[T]):
     timeout: Literal["control", "generate", "weights"] = "control"
     timeout_s: float | None = None
     unanswered: T | None = None
+    retry: Literal["never", "refused", "always"] = "never"
+
+    def __post_init__(self) -> None:
+        if self.method == "GET":
+            object.__setattr__(self, "retry", "always")
 
     def deadline(self, timeouts: Timeouts) -> float:
         """Seconds to wait for the answer."""
         return self.timeout_s if self.timeout_s is not None else getattr(timeouts, self.timeout)
+
+
+Steps = Generator[Call[Any] | float, Any, T]
+"""Calls to make, whose results come back or errors are raised, and seconds to wait; it returns a method's result."""
 
 
 # --- reading answers ---------------------------------------------------------------------------------------------
@@ -83,7 +94,7 @@ def error_message(body: bytes) -> str:
 def check(reply: Reply) -> Reply:
     """`reply` itself; raises `ServerError` if its status is not a success."""
     if not 200 <= reply.status < 300:
-        raise ServerError(reply.status, error_message(reply.body))
+        raise ServerError(reply.status, error_message(reply.body), reply.retry_after_s)
     return reply
 
 
@@ -134,7 +145,12 @@ def is_healthy(reply: Reply) -> bool:
 
 
 def verb_call(
-    verb: type[ControlReqInput], parse: Callable[[Reply], T], *, timeout_s: float | None = None, **fields: Any
+    verb: type[ControlReqInput],
+    parse: Callable[[Reply], T],
+    *,
+    timeout_s: float | None = None,
+    retry: Literal["never", "refused"] = "never",
+    **fields: Any,
 ) -> Call[T]:
     """The call of `verb`, as it is declared; fields that are None are left to the server."""
     endpoint = verb.endpoint
@@ -154,6 +170,7 @@ def verb_call(
         admin=endpoint.key == "admin",
         timeout=endpoint.client_waits or ("weights" if endpoint.timeout_s is None else "control"),
         timeout_s=timeout_s,
+        retry=retry,
     )
 
 

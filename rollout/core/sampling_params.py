@@ -105,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
 
 # Wire spellings that differ from the field they set: vLLM's.
-_ALIASES = {
+ALIASES = {
     "seed": "sampling_seed",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -122,7 +122,7 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for key, value in raw.items():
-        name = _ALIASES.get(key, key)
+        name = ALIASES.get(key, key)
         if name not in SamplingParams.__struct_fields__:
             unknown.append(key)
         elif value is not None:

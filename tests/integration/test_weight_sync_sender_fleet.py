@@ -204,7 +204,7 @@ def test_w12_an_engine_that_commits_after_the_deadline_has_committed(engines: di
 def test_w12_of_an_engine_that_falls_silent_at_its_commit_nothing_is_claimed(
     engines: dict[str, Engine], policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.sender.update._ASK_S", 0.3)
+    monkeypatch.setattr("weight_sync.joint_update._ASK_S", 0.3)
     verbs = ("end_weight_update:commit", "abort_weight_update", "weight_update")
     sender = sender_for({"a": engines["a"], "b": Late(engines["b"], verbs, 3.0)}, on_engine_failure=policy)
     seed = next(seeds)

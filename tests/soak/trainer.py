@@ -30,10 +30,10 @@ from tests.soak.strangers import PAUSE_MODES, Strangers, resume
 from tests.soak.traffic import Traffic
 from tests.soak.transports import Folders, Named, Transports
 from tests.trainer_process import TrainerProcess
+from weight_sync.engine_control import EngineError
 from weight_sync.errors import TransportError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import WeightSender
-from weight_sync.sender.control import EngineError
 
 Content = dict[str, torch.Tensor]
 

@@ -32,11 +32,13 @@ def silent():
 
 
 def test_nobody_there_is_said_clearly(nobody):
+    at_once = Timeouts(retry=0)
+
     async def use(call):
-        async with AsyncRolloutClient(nobody) as client:
+        async with AsyncRolloutClient(nobody, timeouts=at_once) as client:
             return await call(client)
 
-    with RolloutClient(nobody) as client:
+    with RolloutClient(nobody, timeouts=at_once) as client:
         for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
             with pytest.raises(ServerUnreachable, match=f"no server answers at {nobody}"):
                 call(client)
@@ -140,6 +142,33 @@ def test_arguments_that_json_cannot_hold_are_refused():
                 client.generate("hi", sampling_params=params)
 
 
-def test_the_client_does_not_load_torch():
-    code = "import sys, rollout.client; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'fastapi')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+HEAVY = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "zmq", "pydantic")
+
+
+@pytest.mark.parametrize(
+    "module", ["rollout.client", "rollout.client.brackets", "capture.codec", "capture.routed_experts"]
+)
+def test_the_client_loads_neither_torch_nor_transformers(module):
+    code = f"import sys, {module}; print(*(m for m in {HEAVY} if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "\n", "")
+
+
+def test_using_the_client_loads_no_torch_either():
+    """Routes that came, and routes that are sent."""
+    code = f"""
+import sys, base64, numpy as np
+from capture.codec import encode_compact
+from capture.routed_experts import RoutedExperts
+from rollout.client import RolloutClient, RolloutFleet
+from rollout.client.generation import generate_body, parse_output
+routes = RoutedExperts(np.zeros((2, 1, 1), np.uint8), 4, (0,), 1)
+generate_body("x", {{"replay_routed_experts": routes}})
+meta = {{"id": "r", "finish_reason": None, "routed_experts": base64.b64encode(encode_compact(routes)).decode(),
+        "routed_experts_format": "compact"}}
+parse_output({{"output_ids": [1], "meta_info": meta}}, {{}}, None).routed_experts.signed_ids()
+RolloutClient().close()
+print(*(m for m in {HEAVY} if m in sys.modules))
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "\n", "")

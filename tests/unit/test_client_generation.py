@@ -151,6 +151,8 @@ def test_every_field_of_a_sample():
     assert output.prompt_top_logprobs == [None, [(-2.0, 2, None)]]
     assert output.routed_experts == routes()
     assert output.meta_info == content["meta_info"]
+    assert output.prompt_ids is None
+    assert answer(content | {"prompt_token_ids": [1, 2, 3, 4]}, return_prompt_token_ids=True).prompt_ids == [1, 2, 3, 4]
 
 
 def test_what_was_not_asked_for_is_none():

@@ -59,7 +59,8 @@ def test_every_form_is_read_back(kept: list[list[int]], cut: int) -> None:
     assert [mask[token].tolist() for token in range(len(mask))] == kept
     assert SamplingMask.decode_csr(*mask.encode_csr()).to_lists() == kept
     parts = [SamplingMask.from_lists(kept[:cut]), SamplingMask.from_lists(kept[cut:])]
-    assert SamplingMask.joined(parts).to_lists() == kept
+    assert SamplingMask.joined(parts).to_lists() == kept and SamplingMask.joined(parts) == mask
+    assert [mask.tokens(0, cut), mask.tokens(cut, len(kept))] == parts
     mask.require([ids[-1] for ids in kept])
 
 

@@ -5,18 +5,19 @@
     ranks     collectives of the trainer ranks, with deadlines
     gather    a bucket's bytes on the sending rank; fingerprints
     link      one engine: its group, its calls, a bucket on its way
-    update    one transaction on many engines, as a context manager: who takes part, what one's failure means for the
-              others, the end in two phases
+    update    one transaction on many engines, as a context manager; who takes part, what one's failure means for the
+              others and the end in two phases are in `weight_sync/joint_update.py`
     sender    `WeightSender`, which joins all this
 
 Needs torch only.
 """
 
-from weight_sync.sender.control import EngineControl, EngineError
+from weight_sync.engine_control import EngineControl, EngineError
+from weight_sync.joint_update import EngineReport, OnEngineFailure
 from weight_sync.sender.plan import NamedTensors, named_tensors_of, split_fused_experts
-from weight_sync.sender.report import EngineReport, ProgressBar, RefreshReport
+from weight_sync.sender.report import ProgressBar, RefreshReport
 from weight_sync.sender.sender import WeightSender
-from weight_sync.sender.update import OnEngineFailure, WeightUpdate
+from weight_sync.sender.update import WeightUpdate
 
 __all__ = [
     "EngineControl",

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
+from weight_sync.engine_control import EngineControl, refusal
 from weight_sync.errors import TransactionStateError, TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
-from weight_sync.sender.control import EngineControl, refusal
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.waiting import in_thread
 

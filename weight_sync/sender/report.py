@@ -7,20 +7,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from weight_sync.joint_update import EngineReport
+
 _WIDTH = 30
 _REDRAW_S = 0.1
-
-
-@dataclass
-class EngineReport:
-    """One engine's share of a refresh."""
-
-    num_bytes: int = 0  # that it took
-    seconds: float = 0.0  # from begin until it answered for the last time
-    stall_seconds: float | None = None  # for which the commit held its steps, as it reports
-    committed: bool = False
-    unknown: bool = False  # it may have committed all the same: it did not answer
-    error: str | None = None  # why it was left out
 
 
 @dataclass(frozen=True)

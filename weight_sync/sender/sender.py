@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weight_sync.bucket import plan_buckets
+from weight_sync.engine_control import EngineControl, EngineError
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint_hex
+from weight_sync.joint_update import OnEngineFailure
 from weight_sync.process_group import resolve_backend
-from weight_sync.sender.control import EngineControl, EngineError
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.plan import TensorPlan, TensorSource, plan_tensors
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.report import RefreshReport
-from weight_sync.sender.update import OnEngineFailure, Progress, WeightUpdate
+from weight_sync.sender.update import Progress, WeightUpdate
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 

@@ -1,6 +1,6 @@
 """`EngineControl`: the engine's control calls that a sender makes; how refusals are read, and `EngineError`.
 
-An HTTP client satisfies the protocol.
+An HTTP client satisfies the protocol.  Needs no torch.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ class EngineControl(Protocol):
 
     def weight_update(self, *, update_id: str) -> Mapping[str, Any]:
         """The `outcome` of an update, with the answer of its end where that is `committed`."""
+
+
+class EngineCalls(Protocol):
+    """One engine's control calls on their way; `timeout_s` is the deadline of each."""
+
+    timeout_s: float
+
+    def call(self, verb: str, **fields: Any) -> Future[Any]: ...
 
 
 def refusal(call: Future[Any]) -> BaseException | None:

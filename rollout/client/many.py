@@ -1,0 +1,97 @@
+"""Many generations with bounded concurrency: results as they finish, and a progress bar."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rollout.client.types import GenerateOptions, GenerationOutput
+from rollout.core.errors import BadRequest
+
+Request = str | Sequence[int] | Mapping[str, Any]
+"""A prompt as text or as token ids, or the arguments of `generate` (`prompt` among them, or `input_ids`)."""
+Result = GenerationOutput | list[GenerationOutput] | Exception
+Generate = Callable[..., Awaitable[GenerationOutput | list[GenerationOutput]]]
+
+
+async def generate_many(
+    generate: Generate,
+    requests: Iterable[Request],
+    concurrency: int,
+    progress: bool,
+    options: GenerateOptions,
+) -> AsyncGenerator[tuple[int, Result], None]:
+    """(index, result) of each request as it finishes, at most `concurrency` on their way.
+
+    `requests` is read as there is room, and results wait for the caller: at most `concurrency` of them, then no more
+    requests are begun.  Closing the iterator cancels what is on its way.
+    """
+    if concurrency < 1:
+        raise BadRequest(f"concurrency is {concurrency}")
+    todo = enumerate(requests)
+    finished: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue(concurrency)
+
+    async def work() -> None:
+        """Takes requests until there are none; None is put then, or what `requests` raised."""
+        try:
+            for index, request in todo:
+                try:
+                    result: Result = await generate(**arguments_of(request, options))
+                except Exception as error:
+                    result = error
+                await finished.put((index, result))
+        except Exception as error:
+            await finished.put(error)
+        else:
+            await finished.put(None)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    try:
+        with _bar(requests, progress) as count:
+            for _ in workers:
+                while (item := await finished.get()) is not None:
+                    if isinstance(item, BaseException):
+                        raise item
+                    count(item[1])
+                    yield item
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def arguments_of(request: Request, options: GenerateOptions) -> dict[str, Any]:
+    """Arguments of `generate`: those of the request over those of all."""
+    if isinstance(request, str):
+        return {"prompt": request, **options}
+    if isinstance(request, Mapping):
+        return {**options, **request}
+    return {**options, "input_ids": request}
+
+
+@contextlib.contextmanager
+def _bar(requests: Iterable[Request], is_wanted: bool) -> Iterator[Callable[[Result], None]]:
+    """What is to be called with each result.  Draws on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    if not (is_wanted and console.is_terminal):
+        yield lambda result: None
+        return
+    text = TextColumn("{task.description}  {task.fields[tokens]:,} tokens, {task.fields[failed]} failed")
+    total = len(requests) if isinstance(requests, Sized) else None
+    tokens = failed = 0
+    with Progress(text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("rollout", total=total, tokens=0, failed=0)
+
+        def count(result: Result) -> None:
+            nonlocal tokens, failed
+            outputs = [] if isinstance(result, Exception) else result if isinstance(result, list) else [result]
+            tokens += sum(len(output.output_ids) for output in outputs)
+            failed += isinstance(result, Exception)
+            progress.update(task, advance=1, tokens=tokens, failed=failed)
+
+        yield count

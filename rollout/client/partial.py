@@ -1,0 +1,225 @@
+"""Samples that were interrupted: what to ask for the rest, and one record out of the records of the parts.
+
+The rest is asked with prompt and output as its prompt, so every value of a part stays as it was recorded; of routed
+experts those rows are asked for that the part does not have.  A seed goes on where it stopped (see `continued_seed`).
+What a server counts from the beginning of an output is refused (penalties) or begins anew (stop strings across the
+seam are not seen).
+
+    tokens        prompt    | output 1      | output 2      |
+    rows          start .. P + O1 - 2       | P + O1 - 1 .. P + O1 + O2 - 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from capture.errors import RouteValueError
+from capture.routed_experts import RoutedExperts, concat
+from capture.sampling_mask import SamplingMask
+from rollout.client.errors import JoinError
+from rollout.client.types import GenerateOptions, GenerationOutput, VersionSpan
+from rollout.core.errors import BadRequest
+from rollout.core.sampling_params import ALIASES, sampling_params_from_dict
+
+
+def _chained(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    return [*chain.from_iterable(parts)]
+
+
+PER_TOKEN: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "output_ids": _chained,
+    "logprobs": _chained,
+    "token_logprobs": _chained,
+    "top_logprobs": _chained,
+    "chosen_logprobs": _chained,
+    "sampling_logprobs": _chained,
+    "sampling_mask": SamplingMask.joined,
+}
+"""Fields of an output with one entry a token, and how those of parts are joined."""
+
+
+def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptions:
+    """Options of the request that goes on where `output` stopped; `options` are those that it was asked with.
+
+    Raises `BadRequest` for an output that has ended, whose record is not whole, or that cannot be gone on with.
+    """
+    if output.finish_reason is not None and output.finish_reason.type != "abort":
+        raise BadRequest(f"request {output.rid} has ended ({output.finish_reason.type}); there is nothing to resume")
+    prompt_ids = options.get("input_ids") or output.prompt_ids
+    if not prompt_ids or not all(isinstance(each, int) for each in prompt_ids):
+        raise BadRequest("the ids of the prompt are not known: ask with return_prompt_token_ids, or give its input_ids")
+    params = options.get("sampling_params") or {}
+    if not isinstance(params, Mapping):
+        raise BadRequest("a sample is resumed by itself: give one sampling_params")
+    rest = GenerateOptions(**options)
+    rest["sampling_params"] = _sampling_params_after(len(output.output_ids), params)
+    rest["input_ids"] = [*prompt_ids, *output.output_ids]
+    if output.output_ids:
+        _require_whole(output, options)
+        rest.pop("logprob_start_len", None)  # recorded already
+        if output.routed_experts is not None:
+            rest["routed_experts_start_len"] = output.routed_experts.start + len(output.routed_experts)
+    return rest
+
+
+def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
+    """One output out of two parts, `rest` asked with `rest_of(first, ...)`.  `text` is one after the other.
+
+    Nothing is computed anew: tokens, log-probabilities, versions and rows are those of the parts.  `rid`, `meta_info`
+    and the reason of the end are those of the rest.  Raises `JoinError` for parts that do not belong together.
+    """
+    end = replace(first, rid=rest.rid, finish_reason=rest.finish_reason, meta_info=rest.meta_info)
+    if not first.output_ids:
+        return rest
+    if not rest.output_ids:
+        return end
+    count = len(first.output_ids) + len(rest.output_ids)
+    if first.prompt_tokens is None or rest.prompt_tokens != first.prompt_tokens + len(first.output_ids):
+        raise JoinError(
+            f"{rest.rid} has a prompt of {rest.prompt_tokens} tokens, but {first.rid} ends after "
+            f"{first.prompt_tokens} + {len(first.output_ids)}"
+        )
+    if first.prompt_ids is not None and rest.prompt_ids not in (None, [*first.prompt_ids, *first.output_ids]):
+        raise JoinError(f"the prompt of {rest.rid} is not what {first.rid} ends with")
+    if not _has_versions(rest):
+        raise JoinError(f"not every token of {rest.rid} has its weight version")
+    fields: dict[str, Any] = {name: _joined_entries(name, first, rest) for name in PER_TOKEN}
+    reason = rest.finish_reason
+    if reason is not None and reason.length is not None:
+        fields["finish_reason"] = replace(reason, length=count)
+    return replace(
+        end,
+        **fields,
+        text=None if first.text is None or rest.text is None else first.text + rest.text,
+        completion_tokens=count,
+        weight_version=rest.weight_version,
+        weight_versions=_joined_spans(first, rest),
+        routed_experts=_joined_routes(first, rest),
+    )
+
+
+def continued_seed(seed: int, position: int) -> int:
+    """The seed whose random numbers are those of `seed` from output token `position` on.
+
+    The engine's number at position p is a function of mix(seed + GAMMA) + (p + 1) * GAMMA, with SplitMix64's finaliser
+    as mix, which is a bijection (`rollout/sampling/torch_sampler.py`); so a step of the position is one of the seed.
+    """
+    state = (_mix((seed + _GAMMA) % _WORD) + position * _GAMMA) % _WORD
+    signed = (_unmix(state) - _GAMMA) % _WORD
+    return signed - _WORD if signed >= _WORD // 2 else signed
+
+
+# --- the request -------------------------------------------------------------------------------------------------
+
+
+def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` for what comes after `count` tokens of one sample."""
+    params, _ = sampling_params_from_dict(dict(raw))
+    after = {ALIASES.get(name, name): value for name, value in raw.items()} | {"n": 1}
+    if count == 0:
+        return after
+    if params.frequency_penalty or params.presence_penalty:
+        raise BadRequest("frequency_penalty and presence_penalty count output tokens, which a resumed request has not")
+    if count >= params.max_new_tokens:
+        raise BadRequest(f"all {params.max_new_tokens} tokens are there; there is nothing to resume")
+    after["max_new_tokens"] = params.max_new_tokens - count
+    after["min_new_tokens"] = max(params.min_new_tokens - count, 0)
+    if params.sampling_seed is not None:
+        after["sampling_seed"] = continued_seed(params.sampling_seed, count)
+    return after
+
+
+def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
+    """Raises `BadRequest` unless every token has all that was asked for."""
+    count = len(output.output_ids)
+    if not _has_versions(output):
+        raise BadRequest(
+            f"request {output.rid}: not every token has its weight version, as in a stream that was left: "
+            "interrupt by abort(rid), which answers with the whole record"
+        )
+    for name in PER_TOKEN:
+        values = getattr(output, name)
+        if values is not None and len(values) != count:
+            raise BadRequest(f"request {output.rid}: {name} has {len(values)} entries for {count} tokens")
+    if options.get("return_logprob") and output.logprobs is None:
+        raise BadRequest(f"request {output.rid} has no log-probabilities, so that they cannot be joined")
+    if options.get("return_routed_experts"):
+        routes = output.routed_experts
+        if routes is None or not routes.complete:
+            raise BadRequest(f"request {output.rid} lacks rows of routed experts, so that they cannot be joined")
+        if output.prompt_tokens is None or routes.start + len(routes) > output.prompt_tokens + count:
+            raise BadRequest(f"request {output.rid} has more rows of routed experts than tokens")
+
+
+def _has_versions(output: GenerationOutput) -> bool:
+    """Whether each token has one."""
+    ends = [0, *(span.end for span in output.weight_versions)]
+    return [span.start for span in output.weight_versions] == ends[:-1] and ends[-1] == len(output.output_ids)
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+def _joined_entries(name: str, first: GenerationOutput, rest: GenerationOutput) -> Any:
+    parts = [getattr(first, name), getattr(rest, name)]
+    if all(part is None for part in parts):
+        return None
+    lengths = [len(first.output_ids), len(rest.output_ids)]
+    if [None if part is None else len(part) for part in parts] != lengths:
+        raise JoinError(f"{first.rid} and {rest.rid} have {lengths} tokens, but not as many entries of {name}")
+    return PER_TOKEN[name](parts)
+
+
+def _joined_spans(first: GenerationOutput, rest: GenerationOutput) -> list[VersionSpan]:
+    shift = len(first.output_ids)
+    spans = list(first.weight_versions)
+    for span in rest.weight_versions:
+        moved = span._replace(start=span.start + shift, end=span.end + shift)
+        last = spans[-1] if spans else None
+        if last is not None and last._replace(start=moved.start, end=moved.end) == moved and last.end == moved.start:
+            spans[-1] = last._replace(end=moved.end)
+        else:
+            spans.append(moved)
+    return spans
+
+
+def _joined_routes(first: GenerationOutput, rest: GenerationOutput) -> RoutedExperts | None:
+    if first.routed_experts is None and rest.routed_experts is None:
+        return None
+    if first.routed_experts is None or rest.routed_experts is None:
+        raise JoinError(f"only one of {first.rid} and {rest.rid} has routed experts")
+    try:
+        return concat([first.routed_experts, rest.routed_experts])
+    except RouteValueError as error:
+        raise JoinError(f"rows of routed experts of {first.rid} and {rest.rid}: {error}") from None
+
+
+# --- the seed ----------------------------------------------------------------------------------------------------
+
+_WORD = 1 << 64
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def _mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * _MIX_1 % _WORD
+    x = (x ^ (x >> 27)) * _MIX_2 % _WORD
+    return x ^ (x >> 31)
+
+
+def _unmix(x: int) -> int:
+    x = _unshift(x, 31) * pow(_MIX_2, -1, _WORD) % _WORD
+    x = _unshift(x, 27) * pow(_MIX_1, -1, _WORD) % _WORD
+    return _unshift(x, 30)
+
+
+def _unshift(x: int, bits: int) -> int:
+    """The y with y ^ (y >> bits) == x."""
+    y = x
+    for _ in range(64 // bits):
+        y = x ^ (y >> bits)
+    return y

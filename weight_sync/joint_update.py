@@ -1,0 +1,198 @@
+"""`JointUpdate`: one weight version on many engines, all of it or nothing: begin, the end in two phases, abort.
+
+An engine fails by refusing, by breaking its connection or by letting a deadline pass.  Then, by choice, the whole
+refresh is aborted (`abort_all`), or that engine is left out and the others go on (`leave_out`).  No engine commits
+before all that take part have verified.  An engine on its own verifies and commits in one call.  One that does not
+answer its commit is asked for the outcome: it may have the new version all the same.
+
+How content reaches the engines is another's business.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from weight_sync.engine_control import EngineCalls, EngineError, refusal, was_refused
+from weight_sync.errors import TransactionStateError, TransportError
+
+OnEngineFailure = Literal["abort_all", "leave_out"]
+
+_ABORT_S = 10.0
+"""At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
+_ASK_S = 5.0
+"""For engines in doubt to drop what they have not committed, and again to report the outcome."""
+
+
+@dataclass
+class EngineReport:
+    """One engine's share of a refresh."""
+
+    num_bytes: int = 0  # that it took
+    seconds: float = 0.0  # from begin until it answered for the last time
+    stall_seconds: float | None = None  # for which the commit held its steps, as it reports
+    committed: bool = False
+    unknown: bool = False  # it may have committed all the same: it did not answer
+    error: str | None = None  # why it was left out
+
+
+class JointUpdate:
+    """A transaction on `engines`, used once, as a context manager.  `fields`: of begin, `update_id` among them."""
+
+    def __init__(
+        self, engines: Mapping[str, EngineCalls], on_engine_failure: OnEngineFailure, fields: dict[str, Any]
+    ) -> None:
+        self._calls, self._policy = engines, on_engine_failure
+        self._fields, self._update_id = fields, fields["update_id"]
+        self._is_entered = False
+        self._active = list(engines)
+        self._open: set[str] = set()  # engines that hold a transaction of ours
+        self._failures: dict[str, BaseException] = {}
+        self._start = time.perf_counter()
+        self.engines = {name: EngineReport() for name in engines}  # final after the block
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        try:
+            self._begin()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._leave(error)
+            return
+        try:
+            self._end()
+        except BaseException as failure:
+            self._leave(failure)
+            raise
+        self._leave(None)  # engines that were left out hold their transaction still
+
+    def call(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """A call that belongs to this update, on all engines that take part: their answers.  Raises `EngineError`."""
+        if not self._is_entered:
+            raise TransactionStateError("the weight update is over, or was never entered")
+        calls = self._call(verb, self._active, **fields)
+        failed = self._failed(verb, calls)
+        self._settle(failed)
+        return {name: call.result() for name, call in calls.items() if name not in failed}
+
+    # --- the transaction ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Open a transaction on all engines.  Raises `EngineError`."""
+        calls = {name: self._calls[name].call("begin_weight_update", **self._fields) for name in self._active}
+        try:
+            failed = self._failed("begin_weight_update", calls)
+            self._open.update(calls.keys() - failed.keys())
+        finally:
+            for name in calls.keys() - self._open:
+                self._abort_if_begun(name, calls[name])
+        self._settle(failed)
+
+    def _end(self) -> None:
+        """Verify on all engines, then commit on all.  Raises `EngineError`."""
+        phase: dict[str, Any] = {}
+        if len(self._active) > 1:
+            self._settle(self._ask({"phase": "verify"})[1])
+            phase = {"phase": "commit"}
+        replies, failed = self._ask(phase)
+        replies |= self._committed_of(failed)
+        failed = {name: error for name, error in failed.items() if name not in replies}
+        for name, reply in replies.items():
+            self._open.discard(name)
+            self.engines[name].committed = True
+            self.engines[name].stall_seconds = reply.get("stall_seconds")
+            self.engines[name].seconds = time.perf_counter() - self._start
+        self._settle(failed)
+
+    def _leave(self, cause: BaseException | None) -> None:
+        """Drop the transaction wherever it is open; what cannot be dropped is noted on `cause`."""
+        self._is_entered = False
+        calls = self._call("abort_weight_update", self._open)
+        for name, error in self._failed("abort_weight_update", calls, _ABORT_S).items():
+            if cause is not None and not was_refused(error):
+                cause.add_note(f"engine {name}: aborting the weight update failed as well: {_described(error)}")
+        self._open.clear()
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    def _ask(self, phase: dict[str, Any]) -> tuple[dict[str, Mapping[str, Any]], dict[str, BaseException]]:
+        """`end_weight_update` on all active engines: replies and failures."""
+        calls = self._call("end_weight_update", self._active, **phase)
+        failed = self._failed("end_weight_update", calls)
+        return {name: call.result() or {} for name, call in calls.items() if name not in failed}, failed
+
+    def _committed_of(self, failed: Mapping[str, BaseException]) -> dict[str, Mapping[str, Any]]:
+        """Engines that have committed, though their answer did not come, and what it would have been.
+
+        First they drop what they have not committed, so that it is not published later.
+        """
+        doubtful = [name for name, error in failed.items() if not was_refused(error)]
+        self._wait("abort_weight_update", self._call("abort_weight_update", doubtful), _ASK_S)
+        asked = self._call("weight_update", doubtful)
+        silent = self._wait("weight_update", asked, _ASK_S)
+        answers = {name: call.result() for name, call in asked.items() if name not in silent}
+        for name in doubtful:
+            self.engines[name].unknown = answers.get(name, {}).get("outcome") in (None, "open", "verified")
+            self._open.discard(name)
+        return {name: answer for name, answer in answers.items() if answer.get("outcome") == "committed"}
+
+    def _call(self, verb: str, names: Collection[str], **fields: Any) -> dict[str, Future[Any]]:
+        return {name: self._calls[name].call(verb, update_id=self._update_id, **fields) for name in names}
+
+    def _failed(
+        self, verb: str, calls: Mapping[str, Future[Any]], within_s: float = float("inf")
+    ) -> dict[str, BaseException]:
+        """Wait for calls until the deadline; who failed, and with what."""
+        return self._wait(verb, calls, min([within_s, *(self._calls[name].timeout_s for name in calls)]))
+
+    def _wait(self, verb: str, calls: Mapping[str, Future[Any]], timeout_s: float) -> dict[str, BaseException]:
+        if not calls:
+            return {}
+        wait(calls.values(), timeout=timeout_s)
+        failed: dict[str, BaseException] = {}
+        for name, call in calls.items():
+            error = refusal(call) if call.done() else TransportError(f"no answer to {verb} within {timeout_s:g} s")
+            if error is not None:
+                failed[name] = error
+        return failed
+
+    def _settle(self, failed: Mapping[str, BaseException]) -> None:
+        """Raise, or go on without the engines that failed.  One that failed before is reported once."""
+        failed = {name: error for name, error in failed.items() if name in self._active}
+        if not failed:
+            return
+        self._failures.update(failed)
+        for name, error in failed.items():
+            self._active.remove(name)
+            self.engines[name].error = _described(error)
+            self.engines[name].seconds = time.perf_counter() - self._start
+        committed = [name for name, report in self.engines.items() if report.committed]
+        unknown = [name for name, report in self.engines.items() if report.unknown]
+        if self._policy == "abort_all" or not self._active:
+            first = next(iter(failed.values()))
+            raise EngineError(self._failures, committed, unknown, self._update_id) from first
+
+    def _abort_if_begun(self, name: str, call: Future[Any]) -> None:
+        """Should it be open after all."""
+
+        def abort(begun: Future[Any]) -> None:
+            error = begun.exception()
+            if error is None or not was_refused(error):
+                self._call("abort_weight_update", [name])
+
+        call.add_done_callback(abort)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
