@@ -3,6 +3,7 @@
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.client import RolloutClient
 from rollout.client.errors import ClientError, ResponseFormatError, ServerError, ServerTimeout, ServerUnreachable
+from rollout.client.scoring import ScoredSequence
 from rollout.client.types import (
     FinishReason,
     GenerateOptions,
@@ -22,6 +23,7 @@ __all__ = [
     "ResponseFormatError",
     "RolloutClient",
     "RouteLayout",
+    "ScoredSequence",
     "ServerError",
     "ServerTimeout",
     "ServerUnreachable",

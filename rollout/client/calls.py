@@ -11,6 +11,7 @@ import httpx
 from rollout.client import generation
 from rollout.client.errors import ServerTimeout
 from rollout.client.method import Steps, method
+from rollout.client.scoring import ScoreCalls
 from rollout.client.transport import Connection
 from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout, Timeouts
 from rollout.client.weight_calls import WeightCalls
@@ -42,7 +43,7 @@ from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqI
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
-class Calls(WeightCalls):
+class Calls(ScoreCalls, WeightCalls):
     """What both clients can do."""
 
     _http_client: type

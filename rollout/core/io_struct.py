@@ -272,15 +272,24 @@ class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
     versions: list[VersionSpan] = []  # spans over rows: which version computed them
 
 
-class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of the tokens in one `ReqOutput`; lists run parallel to its `token_ids`.
+class Alternatives(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Log-probabilities of other tokens at the places of n tokens: little-endian rows, one after the other.
 
-    `top` holds per token (values, ids), best first; `chosen` holds per token the values of `token_ids_logprob`.
+    `top_logprobs` [n, top_logprobs_num] of `dtype`, best first, and their `top_ids`, int32; `chosen_logprobs` [n, C] of
+    the C ids of `token_ids_logprob`.
     """
 
+    dtype: Literal["float32", "float64"] = "float32"
+    top_logprobs: bytes = b""
+    top_ids: bytes = b""
+    chosen_logprobs: bytes = b""
+
+
+class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Log-probabilities of the tokens in one `ReqOutput`; `values` runs parallel to its `token_ids`."""
+
     values: list[float]
-    top: list[tuple[list[float], list[int]]] | None = None
-    chosen: list[list[float]] | None = None
+    alternatives: Alternatives | None = None
 
 
 class SamplingMaskDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -296,7 +305,7 @@ class SamplingMaskDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None.
+    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 is None, and has no row in `alternatives`.
 
     `versions` are spans over the entries that have a value: which weights computed them.
     """
@@ -304,8 +313,7 @@ class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
     start: int
     values: list[float | None]
     versions: list[VersionSpan] = []
-    top: list[tuple[list[float], list[int]] | None] | None = None
-    chosen: list[list[float] | None] | None = None
+    alternatives: Alternatives | None = None
 
 
 class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):

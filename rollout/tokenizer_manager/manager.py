@@ -204,7 +204,7 @@ class TokenizerManager:
         self._rids.reserve(expanded)
         try:
             await self._complete(expanded.prompts, request.replay_routed_experts_start_len, limits)
-            check_prompts(expanded.prompts, limits)
+            check_prompts(expanded.prompts, limits, request.logprobs_format)
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rid for prompt in expanded.prompts for rid in prompt.sample_rids())
@@ -224,6 +224,8 @@ class TokenizerManager:
                 tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
                 request.return_prompt_token_ids,
                 request.sampling_mask_format,
+                request.logprobs_format,
+                limits.vocab_size,
             ),
             abort=self.abort,
         )
