@@ -1,4 +1,6 @@
-"""Errors of route records and sampling masks.  `status_code` is the HTTP status under which an engine reports them.
+"""Errors of route records, sampling masks and log-probabilities.
+
+`status_code` is the HTTP status under which an engine reports them.
 
 CaptureError                  500
 +-- RouteFormatError          400  bytes or text that are not an undamaged route record
@@ -7,6 +9,8 @@ CaptureError                  500
 +-- UnsupportedRouterError    400  a model whose routers replay cannot drive
 +-- MaskFormatError           400  bytes or text that are no sampling mask
 +-- MaskValueError            400  a sampling mask that no sampler can have produced, or of other tokens
++-- LogprobFormatError       400  bytes or text that are no undamaged record of log-probabilities
++-- LogprobValueError        400  arrays that do not fit, ids outside the vocabulary, or of other tokens
 """
 
 from __future__ import annotations
@@ -48,5 +52,17 @@ class MaskFormatError(CaptureError):
 
 class MaskValueError(CaptureError):
     """A sampling mask that no sampler can have produced, or one of other tokens."""
+
+    status_code = 400
+
+
+class LogprobFormatError(CaptureError):
+    """Bytes or text that are no undamaged record of log-probabilities."""
+
+    status_code = 400
+
+
+class LogprobValueError(CaptureError):
+    """Log-probabilities whose arrays do not fit, of ids outside the vocabulary, or of other tokens."""
 
     status_code = 400

@@ -18,6 +18,7 @@ import torch
 from rollout.core.io_struct import GetStateReqInput
 from rollout.kernels.ops import Ops
 from rollout.models.registry import load_model_config
+from tests.alternatives import chosen_rows
 from tests.scheduler_harness import Harness, Result
 
 # Room for everything: nothing is retracted, evicted or split unless a test asks for it.
@@ -133,7 +134,7 @@ class Server:
         result = self.harness.results[rid]
         assert result.finished is not None and result.finished.prompt_logprobs is not None
         scores = result.finished.prompt_logprobs
-        chosen = [] if scores.chosen is None else scores.chosen[1:]
+        chosen = chosen_rows(scores.alternatives, len(scores.values) - 1)
         routes = result.routes if self.has_routes else known.routes
         return Facts(known.token_ids, np.array(scores.values[1:]), np.array(chosen), routes)
 

@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, FinishedRecord, TokenizedGenerateReqInput
+from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.message import ControlReqInput
+from rollout.core.req_output import FinishedRecord
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
 from rollout.tokenizer_manager.sample import MaskRecord
+from tests.alternatives import chosen_rows, top_rows
 
 
 def plain(answer: ControlReqOutput) -> ControlReqOutput:
@@ -162,8 +164,8 @@ class Harness:
         result.token_ids += output.token_ids
         if output.logprobs is not None:
             result.logprobs += output.logprobs.values
-            result.top += output.logprobs.top or []
-            result.chosen += output.logprobs.chosen or []
+            result.top += top_rows(output.logprobs.alternatives, len(output.token_ids))
+            result.chosen += chosen_rows(output.logprobs.alternatives, len(output.token_ids))
         if output.mask is not None:
             result.mask.append(output.mask)
         assert len(result.token_ids) == output.num_output_tokens

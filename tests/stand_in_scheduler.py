@@ -26,23 +26,27 @@ from rollout.core.io_struct import (
     BatchTokenOutput,
     ContinueGenerationReqInput,
     ControlReqOutput,
-    FinishedRecord,
-    FinishReason,
     GetStateReqInput,
-    LogprobDelta,
     PauseGenerationReqInput,
-    PromptLogprobs,
-    ReqOutput,
-    RoutedExpertsPayload,
     SchedulerFailed,
     SchedulerReady,
     ShutdownReqInput,
     TokenizedGenerateReqInput,
-    VersionSpan,
     decode_input,
     encode,
 )
 from rollout.core.message import ControlReqInput, reply_type
+from rollout.core.req_output import (
+    Alternatives,
+    FinishedRecord,
+    FinishReason,
+    LogprobDelta,
+    PromptLogprobs,
+    ReqOutput,
+    RoutedExpertsPayload,
+    VersionSpan,
+)
+from tests.alternatives import alternatives
 
 SLOW_STEP_S = 0.02
 NUM_MOE_LAYERS, TOP_K, NUM_EXPERTS, VOCAB_SIZE = 1, 2, 8, 300
@@ -250,9 +254,11 @@ class StandInScheduler:
         return PromptLogprobs(
             start=start,
             values=values,
-            top=[None if i == 0 else self._top(source, t) for i, t in enumerate(ids)],
-            chosen=[None if i == 0 else self._chosen(source) for i, t in enumerate(ids)],
+            alternatives=self._alternatives(source, ids[1:]),
         )
+
+    def _alternatives(self, source: TokenizedGenerateReqInput, token_ids: list[int]) -> Alternatives:
+        return alternatives([self._top(source, t) for t in token_ids], [self._chosen(source) for _ in token_ids])
 
     def _top(self, source: TokenizedGenerateReqInput, token_id: int) -> tuple[list[float], list[int]]:
         ids = [(token_id + rank) % VOCAB_SIZE for rank in range(source.top_logprobs_num)]
@@ -269,8 +275,7 @@ class StandInScheduler:
         if source.return_logprob:
             logprobs = LogprobDelta(
                 values=[logprob_of(t) for t in new],
-                top=[self._top(source, t) for t in new] if source.top_logprobs_num else None,
-                chosen=[self._chosen(source) for _ in new] if source.token_ids_logprob else None,
+                alternatives=self._alternatives(source, new),
             )
         output = ReqOutput(
             rid=source.rid,

@@ -13,6 +13,7 @@ from rollout.client.errors import (
     ServerUnreachable,
 )
 from rollout.client.fleet import AsyncRolloutFleet
+from rollout.client.scoring import ScoredSequence
 from rollout.client.types import (
     FinishReason,
     FleetPolicy,
@@ -38,6 +39,7 @@ __all__ = [
     "RolloutClient",
     "RolloutFleet",
     "RouteLayout",
+    "ScoredSequence",
     "ServerError",
     "ServerTimeout",
     "ServerUnreachable",

@@ -16,6 +16,7 @@ from capture.codec import decode_compact, decode_compatible, encode_compact
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
+from capture.token_logprobs import TokenLogprobs
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.sse import DONE, SseDecoder
 from rollout.client.types import (
@@ -45,7 +46,7 @@ def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) 
     if prompt is not None:
         body["text"] = prompt if isinstance(prompt, str) else list(prompt)
     else:
-        body["input_ids"] = _plain_ids(body["input_ids"])
+        body["input_ids"] = plain_ids(body["input_ids"])
     if body.get("return_routed_experts"):
         body["routed_experts_format"] = "compact"
     if body.get("return_sampling_mask"):
@@ -163,6 +164,8 @@ def parse_output(content: Any, body: Mapping[str, Any], layout: RouteLayout | No
 
 def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayout | None) -> GenerationOutput:
     token_logprobs = _logprobs(meta, "output_token_logprobs")
+    arrays = _logprob_arrays(meta, "output_logprobs")
+    logprobs = None if token_logprobs is None else [_number(entry.logprob) for entry in token_logprobs]
     return GenerationOutput(
         rid=meta["id"],
         text=content.get("text"),
@@ -173,7 +176,7 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         cached_tokens=meta.get("cached_tokens"),
         weight_version=meta.get("weight_version"),
         weight_versions=_spans(meta, "weight_versions"),
-        logprobs=None if token_logprobs is None else [_number(entry.logprob) for entry in token_logprobs],
+        logprobs=logprobs if arrays is None else arrays.logprobs.tolist(),
         token_logprobs=token_logprobs,
         top_logprobs=_logprob_lists(meta, "output_top_logprobs"),
         chosen_logprobs=_logprob_lists(meta, "output_token_ids_logprobs"),
@@ -181,6 +184,8 @@ def _output(content: Mapping[str, Any], meta: dict[str, Any], layout: RouteLayou
         prompt_top_logprobs=_logprob_lists(meta, "input_top_logprobs"),
         prompt_chosen_logprobs=_logprob_lists(meta, "input_token_ids_logprobs"),
         prompt_logprob_versions=_spans(meta, "input_logprob_weight_versions"),
+        logprob_arrays=arrays,
+        prompt_logprob_arrays=_logprob_arrays(meta, "input_logprobs"),
         routed_experts=_routed_experts(meta, layout),
         sampling_mask=_sampling_mask(meta),
         sampling_logprobs=_sampling_logprobs(meta),
@@ -196,7 +201,9 @@ def _spans(meta: Mapping[str, Any], key: str) -> list[VersionSpan]:
 
 def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
     aborted = output.finish_reason is not None and output.finish_reason.type == "abort"
-    if body.get("return_logprob") and output.output_ids:
+    if output.logprob_arrays is not None:
+        _check_arrays(output)
+    elif body.get("return_logprob") and output.output_ids:
         ids = [entry.token_id for entry in output.token_logprobs or []]
         if ids != output.output_ids:
             raise ResponseFormatError(
@@ -218,6 +225,14 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
             f"request {output.rid}: {len(routed) - len(routed.missing_rows())} rows of routed experts from token "
             f"{routed.start}, expected {max(end - routed.start, 0)}"
         )
+
+
+def _check_arrays(output: GenerationOutput) -> None:
+    assert output.logprob_arrays is not None
+    try:
+        output.logprob_arrays.require(output.output_ids, output.prompt_tokens or 0)
+    except CaptureError as error:
+        raise ResponseFormatError(f"request {output.rid}: {error}") from None
 
 
 def _check_mask(output: GenerationOutput) -> None:
@@ -250,6 +265,16 @@ def _sampling_mask(meta: Mapping[str, Any]) -> SamplingMask | None:
 def _sampling_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
     values = meta.get("output_token_sampling_logprobs")
     return None if values is None else [_number(value) for value in values]
+
+
+def _logprob_arrays(meta: Mapping[str, Any], key: str) -> TokenLogprobs | None:
+    """Those in the compact form."""
+    if meta.get("logprobs_format") != "compact" or meta.get(key) is None:
+        return None
+    try:
+        return TokenLogprobs.decode_text(meta[key])
+    except CaptureError as error:
+        raise ResponseFormatError(f"{key}: {error}") from None
 
 
 def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> RoutedExperts | None:
@@ -292,11 +317,11 @@ def _logprob_lists(meta: Mapping[str, Any], key: str) -> TopLogprobs | None:
     return [None if entries is None else [TokenLogprob(*entry) for entry in entries] for entries in positions]
 
 
-def _plain_ids(ids: Any) -> list:
+def plain_ids(ids: Any) -> list:
     """Nested lists of ints out of lists, tuples, arrays or tensors."""
     if hasattr(ids, "tolist"):
         return ids.tolist()
-    return [each if isinstance(each, int) else each.item() if _is_scalar(each) else _plain_ids(each) for each in ids]
+    return [each if isinstance(each, int) else each.item() if _is_scalar(each) else plain_ids(each) for each in ids]
 
 
 def _is_scalar(value: Any) -> bool:

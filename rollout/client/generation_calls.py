@@ -10,16 +10,14 @@ from rollout.client import generation
 from rollout.client.method import method
 from rollout.client.partial import join, rest_of
 from rollout.client.retries import repeated
-from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout
+from rollout.client.scoring import ScoreCalls
+from rollout.client.types import GenerateOptions, GenerationOutput
 from rollout.client.wire import Call, Steps, field_of
 from rollout.core.sampling_params import sampling_params_from_dict
 
 
-class GenerationCalls:
-    """Samples, and text to ids and back."""
-
-    _layout: RouteLayout | None
-    _retry_s: float
+class GenerationCalls(ScoreCalls):
+    """Samples, scores, and text to ids and back."""
 
     @method
     def generate(

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
+from capture.token_logprobs import TokenLogprobs
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -26,6 +27,7 @@ class GenerateOptions(TypedDict, total=False):
     token_ids_logprob: Sequence[int]  # ids whose log-probabilities are wanted at every position
     return_text_in_logprobs: bool
     return_prompt_token_ids: bool
+    logprobs_format: Literal["nested", "compact"]  # compact: as arrays, hundreds of times faster for many a token
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
@@ -120,7 +122,8 @@ class GenerationOutput:
 
     `logprobs` runs parallel to `output_ids`; a value that JSON cannot hold is NaN.  Fields that were not asked for, or
     that the server does not send, are None; `meta_info` is everything as it came.
-    `weight_versions` are spans over output tokens, `prompt_logprob_versions` over the entries of `prompt_logprobs`.
+    `weight_versions` are spans over output tokens, `prompt_logprob_versions` over the entries of `prompt_logprobs`,
+    or the rows of `prompt_logprob_arrays`.
     """
 
     rid: str
@@ -140,6 +143,8 @@ class GenerationOutput:
     prompt_top_logprobs: TopLogprobs | None = None
     prompt_chosen_logprobs: TopLogprobs | None = None
     prompt_logprob_versions: list[VersionSpan] = field(default_factory=list)
+    logprob_arrays: TokenLogprobs | None = None  # all log-probabilities of the output in the compact form
+    prompt_logprob_arrays: TokenLogprobs | None = None
     routed_experts: RoutedExperts | None = None
     sampling_mask: SamplingMask | None = None
     sampling_logprobs: list[float] | None = None  # of each token among those of its mask

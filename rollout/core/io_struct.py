@@ -26,6 +26,7 @@ from rollout.core.message import (
     Reply,
     Total,
 )
+from rollout.core.req_output import ReqOutput
 from rollout.core.sampling_params import SamplingLogprobsMode, SamplingParams
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.update_state import CommitReply
@@ -238,118 +239,6 @@ VERBS: tuple[type[ControlReqInput], ...] = (
 SchedulerInput = TokenizedGenerateReqInput | AbortReqInput | ControlReqInput
 
 # --- scheduler -> main -------------------------------------------------------------------------------------------
-
-
-class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`stop` carries `matched`, `length` carries `length`, `abort` carries `message` and for refusals `status_code`."""
-
-    type: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    length: int | None = None
-    message: str | None = None
-    status_code: int | None = None
-
-
-class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Half-open span `[start, end)` of token positions that one weight version explains.
-
-    `weight_epoch` tells contents apart that had the same label: it counts the commits of this server.
-    """
-
-    version: str
-    start: int
-    end: int
-    weight_epoch: int = 0
-
-
-class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
-    """Rows `[num_rows, L, K]` of logical expert ids, MoE layers only, raw little-endian `dtype` bytes."""
-
-    data: bytes
-    dtype: Literal["uint8", "uint16"]
-    num_rows: int
-    start: int
-    versions: list[VersionSpan] = []  # spans over rows: which version computed them
-
-
-class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of the tokens in one `ReqOutput`; lists run parallel to its `token_ids`.
-
-    `top` holds per token (values, ids), best first; `chosen` holds per token the values of `token_ids_logprob`.
-    """
-
-    values: list[float]
-    top: list[tuple[list[float], list[int]]] | None = None
-    chosen: list[list[float]] | None = None
-
-
-class SamplingMaskDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The sampling masks of the tokens in one `ReqOutput`: `counts` ids a token, `token_ids` little-endian int32.
-
-    `logprobs`: of each token among those of its mask; `kept_logprobs`, float32: of all ids, in the mode `support`.
-    """
-
-    counts: list[int]
-    token_ids: bytes
-    logprobs: list[float]
-    kept_logprobs: bytes | None = None
-
-
-class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of prompt tokens `start .. prompt_len - 1`; entry 0 of each list is None.
-
-    `versions` are spans over the entries that have a value: which weights computed them.
-    """
-
-    start: int
-    values: list[float | None]
-    versions: list[VersionSpan] = []
-    top: list[tuple[list[float], list[int]] | None] | None = None
-    chosen: list[list[float] | None] | None = None
-
-
-class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is known only when a request ends (also when it is aborted)."""
-
-    reason: FinishReason
-    since_first_token_s: float = 0.0  # a duration, as the clocks of two machines differ
-    queue_s: float = 0.0  # from its arrival at the scheduler to its first KV
-    cached_tokens: int = 0
-    num_retractions: int = 0
-    weight_versions: list[VersionSpan] = []  # over output tokens
-    prefill_weight_versions: list[VersionSpan] = []  # over prompt tokens: which version wrote their KV
-    kv_weight_version_oldest: str | None = None
-    kv_weight_epoch_oldest: int | None = None
-    routed_experts: RoutedExpertsPayload | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Tokens of one request since its last `ReqOutput`.
-
-    Streaming requests get one every step; others only one, with `finished` set.  `num_output_tokens` counts
-    all tokens so far, so that a lost message would be noticed.
-    """
-
-    rid: str
-    token_ids: list[int]
-    num_output_tokens: int
-    weight_version: str
-    logprobs: LogprobDelta | None = None
-    mask: SamplingMaskDelta | None = None
-    finished: FinishedRecord | None = None
-
-    @classmethod
-    def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:
-        """The whole output of a request that is refused, or aborted before the scheduler gets it."""
-        reason = FinishReason(type="abort", message=message, status_code=status_code)
-        return cls(
-            rid=rid,
-            token_ids=[],
-            num_output_tokens=0,
-            weight_version=weight_version,
-            finished=FinishedRecord(reason=reason),
-        )
 
 
 class BatchTokenOutput(Message):

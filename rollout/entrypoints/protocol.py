@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema
 from rollout.core.errors import UnsupportedFeature
 from rollout.core.message import Int64, UpdateId
 from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, LogprobsFormat, RoutesFormat
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
@@ -153,6 +153,7 @@ class GenerateRequest(AnyGeneration):
     return_sampling_mask: bool | list[bool] | None = None
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     sampling_mask_format: Literal["lists", "csr"] = "lists"
+    logprobs_format: LogprobsFormat = "nested"
     priority: Int64 = 0
 
     def to_request(self) -> GenerateReqInput:

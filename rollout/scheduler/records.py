@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 import numpy as np
 import torch
 
 from capture.slot_store import RouteSlotStore
-from rollout.core.io_struct import (
+from rollout.core.req_output import (
     FinishedRecord,
     FinishReason,
     LogprobDelta,
@@ -32,6 +31,7 @@ from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.scheduler.alternatives import host_floats, host_ids
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import PromptRecord, Req, SavedRows
 from rollout.scheduler.stop import StopChecker
@@ -146,17 +146,17 @@ class SampledRows:
             if row not in ended:
                 append(values[row])
         if self._top_rows:
-            best, ids = tokens.top_logprobs.tolist(), tokens.top_ids.tolist()
+            best, ids = host_floats(tokens.top_logprobs), host_ids(tokens.top_ids)
             for row in self._top_rows:
                 if row not in ended:
                     count = self.reqs[row].source.top_logprobs_num
-                    self.reqs[row].output.top.append((best[row][:count], ids[row][:count]))
+                    self.reqs[row].output.alternatives.append_top(best[row, :count], ids[row, :count])
         if self._chosen_rows:
-            chosen = iter(tokens.chosen_logprobs.tolist())
+            chosen, end = host_floats(tokens.chosen_logprobs), 0
             for row in self._chosen_rows:
-                values_of_row = list(islice(chosen, len(self.reqs[row].sampling_row.chosen_ids)))
+                begin, end = end, end + len(self.reqs[row].sampling_row.chosen_ids)
                 if row not in ended:
-                    self.reqs[row].output.chosen.append(values_of_row)
+                    self.reqs[row].output.alternatives.append_chosen(chosen[begin:end])
 
 
 def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
@@ -166,9 +166,9 @@ def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
     record.versions.note(epoch, len(record.values))
     record.values += scored.logprobs.tolist()
     if req.source.top_logprobs_num:
-        record.top += list(zip(scored.top_logprobs.tolist(), scored.top_ids.tolist()))
+        record.alternatives.append_top(host_floats(scored.top_logprobs), host_ids(scored.top_ids))
     if req.source.token_ids_logprob:
-        record.chosen += scored.chosen_logprobs.tolist()
+        record.alternatives.append_chosen(host_floats(scored.chosen_logprobs))
 
 
 class RecordReader:
@@ -211,11 +211,7 @@ class RecordReader:
         version = record.versions.last_version
         logprobs = None
         if req.source.return_logprob:
-            logprobs = LogprobDelta(
-                values=record.logprobs[first:],
-                top=record.top[first:] if req.source.top_logprobs_num else None,
-                chosen=record.chosen[first:] if req.source.token_ids_logprob else None,
-            )
+            logprobs = LogprobDelta(values=record.logprobs[first:], alternatives=record.alternatives.message(first))
         return ReqOutput(
             rid=req.rid,
             token_ids=record.token_ids[first:],
@@ -324,8 +320,7 @@ def _prompt_logprobs(record: PromptRecord) -> PromptLogprobs:
         start=record.start,
         values=record.values,
         versions=record.versions.spans(len(record.values)),
-        top=record.top,
-        chosen=record.chosen,
+        alternatives=record.alternatives.message(),
     )
 
 

@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.core.detokenizer import IncrementalDetokenizer
-from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput, VersionSpan
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.mem_cache.radix_cache import Namespace, RadixNode
 from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
+from rollout.scheduler.alternatives import AlternativesRecord
 
 
 class VersionMarks:
@@ -71,8 +73,7 @@ class OutputRecord:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top: list[tuple[list[float], list[int]]] = field(default_factory=list)
-    chosen: list[list[float]] = field(default_factory=list)
+    alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
     kept_ids: list[np.ndarray] = field(default_factory=list)  # int32 [m]
     mask_logprobs: list[float] = field(default_factory=list)  # of the token among those of its mask
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
@@ -85,8 +86,7 @@ class PromptRecord:
 
     start: int
     values: list[float | None] = field(default_factory=lambda: [None])
-    top: list[tuple[list[float], list[int]] | None] = field(default_factory=lambda: [None])
-    chosen: list[list[float] | None] = field(default_factory=lambda: [None])
+    alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)  # without a row for entry 0
     versions: VersionMarks = field(default_factory=VersionMarks)
 
     @property

@@ -22,12 +22,11 @@ from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ControlReqOutput,
-    FinishReason,
-    ReqOutput,
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
 from rollout.core.message import ControlReqInput
+from rollout.core.req_output import FinishReason, ReqOutput
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollout.core.io_struct import FinishReason
+from rollout.core.req_output import FinishReason
 from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.model_executor.model_state import ServingEpoch

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders
 
 from rollout.core.detokenizer import INCOMPLETE, IncrementalDetokenizer
 from rollout.core.errors import StartupError, UnsupportedFeature
-from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.req import Req
 

@@ -17,13 +17,7 @@ import zmq
 import zmq.asyncio
 
 from rollout.core.errors import StartupError, Unavailable
-from rollout.core.io_struct import (
-    SchedulerInput,
-    SchedulerOutput,
-    TokenizedGenerateReqInput,
-    decode_output,
-    encode,
-)
+from rollout.core.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput, decode_output, encode
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rollout.core.detokenizer import IncrementalDetokenizer, final_text
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishReason
+from rollout.core.req_output import FinishReason
 from rollout.tokenizer_manager.response import (
     HEAVY,
     HEAVY_JSON,

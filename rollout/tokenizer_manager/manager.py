@@ -21,7 +21,6 @@ from rollout.core.errors import LockstepError, StartupError, Unavailable, Unsupp
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ReqOutput,
     SchedulerFailed,
     SchedulerOutput,
     SchedulerReady,
@@ -29,6 +28,7 @@ from rollout.core.io_struct import (
 )
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
+from rollout.core.req_output import ReqOutput
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
 from rollout.core.update_state import CommitReply
@@ -204,7 +204,7 @@ class TokenizerManager:
         self._rids.reserve(expanded)
         try:
             await self._complete(expanded.prompts, request.replay_routed_experts_start_len, limits)
-            check_prompts(expanded.prompts, limits)
+            check_prompts(expanded.prompts, limits, request.logprobs_format)
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rid for prompt in expanded.prompts for rid in prompt.sample_rids())
@@ -224,6 +224,8 @@ class TokenizerManager:
                 tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
                 request.return_prompt_token_ids,
                 request.sampling_mask_format,
+                request.logprobs_format,
+                limits.vocab_size,
             ),
             abort=self.abort,
         )

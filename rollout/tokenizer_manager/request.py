@@ -32,6 +32,7 @@ MAX_EXTRA_KEY_CHARS = 512
 
 RoutesFormat = Literal["compatible", "compact", "npy", "dict", "packed"]
 MaskFormat = Literal["lists", "csr", "slime"]
+LogprobsFormat = Literal["nested", "compact"]
 
 
 @dataclass(kw_only=True)
@@ -70,6 +71,7 @@ class GenerateReqInput:
     return_sampling_mask: bool | list[bool] | None = None
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     sampling_mask_format: MaskFormat = "lists"
+    logprobs_format: LogprobsFormat = "nested"
     extra_key: str | None = None
     max_kv_version_lag: int | None = None
     priority: int = 0
@@ -167,6 +169,8 @@ def _check_shared(request: GenerateReqInput) -> None:
         raise BadRequest("extra_key and cache_salt must not hold the character 0")
     if request.sampling_logprobs_mode is not None and not request.return_sampling_mask:
         raise BadRequest("sampling_logprobs_mode is of sampling masks; ask with return_sampling_mask, too")
+    if request.logprobs_format == "compact" and request.return_text_in_logprobs:
+        raise BadRequest("logprobs_format compact holds no text: leave out return_text_in_logprobs")
     if not 0 <= request.replay_routed_experts_start_len < 2**31:
         raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
 

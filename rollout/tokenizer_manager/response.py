@@ -20,10 +20,12 @@ from capture.codec import encode_compact, encode_compatible, encode_dict, encode
 from capture.routed_experts import RoutedExperts, id_dtype
 from capture.sampling_mask import SamplingMask
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.model_config import ModelConfig
-from rollout.tokenizer_manager.request import MaskFormat, RoutesFormat
-from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord, TopLogprobs
+from rollout.core.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.tokenizer_manager.alternatives import AlternativeArrays, message_arrays
+from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
+from rollout.tokenizer_manager.request import LogprobsFormat, MaskFormat, RoutesFormat
+from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
 
 HEAVY = 4096
 """Weight from which on a response is built off the event loop: some milliseconds of work."""
@@ -68,6 +70,8 @@ class ResponseForm:
     token_text: TokenText | None = None
     has_prompt_ids: bool = False
     mask_format: MaskFormat = "lists"
+    logprobs_format: LogprobsFormat = "nested"
+    vocab_size: int = 1 << 31  # of the compact form
 
 
 @dataclass
@@ -83,11 +87,10 @@ class OutputEntries:
         """Take in the tokens that are new."""
         first, source = len(self.sampled), record.source
         self.sampled += _entries(record.output_logprobs[first:], record.output_ids[first:], text_of)
-        if source.top_logprobs_num:
-            self.top += [_top_entries(top, text_of) for top in record.output_top[first:]]
-        if source.token_ids_logprob:
-            ids = source.token_ids_logprob
-            self.chosen += [_entries(values, ids, text_of) for values in record.output_chosen[first:]]
+        if source.top_logprobs_num or source.token_ids_logprob:
+            arrays = record.output_alternatives.arrays(len(record.output_ids), first)
+            self.top += _top_entries(arrays, text_of)
+            self.chosen += _chosen_entries(arrays, source.token_ids_logprob or (), text_of)
 
     def extend_mask(self, mask: MaskRecord) -> None:
         """Take in the masks of the tokens that are new."""
@@ -139,9 +142,12 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
     if record.session_id is not None:
         meta["session_id"] = record.session_id
     if record.source.return_logprob:
-        entries.extend(record, form.token_text)
-        _add_output_logprobs(meta, record, entries)
-        _add_input_logprobs(meta, record, form.token_text)
+        if form.logprobs_format == "compact":
+            _add_compact_logprobs(meta, record, form.vocab_size)
+        else:
+            entries.extend(record, form.token_text)
+            _add_output_logprobs(meta, record, entries)
+            _add_input_logprobs(meta, record, form.token_text)
     if record.source.return_sampling_mask:
         _add_mask(meta, record, form.mask_format, entries)
     if finished is not None:
@@ -204,13 +210,21 @@ def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: Tok
     ids = record.prompt_ids[prompt.start : prompt.start + len(prompt.values)]  # an abort may have come before the rest
     meta["input_token_logprobs"] = _entries(prompt.values, ids, text_of)
     meta["input_logprob_weight_versions"] = _span_dicts(prompt.versions)
+    chosen_ids = source.token_ids_logprob or ()
+    arrays = message_arrays(prompt.alternatives, len(prompt.values) - 1, source.top_logprobs_num, len(chosen_ids))
     if source.top_logprobs_num:
-        meta["input_top_logprobs"] = [None if top is None else _top_entries(top, text_of) for top in prompt.top or []]
-    if source.token_ids_logprob:
-        chosen_ids = source.token_ids_logprob
-        meta["input_token_ids_logprobs"] = [
-            None if values is None else _entries(values, chosen_ids, text_of) for values in prompt.chosen or []
-        ]
+        meta["input_top_logprobs"] = [None, *_top_entries(arrays, text_of)]
+    if chosen_ids:
+        meta["input_token_ids_logprobs"] = [None, *_chosen_entries(arrays, chosen_ids, text_of)]
+
+
+def _add_compact_logprobs(meta: dict[str, Any], record: SampleRecord, vocab_size: int) -> None:
+    prompt = record.finished.prompt_logprobs if record.finished is not None else None
+    meta["logprobs_format"] = "compact"
+    meta["output_logprobs"] = output_logprobs(record, vocab_size).encode_text()
+    meta["output_token_logprobs_length"] = len(record.output_logprobs)
+    meta["input_logprobs"] = None if prompt is None else prompt_logprobs(record, prompt, vocab_size).encode_text()
+    meta["input_logprob_weight_versions"] = [] if prompt is None else _span_dicts(row_spans(prompt.versions))
 
 
 def _entries(values: Sequence[float | None], ids: Sequence[int], text_of: TokenText | None) -> list[Entry]:
@@ -219,9 +233,13 @@ def _entries(values: Sequence[float | None], ids: Sequence[int], text_of: TokenT
     return [[value, token_id, text_of(token_id)] for value, token_id in zip(values, ids, strict=True)]
 
 
-def _top_entries(top: TopLogprobs, text_of: TokenText | None) -> list[Entry]:
-    values, ids = top
-    return _entries(values, ids, text_of)
+def _top_entries(arrays: AlternativeArrays, text_of: TokenText | None) -> list[list[Entry]]:
+    rows = zip(arrays.top_logprobs.tolist(), arrays.top_ids.tolist(), strict=True)
+    return [_entries(values, ids, text_of) for values, ids in rows]
+
+
+def _chosen_entries(arrays: AlternativeArrays, ids: Sequence[int], text_of: TokenText | None) -> list[list[Entry]]:
+    return [_entries(values, ids, text_of) for values in arrays.chosen_logprobs.tolist()]
 
 
 def _add_mask(meta: dict[str, Any], record: SampleRecord, mask_format: MaskFormat, entries: OutputEntries) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import FinishedRecord, ReqOutput, SamplingMaskDelta, TokenizedGenerateReqInput
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.req_output import FinishedRecord, ReqOutput, SamplingMaskDelta
+from rollout.tokenizer_manager.alternatives import AlternativesBuffer
 
 
 @dataclass(slots=True)
@@ -24,9 +26,6 @@ class MaskRecord:
         self.kept_logprobs += delta.kept_logprobs or b""
 
 
-TopLogprobs = tuple[list[float], list[int]]
-
-
 @dataclass(slots=True)
 class SampleRecord:
     """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock.
@@ -39,12 +38,15 @@ class SampleRecord:
     weight_version: str
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
-    output_top: list[TopLogprobs] = field(default_factory=list)
-    output_chosen: list[list[float]] = field(default_factory=list)
+    output_alternatives: AlternativesBuffer = field(init=False)
     output_mask: MaskRecord = field(default_factory=MaskRecord)
     finished: FinishedRecord | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        source = self.source
+        self.output_alternatives = AlternativesBuffer(source.top_logprobs_num, len(source.token_ids_logprob or ()))
 
     @property
     def rid(self) -> str:
@@ -76,8 +78,8 @@ class SampleRecord:
         self.weight_version = output.weight_version
         if output.logprobs is not None:
             self.output_logprobs += output.logprobs.values
-            self.output_top += output.logprobs.top or []
-            self.output_chosen += output.logprobs.chosen or []
+            if output.logprobs.alternatives is not None:
+                self.output_alternatives.append(output.logprobs.alternatives)
         if output.mask is not None:
             self.output_mask.append(output.mask)
         if self.output_ids and self.first_token_at is None:
@@ -96,13 +98,8 @@ class SampleRecord:
             len(mask.counts) == len(mask.logprobs) == count and 4 * sum(mask.counts) == len(mask.token_ids)
         ):
             raise LockstepError(f"request {self.rid}: {count} tokens with sampling masks of {len(mask.counts)}")
-        if not source.return_logprob:
-            return
-        columns = [self.output_logprobs]
-        if source.top_logprobs_num:
-            columns.append(self.output_top)  # type: ignore[arg-type]
-        if source.token_ids_logprob:
-            columns.append(self.output_chosen)  # type: ignore[arg-type]
-        if any(len(column) != count for column in columns):
-            lengths = [len(column) for column in columns]
-            raise LockstepError(f"request {self.rid}: {count} tokens with log-probability lists of {lengths}")
+        if source.return_logprob and not (len(self.output_logprobs) == count and self.output_alternatives.holds(count)):
+            raise LockstepError(
+                f"request {self.rid}: {count} tokens with {len(self.output_logprobs)} log-probabilities, or with "
+                "another number of those beside them"
+            )

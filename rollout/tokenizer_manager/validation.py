@@ -11,10 +11,12 @@ from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.tokenizer_manager.replay import check_replay
-from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, Prompt
+from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, LogprobsFormat, Prompt
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
+COMPACT_FACTOR = 8
+"""So many log-probabilities in the compact form take as much memory as one in nested lists, or less."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,23 @@ class ServingLimits:
             raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
 
-def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits) -> None:
+def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, logprobs_format: LogprobsFormat = "nested") -> None:
     """Check the completed messages of a request, and fill in the sampling parameters that the server sets.
 
     These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Raises
     `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first thing that is wrong.
     """
-    num_entries = 0
+    num_entries, limit = 0, limits.max_logprob_entries
+    if logprobs_format == "compact":
+        limit *= COMPACT_FACTOR
     for prompt in prompts:
         _check_prompt(prompt.source, prompt.fill_context, limits)
         num_entries += _num_logprob_entries(prompt.source)
-        if num_entries > limits.max_logprob_entries:
+        if num_entries > limit:
             raise TooLarge(
                 f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
-                f"token_ids_logprob), over all prompts) are over the limit of {limits.max_logprob_entries} of a "
-                "request: ask for fewer tokens or alternatives, split it, or start the server with a larger "
+                f"token_ids_logprob), over all prompts) are over the limit of {limit} of a request: ask for fewer "
+                "tokens or alternatives, or in the compact form, split it, or start the server with a larger "
                 "--max-logprob-entries"
             )
     for prompt in prompts:

@@ -13,11 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout.core.io_struct import (
-    ContinueGenerationReqInput,
-    ControlReqOutput,
-    GetStateReqInput,
-)
+from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, GetStateReqInput
 from rollout.core.message import ControlReqInput
 from rollout.core.weight_io_struct import AbortWeightUpdateReqInput
 from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings

@@ -17,11 +17,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from rollout.core.io_struct import (
-    ContinueGenerationReqInput,
-    ControlReqOutput,
-    PauseGenerationReqInput,
-)
+from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
 from rollout.core.message import ControlReqInput
 from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import (

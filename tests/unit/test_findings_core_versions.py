@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, VersionSpan
+from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.req_output import VersionSpan
 from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
 from tests.kernels import native_ops
 from tests.late_loop import loop  # noqa: F401

@@ -21,14 +21,12 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
-    FinishReason,
     GetStateReqInput,
-    LogprobDelta,
-    ReqOutput,
     SchedulerFailed,
     TokenizedGenerateReqInput,
     encode,
 )
+from rollout.core.req_output import FinishReason, LogprobDelta, ReqOutput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
@@ -40,6 +38,7 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.tokenizer import Tokenizer
+from tests.alternatives import alternatives
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
@@ -408,7 +407,7 @@ def test_engine_12_a_stream_makes_each_entry_once(monkeypatch: pytest.MonkeyPatc
     form = response.ResponseForm(response.RouteShape(8, 2, (0,), 1))
     handle = GenerateHandle([record], replies_with_list=False, tokenizer=None, form=form, abort=lambda rids: None)
     for count in range(1, 101):
-        logprobs = LogprobDelta(values=[-1.0], top=[([-1.0, -2.0], [5, 6])])
+        logprobs = LogprobDelta(values=[-1.0], alternatives=alternatives([([-1.0, -2.0], [5, 6])]))
         record.append(
             ReqOutput(rid="r", token_ids=[5], num_output_tokens=count, weight_version="v", logprobs=logprobs), 0.0
         )

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.req_output import FinishReason
 from rollout.entrypoints import vllm_generate_format as fmt
 from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest
 from tests.http_harness import Live, live_server

@@ -88,7 +88,7 @@ def facts(result: Result) -> tuple:
         finished.reason,
         result.versions,
         result.routes.tolist(),
-        scored and (scored.values, scored.top, scored.chosen, scored.versions),
+        scored and (scored.values, scored.alternatives, scored.versions),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from tests.alternatives import chosen_rows
 from tests.late_loop import loop  # noqa: F401
 from tests.scheduler_harness import Harness, Result
 
@@ -147,8 +148,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks_cache_or_retraction(checkpoint,
             got = result.finished.prompt_logprobs
             assert len(got.values) == len(result.prompt_ids) and got.values[0] is None
             assert np.allclose(got.values[1:], expected.values[1:], rtol=0, atol=LOGPROB_TOLERANCE)
-            assert [ids for _, ids in got.top[1:]] == [ids for _, ids in expected.top[1:]]
-            assert np.allclose(got.chosen[1:], expected.chosen[1:], rtol=0, atol=LOGPROB_TOLERANCE)
+            assert got.alternatives.top_ids == expected.alternatives.top_ids
+            count = len(got.values) - 1
+            chosen = chosen_rows(got.alternatives, count), chosen_rows(expected.alternatives, count)
+            assert np.allclose(*chosen, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def test_scoring_a_sequence_reproduces_the_sampled_logprobs(checkpoint, batch, alone) -> None:
