@@ -94,6 +94,9 @@ def test_an_engine_of_float32_agrees_too(served: Served) -> None:
     model = served.model(torch.float32)
     with use_engine_numerics(model, dtype=torch.float32) as numerics:
         assert disagreements(model, numerics, asks, facts) == []
+    rounded = served.model()
+    with use_engine_numerics(rounded, dtype=torch.float32) as numerics:
+        assert disagreements(rounded, numerics, asks, facts) == []
     with use_engine_numerics(model) as numerics:
         assert disagreements(model, numerics, asks, facts), "bfloat16 is another model"
 
