@@ -20,26 +20,35 @@ DTYPES = (torch.bfloat16, torch.float32)
 _HARMLESS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
-def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each once."""
-    kept = model.state_dict(keep_vars=True)
-    ids: set[int] = set()
-    found = {}
-    for name, tensor in kept.items():
-        if id(tensor) not in ids:
-            ids.add(id(tensor))
-            found[name] = tensor
-    return found
+def device_of(model: nn.Module) -> torch.device:
+    """That of the model's first parameter."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def checked_engine(model: nn.Module, dtype: torch.dtype, allow_inexact: bool) -> TrainedEngine:
+def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each once.
+
+    Raises `UnsupportedFeature` for one that is sharded, of another dtype than bfloat16 and float32, or elsewhere.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, DTensor):
+            raise UnsupportedFeature(f"sharded parameters are not supported under engine numerics: {name}")
+        if tensor.is_floating_point() and tensor.dtype not in DTYPES:
+            raise UnsupportedFeature(f"parameters must be bfloat16 or float32: {name} is {tensor.dtype}")
+        if tensor.device != device or tensor.is_meta:
+            raise UnsupportedFeature(f"all parameters must be on one device: {name} is on {tensor.device}")
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> TrainedEngine:
     """The engine for a trainer's model.  Raises `UnsupportedFeature` with the first reason why there is none."""
     if dtype not in DTYPES:
         raise UnsupportedFeature(f"engine numerics are of bfloat16 and float32, not {dtype}")
     config = _config_of(model)
     _refuse_modules(model)
-    tensors = trained_tensors(model)
-    device = _device_of(tensors)
+    tensors = trained_tensors(model, device)
     kernels = load_kernels() if device.type == "cpu" else None
     try:
         available, padding_id = kernels is not None and kernels.available, _padding_id(model)
@@ -91,16 +100,3 @@ def _refuse_modules(model: Any) -> None:
     for name, value in model.config.get_text_config().to_dict().items():
         if name.endswith("dropout") and isinstance(value, int | float) and value > 0:
             raise UnsupportedFeature(f"dropout is not supported under engine numerics: {name} is {value}")
-
-
-def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    devices = set()
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise UnsupportedFeature(f"sharded parameters are not supported under engine numerics: {name}")
-        if tensor.is_floating_point() and tensor.dtype not in DTYPES:
-            raise UnsupportedFeature(f"parameters must be bfloat16 or float32: {name} is {tensor.dtype}")
-        devices.add(tensor.device)
-    if len(devices) != 1 or torch.device("meta") in devices:
-        raise UnsupportedFeature(f"parameters must be on one device, got {', '.join(sorted(map(str, devices)))}")
-    return devices.pop()

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from capture.replay import find_routers
 from capture.routers import weights_of
 from rollout.core.errors import Conflict, UnsupportedFeature
-from rollout.numerics.checks import check_call, checked_engine, trained_tensors
+from rollout.numerics.checks import check_call, checked_engine, device_of, trained_tensors
 from rollout.numerics.engine import RouteChoice
 from rollout.numerics.sequences import Sequences
 
@@ -33,8 +33,9 @@ class EngineNumerics:
 
     def __init__(self, model: Any, dtype: torch.dtype, allow_inexact: bool) -> None:
         self.routes: torch.Tensor | None = None
-        self._model = model
-        self._engine = checked_engine(model, dtype, allow_inexact)
+        self._model, self._dtype = model, dtype
+        self._device = device_of(model)
+        self._engine = checked_engine(model, dtype, self._device, allow_inexact)
         self.batch_invariant = self._engine.batch_invariant
         self._routers = find_routers(model) if self._engine.config.is_moe else []
         assert len(self._routers) == len(self._engine.config.moe_layer_ids), "a router for each MoE layer"
@@ -70,7 +71,7 @@ class EngineNumerics:
         config = self._engine.config
         sequences = Sequences.of(input_ids, attention_mask, position_ids)
         sequences.check(config.vocab_size, config.max_position_embeddings)
-        tensors = trained_tensors(self._model)
+        tensors = trained_tensors(self._model, self._device)
         self._engine.load(tensors)
         hidden_TD, routes_TLK = self._engine.forward(sequences, self._route_choice(sequences))
         if routes_TLK is not None:
@@ -79,7 +80,7 @@ class EngineNumerics:
         wanted = tokens.flatten()[found]
         if wanted.shape[0] != hidden_TD.shape[0]:
             hidden_TD = hidden_TD.index_select(0, wanted)
-        logits_NV = self._engine.logits(hidden_TD).to(self._model.dtype)
+        logits_NV = self._engine.logits(hidden_TD).to(torch.promote_types(self._model.dtype, self._dtype))
         if found.shape[0] != tokens.numel():
             whole = logits_NV.new_zeros(tokens.numel(), logits_NV.shape[1])
             logits_NV = whole.index_copy(0, found, logits_NV)
@@ -117,8 +118,8 @@ def use_engine_numerics(
     With `engine_logprobs`, log-probabilities and routes are those of an engine of this `dtype` (bfloat16 or float32)
     with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or float32,
     which a forward rounds as a refresh does; gradients are those of formulas in float32, straight through that
-    rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the model's dtype;
-    the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
+    rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
+    dtypes; the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 
     `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.  Raises
     `UnsupportedFeature`, `Conflict` if it is in use already; the model is as it was then.

@@ -31,6 +31,7 @@ README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 CLIENT = (ROOT / "docs" / "client.md").read_text()
+NUMERICS = (ROOT / "docs" / "exact_numerics.md").read_text()
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 # Fields of OpenAI's own documentation, and the few that have no effect.
 OPENAI_FIELDS = {
@@ -137,8 +138,16 @@ def test_the_files_named_in_the_readme_exist() -> None:
 
 @pytest.mark.parametrize(
     ("text", "folder"),
-    [(README, ""), (API, "docs"), (ARCHITECTURE, "docs"), (RELIABILITY, "docs"), (MODELS, "docs"), (CLIENT, "docs")],
-    ids=["README", "http_api", "architecture", "reliability", "models", "client"],
+    [
+        (README, ""),
+        (API, "docs"),
+        (ARCHITECTURE, "docs"),
+        (RELIABILITY, "docs"),
+        (MODELS, "docs"),
+        (CLIENT, "docs"),
+        (NUMERICS, "docs"),
+    ],
+    ids=["README", "http_api", "architecture", "reliability", "models", "client", "exact_numerics"],
 )
 def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
     links = [ROOT / folder / target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]

@@ -94,6 +94,9 @@ def test_an_engine_of_float32_agrees_too(served: Served) -> None:
     model = served.model(torch.float32)
     with use_engine_numerics(model, dtype=torch.float32) as numerics:
         assert disagreements(model, numerics, asks, facts) == []
+    rounded = served.model()
+    with use_engine_numerics(rounded, dtype=torch.float32) as numerics:
+        assert disagreements(rounded, numerics, asks, facts) == []
     with use_engine_numerics(model) as numerics:
         assert disagreements(model, numerics, asks, facts), "bfloat16 is another model"
 
@@ -149,6 +152,7 @@ WRONG_OPERATORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", WRONG_OPERATORS)
 def test_one_bit_in_one_operator_is_noticed(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle row of each of its results.  It may not reach a sampled token's logit, so that all count."""
@@ -187,6 +191,7 @@ WRONG_FORMULAS = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("what", WRONG_FORMULAS)
 def test_a_missing_term_of_a_gradient_is_noticed(served: Served, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, position = WRONG_FORMULAS[what]

@@ -200,6 +200,7 @@ def test_gradients_are_the_slopes_of_the_operator(case: str) -> None:
     assert is_near(*slopes(case, RULES[name_of(case)].formula))
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case in CASES for name in with_gradients(case)])
 def test_a_missing_term_is_noticed(case: str, name: str) -> None:
     position, rule = list(CASES[case]).index(name), RULES[name_of(case)]

@@ -308,6 +308,15 @@ def test_calls_that_are_refused(model: Any, what: str) -> None:
         model(**arguments)
 
 
+def test_a_model_that_becomes_another(model: Any) -> None:
+    with use_engine_numerics(model):
+        with pytest.raises(UnsupportedFeature, match="float16"):
+            model.half()(input_ids=tokens(1, 3))
+        model.float()(input_ids=tokens(1, 3))
+        with pytest.raises(UnsupportedFeature, match="one device"):
+            model.to("meta")(input_ids=tokens(1, 3))
+
+
 def test_what_else_is_refused(model: Any) -> None:
     with use_engine_numerics(model):
         with pytest.raises(UnsupportedFeature, match="not supported under engine numerics"):
