@@ -2,6 +2,7 @@
 
 sample      a sample and its way out of the wire
 engine      an engine as a Ray actor
+tether      a child that ends with its parent, however that ends
 router      vllm-router as it is: workers come and go
 trainer     the policy: learns, publishes each version, sends it to all engines
 rollouts    the stream of prompts; what dies with an engine is sent again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from examples.fleet.errors import FleetError
+from examples.fleet.tether import tethered
 from rollout.entrypoints.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
@@ -29,10 +29,10 @@ class Router:
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [
-            *(sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        command = tethered(
+            *("vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
             *("--prometheus-port", str(free_port()), "--policy", "round_robin", "--disable-retries"),
-        ]
+        )
         self._process = ChildProcess("router", command, folder / "router.log")
         self._http = httpx.AsyncClient(base_url=self.url, timeout=CALL_S, trust_env=False)
 

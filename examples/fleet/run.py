@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> tuple[list
     checkpoint, published = folder / "checkpoint", folder / "published"
     make_checkpoint(checkpoint, SIZES["tiny"])
     with View(console) as view:
-        with _ray(folder, args.engines, view):
+        with _ray(args.engines, view), _signals_interrupt():  # Ray sets handlers of its own
             record = _unwrapped(lambda: asyncio.run(_serve(args, checkpoint, published, folder, view)))
         rows = _rows(record, checkpoint, published, folder, view)
     facts = {"asked": len(record.asked), "answered": len(record.samples), "sent_again": record.sent_again}
@@ -226,7 +226,7 @@ def _require_packages() -> None:
 
 
 @contextmanager
-def _ray(folder: Path, engines: int, view: View) -> Iterator[None]:
+def _ray(engines: int, view: View) -> Iterator[None]:
     """Ray on this machine, for this run alone: a CPU for each engine."""
     import ray
 
