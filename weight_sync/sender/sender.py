@@ -51,9 +51,10 @@ class WeightSender:
     ) -> None:
         if on_engine_failure not in ("abort_all", "leave_out"):
             raise WeightRequestError(f"on_engine_failure is abort_all or leave_out, got {on_engine_failure!r}")
-        controls = engines if isinstance(engines, Mapping) else {"engine": engines}
-        self._links = {name: EngineLink(name, control, timeout_s) for name, control in controls.items()}
+        self._links: dict[str, EngineLink] = {}
         self._timeout_s = timeout_s
+        for name, control in (engines if isinstance(engines, Mapping) else {"engine": engines}).items():
+            self.add_engine(name, control)
         self._policy = on_engine_failure
         self._trainer_group = trainer_group
         self._device = torch.device("cpu")
@@ -63,6 +64,24 @@ class WeightSender:
     def connected(self) -> list[str]:
         """Names of the engines that share a group with this process."""
         return [name for name, link in self._links.items() if link.is_connected]
+
+    def add_engine(self, name: str, control: EngineControl) -> None:
+        """Have one more engine take part, such as the replacement of one that died; `connect` joins it.
+
+        Raises `WeightRequestError` for a name that is in use.
+        """
+        if name in self._links:
+            raise WeightRequestError(f"there is an engine {name!r} already")
+        self._links[name] = EngineLink(name, control, self._timeout_s)
+
+    def remove_engine(self, name: str) -> None:
+        """Have an engine take part no more, dead or alive: both sides leave its group, within some seconds.
+
+        Raises `WeightRequestError` for an unknown name.
+        """
+        if name not in self._links:
+            raise WeightRequestError(f"there is no engine {name!r}")
+        self._links.pop(name).leave_failed()
 
     def connect(
         self,

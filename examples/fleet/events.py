@@ -1,0 +1,53 @@
+"""What happened when: kept in order, shown, and written to a file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+STARTED = "process started"
+AT_VERSION = "at the current version"
+REGISTERED = "registered with the router"
+FIRST_SAMPLE = "first sample answered"
+COMMITTED = "new weights committed"
+KILLED = "killed (SIGKILL)"
+NOTICED = "end noticed"
+FAILED = "did not come up"
+
+
+@dataclass(frozen=True)
+class Event:
+    """`seconds` since the fleet began; `engine`: its name, or several with commas; `version`: of its weights then."""
+
+    seconds: float
+    what: str
+    engine: str
+    version: int | None = None
+
+
+class EventLog:
+    """`heard` is called with every event."""
+
+    def __init__(self, heard: Callable[[Event], None]) -> None:
+        self._start = time.monotonic()
+        self._heard = heard
+        self.events: list[Event] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the fleet began."""
+        return time.monotonic() - self._start
+
+    def add(self, what: str, engine: str, version: int | None = None) -> None:
+        event = Event(round(self.seconds, 3), what, engine, version)
+        self.events.append(event)
+        self._heard(event)
+
+
+def write_events(path: Path, events: Sequence[Event], facts: dict[str, Any]) -> None:
+    """As JSON: `events`, and `facts` beside them."""
+    path.write_text(json.dumps({"events": [asdict(event) for event in events], **facts}, indent=1) + "\n")

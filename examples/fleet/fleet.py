@@ -1,0 +1,174 @@
+"""The fleet: engines that are started, brought to the weights in force, made known to the router, watched, replaced.
+
+An engine goes one way, whether it is among the first or comes later:
+
+    start -> [between two releases: newest weights -> group of weights -> router] -> its end -> off the router -> next
+
+Releases and admissions exclude each other, so that an engine that the router knows takes part in each release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from examples.fleet import check
+from examples.fleet import events as happened
+from examples.fleet.engine import EngineActor
+from examples.fleet.errors import FleetError
+from examples.fleet.events import EventLog
+from examples.fleet.router import Router
+from examples.fleet.sample import Sample
+from examples.fleet.trainer import Trainer, engine_client
+from rollout.client import RolloutClient
+
+START_S = 120.0
+POLL_S = 0.1
+STOP_S = 30.0
+MOST_FAILURES = 3
+
+
+@dataclass(eq=False)
+class FleetEngine:
+    """`ended` is done when the engine has ended, or its actor has."""
+
+    name: str
+    actor: Any
+    url: str
+    pid: int
+    client: RolloutClient
+    ended: asyncio.Future[str]
+
+
+class Fleet:
+    """`folder` holds a log and a local checkpoint of every engine.  `settings`: those of each server."""
+
+    def __init__(
+        self, router: Router, trainer: Trainer, events: EventLog, folder: Path, settings: dict[str, Any]
+    ) -> None:
+        self.version = 0  # what every engine serves that the router knows
+        self.committed = [0]
+        self.serving: dict[str, FleetEngine] = {}
+        self._router = router
+        self._trainer = trainer
+        self._events = events
+        self._folder = folder
+        self._settings = settings
+        self._numbers = itertools.count()
+        self.is_replaced = False  # the engine that was killed, by one that has taken part in a release
+        self._admitted_at: dict[str, int] = {}
+        self._seen: set[str] = set()  # whose first sample came
+        self._weights = asyncio.Lock()  # a release, or an admission
+
+    async def keep(self) -> None:
+        """Have an engine, and another one whenever it ends.  Raises `FleetError` if several in a row do not come up."""
+        failures = 0
+        while True:
+            name = f"engine-{next(self._numbers)}"
+            self._events.add(happened.STARTED, name)
+            actor = ray.remote(num_cpus=1)(EngineActor).remote(name, self._settings, str(self._folder / f"{name}.log"))
+            try:
+                engine = await self._start(name, actor)
+                await self._admit(engine)
+            except FleetError:
+                ray.kill(actor)
+                self._events.add(happened.FAILED, name)
+                failures += 1
+                if failures == MOST_FAILURES:
+                    raise
+                continue
+            failures = 0
+            await engine.ended
+            self._events.add(happened.NOTICED, name, self.version)
+            await self._forget(engine)
+
+    async def release(self, learn: Sequence[Sample]) -> None:
+        """A step of the trainer, and its weights in all engines.  One that does not take them is ended."""
+        await asyncio.to_thread(self._trainer.learn, learn)
+        async with self._weights:
+            version, left_out = await asyncio.to_thread(self._trainer.release)
+            # The version is in force when no engine is left that has another one.
+            for engine in [self.serving[name] for name in left_out if name in self.serving]:
+                await self._router.remove(engine.url)
+                ray.kill(engine.actor)
+            self.version = version
+            self.committed.append(version)
+            names = ", ".join(sorted(self.serving.keys() - set(left_out)))
+            self._events.add(happened.COMMITTED, names, version)
+
+    def kill(self) -> None:
+        """SIGKILL for the engine that has served longest: not even its actor knows."""
+        engine = next(iter(self.serving.values()))
+        self._events.add(happened.KILLED, engine.name, self.version)
+        os.kill(engine.pid, signal.SIGKILL)
+
+    def answered(self, sample: Sample) -> None:
+        """Note the first sample of each engine, and of the replacement the first of weights that came after it."""
+        if sample.engine not in self._seen:
+            self._seen.add(sample.engine)
+            self._events.add(happened.FIRST_SAMPLE, sample.engine, sample.spans[0].version)
+        replacement = check.replacement_of(self._events.events)
+        if sample.engine == replacement and sample.spans[-1].version > self._admitted_at[sample.engine]:
+            self.is_replaced = True
+
+    async def stop(self) -> list[int]:
+        """End all engines in order; their exit statuses."""
+        async with asyncio.timeout(STOP_S):
+            return list(await asyncio.gather(*(engine.actor.stop.remote() for engine in self.serving.values())))
+
+    # --- one engine --------------------------------------------------------------------------------------------------
+
+    async def _start(self, name: str, actor: Any) -> FleetEngine:
+        """The engine, as soon as it answers.  No request can come to it yet."""
+        try:
+            async with asyncio.timeout(START_S):
+                url, pid = await actor.address.remote()
+                ended = asyncio.ensure_future(_end_of(actor))
+                engine = FleetEngine(name, actor, url, pid, engine_client(url), ended)
+                while not await asyncio.to_thread(engine.client.health, timeout=POLL_S * 20):
+                    if ended.done():
+                        raise FleetError(f"{name} did not come up: {ended.result()}")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise FleetError(f"{name} did not come up within {START_S:g} s") from None
+        except RayError as error:
+            raise FleetError(f"{name} did not come up: {error}") from error
+        return engine
+
+    async def _admit(self, engine: FleetEngine) -> None:
+        """Make it serve what all serve, then make it known."""
+        local = self._folder / f"{engine.name}-weights"
+        await asyncio.to_thread(self._trainer.bring, engine.client, local)  # the most of it, while releases go on
+        async with self._weights:
+            version = await asyncio.to_thread(self._trainer.bring, engine.client, local)
+            await asyncio.to_thread(self._trainer.join, engine.name, engine.client)
+            self._events.add(happened.AT_VERSION, engine.name, version)
+            self.serving[engine.name] = engine
+            self._admitted_at[engine.name] = version
+            await self._router.add(engine.url)
+            self._events.add(happened.REGISTERED, engine.name, version)
+
+    async def _forget(self, engine: FleetEngine) -> None:
+        """First at the router, so that nothing more goes there."""
+        await self._router.remove(engine.url)
+        ray.kill(engine.actor)
+        async with self._weights:
+            del self.serving[engine.name]
+            await asyncio.to_thread(self._trainer.leave, engine.name)
+        engine.client.close()
+
+
+async def _end_of(actor: Any) -> str:
+    try:
+        return await actor.ended.remote()
+    except RayError as error:
+        return f"its actor ended: {error}"
