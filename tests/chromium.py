@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ from typing import Any
 WAIT_S = 30.0
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = "no Chromium is installed (Debian's package: chromium)"
+
+
+# The browser reads commands from descriptor 3 and writes to 4.
+_LAUNCHER = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Browser:
@@ -91,13 +102,12 @@ class Browser:
             time.sleep(0.1)
 
     def wait_for_text(self, words: str, selector: str = "body") -> None:
-        self.wait_for(f"(document.querySelector({json.dumps(selector)})?.innerText ?? '').includes({json.dumps(words)})")
+        text = f"(document.querySelector({json.dumps(selector)})?.innerText ?? '')"
+        self.wait_for(f"{text}.includes({json.dumps(words)})")
 
     def look(self, width: int, height: int = 1000, *, dark: bool = False) -> None:
         """Size of the window, and which colours it prefers."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -120,9 +130,8 @@ def chromium() -> Iterator[Browser]:
             *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
             f"--user-data-dir={profile}",
         ]
-        # The browser reads commands from descriptor 3 and writes to 4.
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{read_to} 4>&{write_back}', "sh", *command],
+            [sys.executable, "-c", _LAUNCHER, str(read_to), str(write_back), *command],
             pass_fds=(read_to, write_back),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -256,8 +256,11 @@
     for (const one of history.updates) drawUpdate(svg, box, one);
     svg.append(...timeAxis(box));
     $("chart-versions").replaceChildren(cursor(box, svg, TOP, box.bottom));
-    const keys = [["c-three", "staging, steps go on"], ["c-two", "staging, steps held"], ["c-bad", "stall of the commit, or dropped"]];
-    put("legend-versions", 0, ...keys.map(([colour, name]) => () => h("span", {}, h("i", { class: `key box ${colour}` }), name)));
+    const keys = [
+      ["box c-three", "staging, steps go on"], ["box c-two", "staging, steps held"], ["box c-bad", "stall of the commit, or dropped"],
+      ["rule c-three", "in the charts: refresh"], ["rule c-two", "rebalance"], ["box c-shade", "paused"],
+    ];
+    put("legend-versions", 0, ...keys.map(([look, name]) => () => h("span", {}, h("i", { class: `key ${look}` }), name)));
   }
 
   function drawUpdate(svg, box, one) {
@@ -299,7 +302,7 @@
       h("tbody", {}, ...rows.map((row) => h("tr", {}, ...columns.map(([, value, kind]) => {
         const shown = value(row);
         const cut = kind === "text" && typeof shown === "string" ? clip(shown, 260) : shown;
-        return h("td", { class: kind, title: kind === "name" || cut !== shown ? shown : null }, cut);
+        return h("td", { class: kind, title: kind === "name" || kind === "brief" || cut !== shown ? shown : null }, cut);
       })))));
   }
 
@@ -435,8 +438,8 @@
       }
       const most = Math.max(0.02, ...rows.flatMap((one) => one.by_layer));
       return h("div", {}, table([
-        ["From", (one) => one.from_version, "name"], ["To", (one) => one.to_version, "name"],
         ["Flipped", (one) => percent(one.share, 2), "number"], ["By layer", (one) => strip(one.by_layer, layers, most)],
+        ["From", (one) => one.from_version, "brief"], ["To", (one) => one.to_version, "brief"],
       ], rows), h("p", { class: "quiet" }, "0", h("i", { class: "ramp flips" }), percent(most)));
     });
     const drift = data.state.experts?.drift ?? null;
