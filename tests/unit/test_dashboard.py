@@ -41,6 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(Path(tmp_path_factory.mktemp("model")))
 
 
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Live]:
+    """For tests that leave it as it was."""
+    with live_server(folder) as server:
+        yield server
+
+
 @pytest.fixture
 def live(folder: Path) -> Iterator[Live]:
     with live_server(folder, weight_version=HOSTILE) as server:
@@ -71,8 +78,8 @@ def is_allowed(policy: dict[str, str], kind: str, text: str) -> bool:
     return policy[kind] == f"'sha256-{digest}'"
 
 
-def test_the_page_runs_its_own_script_and_nothing_else(live: Live) -> None:
-    response = live.client.get("/dashboard")
+def test_the_page_runs_its_own_script_and_nothing_else(shared: Live) -> None:
+    response = shared.client.get("/dashboard")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     policy = policy_of(response)
     (script,) = re.findall(r"<script>(.*)</script>", response.text, re.DOTALL)
@@ -150,10 +157,10 @@ def test_data_take_the_admin_key_and_the_page_takes_none(
         assert data_of(live, authorization=f"Bearer {right}")["refusals"] == [], "strangers do not fill the log"
 
 
-def test_pages_of_other_sites_get_no_data(live: Live) -> None:
+def test_pages_of_other_sites_get_no_data(shared: Live) -> None:
     for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"sec-fetch-site": "cross-site"}):
-        assert live.client.get("/dashboard/data", headers=headers).status_code == 403, headers
-    assert live.client.get("/dashboard/data", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+        assert shared.client.get("/dashboard/data", headers=headers).status_code == 403, headers
+    assert shared.client.get("/dashboard/data", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
 def test_no_dashboard_without_metrics(folder: Path) -> None:
@@ -163,8 +170,8 @@ def test_no_dashboard_without_metrics(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("since", ["-1", "x", "1.5", "", str(2**64), "1&since=x", HOSTILE])
-def test_a_bad_number_is_one_clear_error(live: Live, since: str) -> None:
-    response = live.client.get(f"/dashboard/data?since={since}")
+def test_a_bad_number_is_one_clear_error(shared: Live, since: str) -> None:
+    response = shared.client.get(f"/dashboard/data?since={since}")
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "BadRequest" and error["message"].startswith("query.since:")
 
@@ -245,8 +252,9 @@ def record(rank_loads: list[list[int]], *, recording: bool = True) -> ExpertLoad
 
 
 @pytest.fixture
-def history(live: Live) -> ServerHistory:
-    return live.history
+def history(shared: Live) -> ServerHistory:
+    """An empty one."""
+    return ServerHistory(shared.manager)
 
 
 def test_rates_are_of_the_time_between_two_samples(history: ServerHistory) -> None:
@@ -397,10 +405,10 @@ def test_flips_are_of_sets_not_of_orders() -> None:
     ],
     ids=["both", "one", "none", "many", "vocabulary", "type", "surrogate", "batch"],
 )
-def test_a_probe_that_cannot_be_is_refused(live: Live, body: dict[str, Any], status: int, words: str) -> None:
-    response = live.client.post("/dashboard/route_probe", content=json.dumps(body))
+def test_a_probe_that_cannot_be_is_refused(shared: Live, body: dict[str, Any], status: int, words: str) -> None:
+    response = shared.client.post("/dashboard/route_probe", content=json.dumps(body))
     assert response.status_code == status and words in response.json()["error"]["message"], response.text
-    assert data_of(live)["probe_tokens"] is None
+    assert data_of(shared)["probe_tokens"] is None
 
 
 def test_a_probe_needs_recorded_routes(folder: Path) -> None:
