@@ -11,6 +11,7 @@ weights and placement are those that it was planned for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,9 @@ from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
 
 ASSUMED_BYTES_PER_S = 5e8  # until a chunk was timed: two ranks over gloo on two cores do 4.6e8 to 6.8e8
+
+
+_ENDS_REMEMBERED = 16
 
 
 class Stage(Enum):
@@ -72,6 +76,8 @@ class RebalanceManager:
         self._epochs = (0, 0)  # weights, placement
         self._seconds: list[float] = []
         self._handled_bytes, self._handled_s = 0, 0.0
+        self._ended: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_ENDS_REMEMBERED)  # and when they ended
+        self._num_ended = 0
 
     # --- an evaluation ------------------------------------------------------------------------------------------------
 
@@ -166,6 +172,10 @@ class RebalanceManager:
         done, left = len(self._seconds), len(self._chunks)
         self.outcome = Outcome(done + left, done, sum(self._seconds), max(self._seconds, default=0.0), dropped=dropped)
         self._chunks = []
+        assert self.decision is not None
+        self._num_ended += 1
+        facts = {"number": self._num_ended} | self.decision.facts() | self.outcome.facts()
+        self._ended.append((self._clock(), facts))
         self._enter(Stage.IDLE)
 
     def _enter(self, stage: Stage) -> None:
@@ -193,6 +203,7 @@ class RebalanceManager:
             "chunks_left": len(self._chunks),
             "decision": None if self.decision is None else self.decision.facts(),
             "outcome": None if self.outcome is None else self.outcome.facts(),
+            "rebalances": [{"age_s": self._clock() - at} | facts for at, facts in self._ended],
             "choices_per_expert": self.history.choices_per_expert,
             "drift": None if drift is None else {n: getattr(drift, n) for n in drift.__dataclass_fields__},
         }

@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 
 from rollout.core.server_args import ServerArgs
+from rollout.entrypoints.dashboard.history import ServerHistory
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.models.registry import load_model_config
@@ -36,6 +37,7 @@ class Live:
     client: httpx.Client
     manager: TokenizerManager
     scheduler: StandInScheduler
+    history: ServerHistory
     loop: asyncio.AbstractEventLoop
 
     def generate(self, **body: Any) -> Any:
@@ -103,13 +105,14 @@ def live_server(
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            config = uvicorn.Config(build_app(manager, metrics), log_config=None, lifespan="off", ws="none")
+            history = ServerHistory(manager)
+            config = uvicorn.Config(build_app(manager, metrics, history), log_config=None, lifespan="off", ws="none")
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started:
                 await asyncio.sleep(0.01)
             client = httpx.Client(base_url=url, timeout=WAIT_S)
-            box.append(Live(url, client, manager, scheduler, asyncio.get_running_loop()))
+            box.append(Live(url, client, manager, scheduler, history, asyncio.get_running_loop()))
             up.set()
             await asyncio.to_thread(down.wait)
             client.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +96,7 @@ class WeightTransaction:
         self.failure: str | None = None
         self.torn: str | None = None
         self.digests = Digests()  # of the whole content once it is committed, where they are known
+        self._opened_at = time.monotonic()
         self._weights = weights
         self._state = TransactionState.OPEN
         self._staging = ShadowStaging(weights) if staging is None else staging
@@ -114,6 +116,11 @@ class WeightTransaction:
     @property
     def state(self) -> TransactionState:
         return self._state
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was opened."""
+        return time.monotonic() - self._opened_at
 
     @property
     def received(self) -> list[str]:

@@ -8,14 +8,17 @@ sending buckets.  Outside of an update each of them would be one of its own: a m
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weight_sync.content import Digests
 from weight_sync.errors import TransactionStateError
+from weight_sync.transaction import WeightTransaction
 
 _REMEMBERED = 256
+_ENDS_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,28 @@ class CommitResult:
     seconds: float  # time that the step thread spent
     digests: Digests  # of the whole content now, as far as they are known
     update_id: str | None = None
+    staging_seconds: float = 0.0  # from its opening to its commit
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedUpdate:
+    """How one update ended; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
+
+    `staging_s`: from its opening until its commit began, or until it was dropped.  `steps_held`: no step ran while its
+    tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since 1970.
+    """
+
+    update_id: str | None
+    kind: Literal["committed", "lost", "aborted"]
+    weight_version: str | None
+    weight_epoch: int | None = None
+    reason: str | None = None
+    num_tensors: int
+    num_bytes: int
+    staging_s: float
+    stall_s: float = 0.0
+    steps_held: bool
+    ended_at: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -54,10 +79,11 @@ class Outcome:
 class UpdateBook:
     """`loss`: why the last update was lost, until a sender starts anew.
 
-    `last_failure`: of the last update that failed, until one is committed.
+    `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
     """
 
     def __init__(self) -> None:
+        self.ended: deque[EndedUpdate] = deque(maxlen=_ENDS_REMEMBERED)
         self.loss: str | None = None
         self.last_failure: UpdateFailure | None = None
         self._is_reported = True
@@ -69,6 +95,24 @@ class UpdateBook:
             self._outcomes[update_id] = outcome
         if len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]
+
+    def note_drop(
+        self, transaction: WeightTransaction, kind: Literal["lost", "aborted"], reason: str, *, steps_held: bool
+    ) -> None:
+        """Remember an update that ended without a commit."""
+        self.note(transaction.update_id, Outcome(kind, reason))
+        self.ended.append(
+            EndedUpdate(
+                update_id=transaction.update_id,
+                kind=kind,
+                weight_version=transaction.weight_version,
+                reason=transaction.failure or reason,
+                num_tensors=len(transaction.received),
+                num_bytes=transaction.num_bytes,
+                staging_s=transaction.age_s,
+                steps_held=steps_held,
+            )
+        )
 
     def outcome(self, update_id: str) -> Outcome:
         """Of an update that is over; `unknown` for an id that was never used, or too long ago."""

@@ -267,7 +267,7 @@ class WeightUpdater:
         except TransactionStateError:
             self._commit_vote(False)
             raise
-        start = time.perf_counter()
+        start, staging_s = time.perf_counter(), transaction.age_s
         try:
             names = transaction.commit(self._commit_vote)
         except CommitError as error:
@@ -282,7 +282,7 @@ class WeightUpdater:
             self.torn = None
         self.content.note(transaction.contents)
         label, digests = transaction.weight_version, transaction.digests
-        return CommitResult(label, names, transaction.num_bytes, seconds, digests, transaction.update_id)
+        return CommitResult(label, names, transaction.num_bytes, seconds, digests, transaction.update_id, staging_s)
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class WeightUpdater:
 
     def _close(self, reason: str, *, reported: bool, by_sender: bool) -> WeightTransaction:
         transaction = self._require_transaction("abort")
-        self.book.note(transaction.update_id, Outcome("aborted" if reported else "lost", reason))
+        self.book.note_drop(transaction, "aborted" if reported else "lost", reason, steps_held=self.holds_steps)
         self._transaction = None
         self._held.end()
         if not by_sender:

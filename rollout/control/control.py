@@ -191,6 +191,7 @@ class Control:
                 for epoch in state.recent_epochs
             ],
             weight_update=self._weights.status(),
+            ended_updates=self._weights.ended(),
             expert_distribution=self._experts.status(),
             eplb=self._eplb.status(),
             **self._static_state,

@@ -13,7 +13,7 @@ from rollout.core.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError
-from weight_sync.update_book import CommitResult, Outcome
+from weight_sync.update_book import CommitResult, EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
 
@@ -66,6 +66,19 @@ class WeightCommit:
             **placement,
         )
         self._updater.book.note(result.update_id, Outcome("committed", answer=msgspec.to_builtins(reply)))
+        self._updater.book.ended.append(
+            EndedUpdate(
+                update_id=result.update_id,
+                kind="committed",
+                weight_version=version,
+                weight_epoch=state.epoch.weight_epoch,
+                num_tensors=len(result.names),
+                num_bytes=result.num_bytes,
+                staging_s=result.staging_seconds,
+                stall_s=result.seconds,
+                steps_held=self._updater.holds_steps,
+            )
+        )
         return committed(reply), reply
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:

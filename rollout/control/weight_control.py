@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.message import ControlReqInput, ControlReqOutput, NoReply, Reply
-from rollout.core.update_state import CommitReply, UpdateStateReply
+from rollout.core.update_state import CommitReply, EndedUpdateState, UpdateStateReply
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginReply,
@@ -196,6 +197,10 @@ class WeightControl:
             pause_left_s=self._leases.pause_left_s,
             poisoned=self._scheduler.serving.poisoned,
         )
+
+    def ended(self) -> list[EndedUpdateState]:
+        """The last updates that ended, oldest first."""
+        return [EndedUpdateState(**asdict(update)) for update in tuple(self._updater.book.ended)]
 
     def _after_verb(self, job: Job) -> None:
         self._forget_loss()

@@ -38,7 +38,9 @@ class ExpertLoadState(msgspec.Struct, kw_only=True):
 class EplbState(msgspec.Struct, kw_only=True):
     """State of the balancer.  `stuck`: why it makes no progress; null if it does.
 
-    `decision`, `outcome`: facts of the last plan and of its moves.  `drift`: of the counted loads over a refresh.
+    `decision`, `outcome`: facts of the last plan and of its moves.  `rebalances`: both of the last that moved experts,
+    oldest first, with their `number` and `age_s`, the seconds since they ended.  `drift`: of the counted loads over a
+    refresh.
     """
 
     stage: str
@@ -49,6 +51,7 @@ class EplbState(msgspec.Struct, kw_only=True):
     chunks_left: int
     decision: dict[str, Any] | None
     outcome: dict[str, Any] | None
+    rebalances: list[dict[str, Any]]
     choices_per_expert: float
     drift: dict[str, Any] | None
     counts_loads: bool

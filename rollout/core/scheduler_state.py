@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.core.expert_io_struct import EplbState, ExpertLoadState
 from rollout.core.message import AnyRank, Reply, Total, TotalFloat
-from rollout.core.update_state import UpdateStateReply
+from rollout.core.update_state import EndedUpdateState, UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
@@ -62,6 +62,7 @@ class SchedulerState(Reply, kw_only=True):
     held_digest: str | None
     weight_versions: list[PublishedWeights]
     weight_update: UpdateStateReply
+    ended_updates: list[EndedUpdateState]
     expert_distribution: ExpertLoadState | None
     eplb: EplbState | None
     # what does not change

@@ -173,7 +173,7 @@ class ServerArgs:
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )
     drain_timeout: float = _arg(10.0, "seconds that running requests and weight verbs get to finish on SIGTERM")
-    enable_metrics: bool = _arg(True, "serve /metrics")
+    enable_metrics: bool = _arg(True, "serve /metrics and /dashboard")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
 
     enable_memory_saver: bool = _arg(False, "allow /release_memory_occupation and /resume_memory_occupation")

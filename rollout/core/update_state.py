@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.message import Reply
@@ -22,6 +23,22 @@ class CommitReply(Reply, kw_only=True):
     num_tensors: int | UnsetType = UNSET
     num_bytes: int | UnsetType = UNSET
     stall_seconds: float | UnsetType = UNSET
+
+
+class EndedUpdateState(msgspec.Struct, kw_only=True):
+    """How one of the last updates ended, see `weight_sync.update_book.EndedUpdate`."""
+
+    update_id: str | None
+    kind: Literal["committed", "lost", "aborted"]
+    weight_version: str | None
+    weight_epoch: int | None
+    reason: str | None
+    num_tensors: int
+    num_bytes: int
+    staging_s: float
+    stall_s: float
+    steps_held: bool
+    ended_at: float
 
 
 class UpdateStateReply(Reply, kw_only=True):

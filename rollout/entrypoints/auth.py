@@ -22,7 +22,7 @@ from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.turns import Turns
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping", "/metrics", "/dashboard"})
 
 
 class KeyMiddleware:

@@ -24,6 +24,9 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.entrypoints.auth import KeyMiddleware
 from rollout.entrypoints.control_routes import ControlRoutes
+from rollout.entrypoints.dashboard.history import ServerHistory
+from rollout.entrypoints.dashboard.refusals import NoteRefusals
+from rollout.entrypoints.dashboard.routes import DashboardRoutes
 from rollout.entrypoints.expert_routes import ExpertRoutes
 from rollout.entrypoints.http_io import describe_query, error_response
 from rollout.entrypoints.info_routes import InfoRoutes
@@ -43,8 +46,8 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 logger = logging.getLogger(__name__)
 
 
-def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
-    """The application.  `metrics` should also be one of the manager's observers."""
+def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
+    """The application.  `metrics` should also be one of the manager's observers, `history.run()` a task."""
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
     app.state.heavy_bodies = asyncio.Lock()
@@ -79,9 +82,14 @@ def build_app(manager: TokenizerManager, metrics: Metrics) -> FastAPI:
         SessionRoutes(manager).router(),
         api_verbs,
     ]
+    if args.enable_metrics:
+        dashboard = DashboardRoutes(manager, history)
+        open_to_clients.append(dashboard.page_router())
+        control.append(dashboard.data_router())
     for router in (*open_to_clients, *control):
         app.include_router(router)
     control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
+    app.add_middleware(NoteRefusals, log=history.refusals)
     app.add_middleware(KeyMiddleware, args=args, control_paths=control_paths)
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):

@@ -35,6 +35,7 @@ from rollout.entrypoints.connections import (
     quiet_about_files,
     raise_file_limit,
 )
+from rollout.entrypoints.dashboard.history import ServerHistory
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
@@ -111,11 +112,13 @@ class _Server:
         channel = SchedulerChannel(self._folder, self._layout.num_replicas, _remote_host(self._args))
         metrics = Metrics(self._args.name, self._args.dp_size)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
-        http = _http_server(build_app(manager, metrics), self._args, self._most_connections)
+        history = ServerHistory(manager)
+        http = _http_server(build_app(manager, metrics, history), self._args, self._most_connections)
         _share_time(asyncio.get_running_loop())
         quiet_about_files(asyncio.get_running_loop())
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         reader = asyncio.create_task(manager.run())
+        sampler = asyncio.create_task(history.run()) if self._args.enable_metrics else None
         try:
             say(f"loading {self._args.model_path}")
             self._scheduler = await SchedulerProcesses.start(
@@ -128,8 +131,10 @@ class _Server:
                 await asyncio.wait_for(http_task, RESPONSES_S + 2)
             if self._scheduler is not None:
                 await self._scheduler.end(0.0)
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            tasks = [task for task in (reader, sampler) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             channel.close()
 
     async def _serve(

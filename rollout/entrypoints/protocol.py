@@ -218,6 +218,13 @@ class EmptyRequest(Body):
     """For an endpoint that takes nothing from its body."""
 
 
+class RouteProbeRequest(Body):
+    """POST /dashboard/route_probe."""
+
+    text: str | None = None
+    input_ids: TokenIds | None = None
+
+
 class AbortRequest(Body):
     rid: str | list[str] = ""
     abort_all: bool = False

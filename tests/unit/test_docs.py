@@ -14,6 +14,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints import protocol, vllm_control_protocol
 from rollout.entrypoints.checkpoint_spec import FAMILIES
+from rollout.entrypoints.dashboard.history import ServerHistory
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
@@ -54,7 +55,7 @@ def app_paths(folder: Path) -> set[tuple[str, str]]:
         channel = SchedulerChannel(str(folder))
         try:
             manager = TokenizerManager(ServerArgs(model_path=str(folder)), load_model_config(folder), channel, [])
-            app = build_app(manager, Metrics("docs"))
+            app = build_app(manager, Metrics("docs"), ServerHistory(manager))
         finally:
             channel.close()
         return {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
@@ -83,6 +84,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
     [
         protocol.GenerateRequest,
         protocol.AbortRequest,
+        protocol.RouteProbeRequest,
         *(body_of(verb) for verb in VERBS if verb.endpoint.path is not None),
         vllm_control_protocol.AbortRequestsRequest,
         vllm_control_protocol.ResetPrefixCacheRequest,

@@ -311,6 +311,22 @@ def test_what_comes_between_two_chunks_drops_the_rest(
     assert manager.outcome.dropped == reason
 
 
+def test_the_last_rebalances_are_remembered() -> None:
+    """Those that moved experts, whole or in part; not an evaluation that moved nothing."""
+    clock = Clock()
+    manager = manager_at(clock)
+    for _ in range(20):
+        manager.start_planning()
+        manager.planned(MOVE, move=True)
+        manager.drop("enough")
+    manager.start_planning()
+    manager.planned(MOVE, move=False)
+    clock.now = 7.0
+    found = manager.status()["rebalances"]
+    assert [facts["number"] for facts in found] == list(range(5, 21))
+    assert found[-1]["age_s"] == 7.0 and found[-1]["dropped"] == "enough" and found[-1]["reason"] == MOVE.reason
+
+
 def test_what_takes_too_long_is_seen_within_its_deadline() -> None:
     clock = Clock()
     manager = manager_at(clock)

@@ -93,6 +93,41 @@ def test_a_lease_that_runs_out_drops_the_update_and_keeps_the_reason() -> None:
     assert not updater.expire()
 
 
+def test_how_updates_ended_is_remembered() -> None:
+    """Aborted after a refusal: with the reason of the refusal; lost: with that of the loss.  The last sixteen."""
+    now = [0.0]
+    updater = LoopbackUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
+    sent = version(1)
+    updater.begin("v1", update_id="u1")
+    updater.send([(NORM, sent[NORM])])
+    with pytest.raises(CoverageError):
+        updater.send([(NORM, sent[NORM])])
+    updater.abort("u1")
+    updater.begin("v2", lease_s=10)
+    now[0] = 10
+    assert updater.expire()
+    aborted, lost = updater.book.ended
+    assert (aborted.update_id, aborted.kind, aborted.weight_version) == ("u1", "aborted", "v1")
+    assert (aborted.reason, aborted.num_tensors, aborted.num_bytes) == (f"{NORM} came twice", 1, 16)
+    assert aborted.weight_epoch is None and aborted.stall_s == 0 and not aborted.steps_held
+    assert 0 < aborted.staging_s < 60 and abs(aborted.ended_at - time.time()) < 60
+    assert lost.kind == "lost" and lost.reason is not None and "lease of 10 s ran out" in lost.reason
+    for number in range(20):
+        updater.begin(f"w{number}")
+        updater.abort()
+    assert [ended.weight_version for ended in updater.book.ended] == [f"w{number}" for number in range(4, 20)]
+
+
+def test_a_commit_says_how_long_it_was_staged() -> None:
+    updater = loopback()
+    updater.begin("v1")
+    time.sleep(0.02)
+    updater.send(list(version(1).items()))
+    updater.verify()
+    result = updater.commit()
+    assert 0.02 <= result.staging_seconds < 60 and result.seconds < 60
+
+
 def test_an_expired_update_never_blocks_the_next() -> None:
     now = [0.0]
     weights = FakeWeights()

@@ -1,0 +1,218 @@
+"""The dashboard in a real browser, over a real server: what a person sees before, during and after refreshes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.chromium import MISSING, PROGRAM, Browser, chromium
+from tests.model_zoo import tiny_checkpoint
+from tests.server_process import ServerProcess
+
+pytestmark = [pytest.mark.full, pytest.mark.skipif(PROGRAM is None, reason=MISSING)]
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+SETTINGS = {"max_total_tokens": 1024, "num_threads": 1, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(model, enable_return_routed_experts=True, **SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        found.look(1280)
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser, server: ServerProcess) -> Browser:
+    browser.open(f"{server.url}/dashboard")
+    browser.wait_for("!document.getElementById('main').hidden")
+    return browser
+
+
+def weights(model: Path, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in tensors.items():
+        if scale != 1.0 and tensor.dim() == 2:
+            tensors[name] = tensor + (scale - 1.0) * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return tensors
+
+
+def begin(server: ServerProcess, version: str) -> None:
+    server.client.begin_weight_update(weight_version=version, update_id=version[:64], lease_s=30.0)
+
+
+def send(server: ServerProcess, version: str, tensors: dict[str, torch.Tensor]) -> None:
+    server.client.update_weights_from_tensor([save(tensors)], format="safetensors", update_id=version[:64])
+
+
+def generate(server: ServerProcess, **params: Any) -> None:
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True} | params}
+    server.http.post("/generate", json=body)
+
+
+def test_an_idle_server_is_shown_without_complaints(page: Browser, server: ServerProcess) -> None:
+    page.wait_for_text("live", "#live")
+    assert page.text("#gate") == "serving" and "1,024" in page.text("#legend-kv")
+    assert "Expert loads are not recorded." in page.text("#chart-loads")
+    assert "No text is set" in page.text("#flips") and "No weight update is open." in page.text("#update")
+    shown = page.text("#live")
+    page.wait_for(f"document.getElementById('live').innerText !== {shown!r}")
+    assert page.console == []
+
+
+def test_a_refresh_is_seen_as_it_comes(page: Browser, server: ServerProcess, model: Path) -> None:
+    version = "step-1"
+    server.http.post("/start_expert_distribution_record", json={})
+    assert server.http.post("/dashboard/route_probe", json={"input_ids": list(range(3, 40))}).status_code == 200
+    generate(server)
+    tensors = weights(model, 1.5)
+    names = sorted(tensors)
+    begin(server, version)
+    send(server, version, {name: tensors[name] for name in names[:5]})
+    page.wait_for_text(version, "#update")
+    assert "5 of" in page.text("#update") and "left of 30 s" in page.text("#update")
+    assert version not in page.text("#updates")
+    send(server, version, {name: tensors[name] for name in names[5:]})
+    server.client.end_weight_update(update_id=version)
+    page.wait_for_text(version, "#updates")
+    assert "committed" in page.text("#updates") and page.text("#tiles").count(version) == 1
+    page.wait_for_text("No weight update is open.", "#update")
+    page.wait_for_text(version, "#flips")
+    (flip,) = server.http.get("/dashboard/data").json()["flips"]
+    assert 0 < flip["share"] <= 1 and f"{100 * flip['share']:.2f} %" in page.text("#flips")
+    assert page.evaluate("document.querySelectorAll('#chart-loads rect').length") > 0
+    assert page.console == []
+
+
+def test_a_label_that_is_markup_stays_text(page: Browser, server: ServerProcess, model: Path) -> None:
+    page.evaluate("window.alert = () => { document.title = 'ALERT'; }")
+    begin(server, HOSTILE)
+    send(server, HOSTILE, weights(model))
+    server.client.end_weight_update(update_id=HOSTILE)
+    page.wait_for_text(HOSTILE, "#updates")
+    page.wait_for_text(HOSTILE, "#tiles")
+    server.http.get(f"/{HOSTILE}")
+    page.wait_for_text(HOSTILE, "#errors")
+    assert page.evaluate("document.images.length") == 0 and "ALERT" not in page.evaluate("document.title")
+    assert page.console == []
+    page.evaluate(f"document.body.insertAdjacentHTML('beforeend', {HOSTILE!r})")  # and if it had become markup:
+    page.wait_for("document.images.length === 1")
+    page.wait_for("new Promise((done) => setTimeout(() => done(true), 300))")
+    assert any("Content Security Policy" in line for line in page.console)
+    assert "ALERT" not in page.evaluate("document.title")
+
+
+def test_a_refused_refresh_is_shown_with_its_reason(page: Browser, server: ServerProcess, model: Path) -> None:
+    tensors = weights(model)
+    name = sorted(tensors)[0]
+    begin(server, "bad")
+    with pytest.raises(Exception, match="not finite"):
+        send(server, "bad", {name: torch.full_like(tensors[name], float("nan"))})
+    page.wait_for_text("failed: values that are not finite", "#update")
+    page.wait_for_text(f"values that are not finite in {name}", "#errors")
+    server.client.abort_weight_update("bad")
+    page.wait_for_text("aborted", "#updates")
+    assert f"values that are not finite in {name}" in page.text("#updates")
+    assert page.console == []
+
+
+def test_gates_are_shown(page: Browser, server: ServerProcess) -> None:
+    server.http.post("/pause_generation", json={"mode": "in_place"})
+    page.wait_for("document.getElementById('gate').innerText === 'paused'")
+    assert "paused" in page.text("#gates")
+    server.http.post("/continue_generation", json={})
+    page.wait_for("document.getElementById('gate').innerText === 'serving'")
+    assert page.evaluate("document.querySelectorAll('#chart-requests .f-shade').length") >= 1
+
+
+def test_nothing_is_asked_while_the_tab_is_hidden(page: Browser) -> None:
+    hide(page, True)
+    page.evaluate("window.asked = 0; const own = fetch; window.fetch = (...all) => (window.asked += 1, own(...all));")
+    time.sleep(1.5)  # what was under way
+    page.evaluate("window.asked = 0")
+    time.sleep(2.5)
+    assert page.evaluate("window.asked") == 0
+    hide(page, False)
+    page.wait_for("window.asked >= 2")
+
+
+def test_keys_and_the_end_of_the_server(browser: Browser, model: Path) -> None:
+    """A wrong key is told, the right one shows the data; a server that dies is told, and one in its place is found."""
+    with ServerProcess(model, api_key="user", admin_api_key="boss", **SETTINGS) as first:
+        port = first.port
+        browser.open(f"{first.url}/dashboard")
+        browser.wait_for("!document.getElementById('keys').hidden")
+        assert browser.evaluate("document.getElementById('main').hidden")
+        for wrong in ("user", HOSTILE, "bo\u00dfs"):
+            enter(browser, wrong)
+            browser.wait_for("document.getElementById('key-message').innerText !== ''")
+            assert browser.evaluate("document.getElementById('main').hidden && document.images.length === 0")
+        enter(browser, "boss")
+        browser.wait_for("!document.getElementById('main').hidden")
+        assert browser.evaluate("document.getElementById('keys').hidden")
+        assert (
+            browser.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+            == '[{},{},""]'
+        )
+        first.process.send_signal(signal.SIGKILL)
+        first.wait_exit()
+        browser.wait_for_text("No answer from the server: it cannot be reached.", "#notice")
+        assert browser.text("#live") == "disconnected" and browser.text("#gate") == "no answer"
+        assert not browser.evaluate("document.getElementById('main').hidden"), "what was known stays"
+    with ServerProcess(model, api_key="user", admin_api_key="boss", port=port, **SETTINGS):
+        browser.wait_for("document.getElementById('gate').innerText === 'serving'")
+        browser.wait_for("document.getElementById('notice').hidden")
+
+
+def test_an_engine_that_stands_still_is_told(browser: Browser, model: Path) -> None:
+    with ServerProcess(model, **SETTINGS) as server:
+        browser.open(f"{server.url}/dashboard")
+        browser.wait_for("!document.getElementById('main').hidden")
+        pid = server.scheduler_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            browser.wait_for_text("The engine does not answer", "#notice")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        browser.wait_for("document.getElementById('notice').hidden")
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
+    page.look(width, dark=width == 800)
+    page.wait_for("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def enter(browser: Browser, key: str) -> None:
+    browser.evaluate(
+        f"document.getElementById('key-message').innerText = ''; document.getElementById('key').value = {key!r};"
+        "document.getElementById('keys').requestSubmit()"
+    )
+
+
+def hide(page: Browser, hidden: bool) -> None:
+    """As a browser does with a tab behind another."""
+    page.evaluate(
+        f"Object.defineProperty(document, 'hidden', {{value: {str(hidden).lower()}, configurable: true}});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
