@@ -32,7 +32,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor of the trainer in a matrix.  `start`: where all of it lies in one run, row-major as it is; or None."""
+    """One tensor of the trainer in a matrix, by its parts; or where all of it starts, if it lies there as it is."""
 
     name: str
     shape: torch.Size
@@ -106,8 +106,8 @@ def _source(name: str, shape: torch.Size, parts: Sequence[_Part]) -> _Source:
         inside, there = part.piece.of(whole), part.place.storage
         as_it_is = type(part.place) is ViewPlace and (inside.size(), inside.stride()) == (there.size(), there.stride())
         shifts.add(int(there.storage_offset() - inside.storage_offset()) if as_it_is else None)
-    covers = sum(part.place.numel for part in parts) == shape.numel()
-    return _Source(name, shape, tuple(parts), shifts.pop() if len(shifts) == 1 and covers else None)
+    start = shifts.pop() if len(shifts) == 1 and sum(part.place.numel for part in parts) == shape.numel() else None
+    return _Source(name, shape, tuple(parts) if start is None else (), start)
 
 
 def _tensor_pairs(one: Layer, other: Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

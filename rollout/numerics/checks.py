@@ -17,7 +17,7 @@ from rollout.numerics.engine import TrainedEngine
 from weight_sync.errors import WeightSyncError
 
 DTYPES = (torch.bfloat16, torch.float32)
-_HARMLESS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
+_HARMLESS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -55,9 +55,10 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
         engine = TrainedEngine(config, tensors, dtype, device, available, padding_id)
         engine.load(tensors)
     except (WeightSyncError, LockstepError) as error:
-        raise UnsupportedFeature(f"{type(model).__name__} is not as its family is: {error}") from None
+        raise UnsupportedFeature(f"{type(model).__name__} is not what the engine serves: {error}") from None
     if not engine.batch_invariant and not allow_inexact:
-        reason = f"no compiled operators for {dtype} on {device.type}" if kernels is None else kernels.reason
+        missing = f"no compiled operators for {dtype} on {device.type}, or for its heads"
+        reason = missing if kernels is None else kernels.reason or missing
         raise UnsupportedFeature(
             f"the engine's operators are plain torch here, whose bits depend on the batch ({reason}); "
             "allow_inexact=True takes them all the same"

@@ -35,7 +35,8 @@ class EngineNumerics:
         self.routes: torch.Tensor | None = None
         self._model, self._dtype = model, dtype
         self._device = device_of(model)
-        self._engine = checked_engine(model, dtype, self._device, allow_inexact)
+        with torch.inference_mode(False):  # what it holds is written outside of it, too
+            self._engine = checked_engine(model, dtype, self._device, allow_inexact)
         self.batch_invariant = self._engine.batch_invariant
         self._routers = find_routers(model) if self._engine.config.is_moe else []
         assert len(self._routers) == len(self._engine.config.moe_layer_ids), "a router for each MoE layer"

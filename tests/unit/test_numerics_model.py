@@ -101,6 +101,16 @@ def test_outputs_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
         assert torch.equal(model.eval()(tokens(1, 4)).logits, output.logits)
 
 
+def test_made_in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        numerics = use_engine_numerics(model)
+        want = model(tokens(1, 4)).logits
+    with numerics:
+        found = model(tokens(1, 4)).logits
+        found.float().sum().backward()
+    assert torch.equal(found, want)
+
+
 def test_gradients_of_two_forwards_add_up(model: Any) -> None:
     """The packed weights of one forward are gone when its gradient is computed."""
     grads = []
