@@ -77,8 +77,9 @@ class Selection {
     }
     if (bound > -kInfinity) bound = end(row, nullptr, bound, count, kUnlimited).logit;
     gather(row, bound, kInfinity);
-    std::partial_sort(tokens_.begin(), tokens_.begin() + count, tokens_.end(), comes_before);
+    std::nth_element(tokens_.begin(), tokens_.begin() + (count - 1), tokens_.end(), comes_before);
     tokens_.resize(count);
+    sort_tokens(row);
     return tokens_;
   }
 
@@ -183,6 +184,10 @@ class Selection {
       }
     }
     gather(row, low, high);
+    if (const int64_t left = count - before.count; weights == nullptr && left <= static_cast<int64_t>(tokens_.size())) {
+      std::nth_element(tokens_.begin(), tokens_.begin() + (left - 1), tokens_.end(), comes_before);
+      return tokens_[left - 1];
+    }
     // Many are left if their logits are almost equal; equal ones are in order already.
     if (!std::is_sorted(tokens_.begin(), tokens_.end(), comes_before)) {
       std::sort(tokens_.begin(), tokens_.end(), comes_before);
@@ -193,6 +198,21 @@ class Selection {
       if (reaches(before)) return token;
     }
     return tokens_.back();
+  }
+
+  // By one number each, which orders them as `comes_before` does: half the time of comparing logits and ids.
+  void sort_tokens(const Row& row) {
+    keys_.clear();
+    for (const Token& token : tokens_) {
+      const uint32_t bits = std::bit_cast<uint32_t>(token.logit + 0.0f);  // -0 is 0
+      const uint32_t ascending = bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+      keys_.push_back(static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(token.id));
+    }
+    std::sort(keys_.begin(), keys_.end());
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      const int32_t id = static_cast<int32_t>(keys_[i]);
+      tokens_[i] = {row[id], id};
+    }
   }
 
   // The tokens in low .. high, high not included, in vocabulary order.
@@ -213,6 +233,7 @@ class Selection {
 
   BlockSums sums_;
   std::vector<Token> tokens_;
+  std::vector<uint64_t> keys_;
   std::vector<float> heads_;
 };
 
