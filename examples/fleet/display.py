@@ -51,7 +51,7 @@ class View:
         self._events.append(event)
         if not self._console.is_terminal:
             version = "" if event.version is None else f", version {event.version}"
-            self._say(f"{event.seconds:6.2f} s  {event.engine}: {event.what}{version}")
+            self._say(f"{event.seconds:6.2f} s  {event.engine}: {event}{version}")
 
     def answered(self, sample: Sample) -> None:
         self._counts[sample.engine] += 1
@@ -72,7 +72,7 @@ def events_table(events: Iterable[Event]) -> Table:
     table = Table("seconds", "engine", "event", "version", title="Events")
     for event in events:
         version = "" if event.version is None else str(event.version)
-        table.add_row(f"{event.seconds:.2f}", event.engine, event.what, version)
+        table.add_row(f"{event.seconds:.2f}", event.engine, str(event), version)
     return table
 
 

@@ -21,12 +21,19 @@ FAILED = "did not come up"
 
 @dataclass(frozen=True)
 class Event:
-    """`seconds` since the fleet began; `engine`: its name, or several with commas; `version`: of its weights then."""
+    """`seconds` since the fleet began; `engine`: its name, or several with commas; `version`: of its weights then.
+
+    `why`: where the event alone does not say it.
+    """
 
     seconds: float
     what: str
     engine: str
     version: int | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}" if self.why else self.what
 
 
 class EventLog:
@@ -42,8 +49,8 @@ class EventLog:
         """Since the fleet began."""
         return time.monotonic() - self._start
 
-    def add(self, what: str, engine: str, version: int | None = None) -> None:
-        event = Event(round(self.seconds, 3), what, engine, version)
+    def add(self, what: str, engine: str, version: int | None = None, why: str = "") -> None:
+        event = Event(round(self.seconds, 3), what, engine, version, why)
         self.events.append(event)
         self._heard(event)
 

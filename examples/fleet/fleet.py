@@ -79,9 +79,9 @@ class Fleet:
             try:
                 engine = await self._start(name, actor)
                 await self._admit(engine)
-            except FleetError:
+            except FleetError as error:
                 ray.kill(actor)
-                self._events.add(happened.FAILED, name)
+                self._events.add(happened.FAILED, name, why=str(error))
                 failures += 1
                 if failures == MOST_FAILURES:
                     raise

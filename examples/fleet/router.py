@@ -54,6 +54,11 @@ class Router:
         await self._http.aclose()
         self._process.stop()
 
+    def require_running(self) -> None:
+        """Raises `FleetError` if the router has ended."""
+        if (status := self._process.exit_status()) is not None:
+            raise FleetError(f"the router ended with status {status}: {self._process.last_words()}")
+
     async def add(self, url: str) -> None:
         """From now on requests may go to this engine."""
         await self._call("POST", "/workers", {"url": url})

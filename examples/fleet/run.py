@@ -144,7 +144,7 @@ async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, fo
                 await asyncio.sleep(TICK_S)
             asking = tasks.create_task(rollouts.run(args.in_flight))
             releasing = tasks.create_task(release())
-            await _play(args, fleet, rollouts, view)
+            await _play(args, fleet, router, rollouts, view)
             releasing.cancel()
             rollouts.stop()
             await asking
@@ -154,10 +154,11 @@ async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, fo
     return Record(rollouts.asked, rollouts.sent_again, rollouts.samples, fleet.committed, list(events.events), statuses)
 
 
-async def _play(args: argparse.Namespace, fleet: Any, rollouts: Any, view: View) -> None:
+async def _play(args: argparse.Namespace, fleet: Any, router: Any, rollouts: Any, view: View) -> None:
     """Let it run, kill an engine in the middle, and see its replacement take part.  Raises `FleetError`."""
     start, killed = time.monotonic(), False
     while (seconds := time.monotonic() - start) < args.seconds or not fleet.is_replaced:
+        router.require_running()
         if not killed and seconds > args.seconds / 2:
             fleet.kill()
             killed = True

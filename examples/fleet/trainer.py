@@ -35,15 +35,17 @@ def reward(token_ids: Sequence[int]) -> float:
 
 
 class Trainer:
-    """`published`: the folder of published versions.  Version 0 is the checkpoint.  Not thread-safe."""
+    """`published`: the folder of published versions.  Version 0 is the checkpoint.
+
+    Not thread-safe, but that `bring` may run beside all the rest.
+    """
 
     def __init__(self, checkpoint: Path, published: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
         self._published = published
         self._sender = WeightSender({}, timeout_s=TIMEOUT_S, on_engine_failure="leave_out")
-        self._tensors = self._served_tensors()
-        self._newest = 0
+        self._newest = (0, self._served_tensors())
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """One policy-gradient step on samples of one prompt, under the experts that the engines chose."""
@@ -61,10 +63,10 @@ class Trainer:
 
         Raises `FleetError` if no engine took it.
         """
-        tensors = self._served_tensors()
-        version = self._newest + 1
-        publish_bytes(self._published, version, self._tensors, tensors)
-        self._newest, self._tensors = version, tensors
+        (before, old), tensors = self._newest, self._served_tensors()
+        version = before + 1
+        publish_bytes(self._published, version, old, tensors)
+        self._newest = (version, tensors)
         try:
             report = self._sender.refresh(tensors, str(version))
         except WeightSyncError as error:
@@ -76,14 +78,14 @@ class Trainer:
 
         `local`: a folder of this engine.  Raises `FleetError`.
         """
-        version = self._newest
+        version, tensors = self._newest
         try:
             if version > 0:
                 client.pull_weights(str(local), str(self._published), version, update_memory=True)
             held = client.weights_checker()["checksums"]
         except LockstepError as error:
             raise FleetError(f"an engine was not brought to version {version}: {error}") from error
-        if held != {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in self._tensors.items()}:
+        if held != {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in tensors.items()}:
             raise FleetError(f"an engine was brought to version {version} and holds other tensors")
         return version
 
