@@ -229,7 +229,7 @@ def balancer(*numbers: int) -> EplbState:
     )
 
 
-def record(rank_loads: list[list[int]], *, recording: bool = True) -> ExpertLoadState:
+def record(rank_loads: list[list[int]], *, recording: bool = True, num_passes: int = 4) -> ExpertLoadState:
     windows = [
         ExpertLoadWindow(
             window=window,
@@ -243,7 +243,7 @@ def record(rank_loads: list[list[int]], *, recording: bool = True) -> ExpertLoad
     return ExpertLoadState(
         mode="stat",
         recording=recording,
-        num_passes=4,
+        num_passes=num_passes,
         num_tokens=9,
         moe_layer_ids=[1],
         windows=windows,
@@ -312,6 +312,13 @@ def test_balance_is_of_ranks_or_of_slots(
 ) -> None:
     history.enter(a_state(expert_distribution=loads), 1.0)
     assert history.since(0)["samples"][0]["balance"] == expected
+
+
+def test_an_idle_engine_has_no_balance(history: ServerHistory) -> None:
+    """That of the last passes is not shown as if it were of now."""
+    for num_passes in (4, 4, 5):
+        history.enter(a_state(expert_distribution=record([[3, 1]], num_passes=num_passes)), 1.0)
+    assert [one["balance"] for one in history.since(0)["samples"]] == [[0.75], None, [0.75]]
 
 
 def test_a_sample_is_what_the_scheduler_says(live: Live) -> None:

@@ -37,7 +37,7 @@ WINDOW = 100
 class Sample:
     """The server at one moment.  `at`: seconds since 1970.  Rates are of the time since the sample before.
 
-    `balance`: by MoE layer, None where no loads are recorded.
+    `balance`: by MoE layer, None where no loads were recorded since the sample before.
     """
 
     at: float
@@ -128,7 +128,7 @@ class ServerHistory:
             used_state_rows=state.num_used_state_rows,
             paused=state.paused,
             weight_epoch=state.weight_epoch,
-            balance=_balance(state.expert_distribution),
+            balance=_balance(None if before is None else before.expert_distribution, state.expert_distribution),
         )
         self._samples.append((self._next(), sample))
 
@@ -165,9 +165,11 @@ def _num_prefilled(state: SchedulerState) -> int:
     return state.num_prompt_tokens - state.num_prompt_tokens_reused
 
 
-def _balance(record: ExpertLoadState | None) -> list[float | None] | None:
-    """Of ranks; on one rank, where that is always even, of expert slots."""
+def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> list[float | None] | None:
+    """Of ranks; on one rank, where that is always even, of slots.  None where no pass has come since `before`."""
     if record is None or not record.recording:
+        return None
+    if before is not None and before.num_passes == record.num_passes:
         return None
     window = record.windows[0]
     is_alone = all(len(loads) == 1 for loads in window.rank_loads)

@@ -55,6 +55,12 @@
     if (value >= 10) return value.toFixed(0) + " s";
     return value >= 1 ? value.toFixed(1) + " s" : (1000 * value).toFixed(value < 0.01 ? 1 : 0) + " ms";
   }
+  function upTime(value) {
+    for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
+      if (value >= 2 * size) return `${Math.floor(value / size)} ${unit}`;
+    }
+    return `${Math.floor(value)} s`;
+  }
   function bytes(value) {
     for (const [size, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
       if (value >= size) return (value / size).toFixed(1) + " " + unit;
@@ -470,11 +476,11 @@
   function drawTiles() {
     const state = data.state, last = sampleAt(null);
     const tiles = [
-      ["Generated", last === null ? "–" : short(last.generated_per_s) + " tok/s"],
-      ["Prefilled", last === null ? "–" : short(last.prefilled_per_s) + " tok/s"],
-      ["Running", `${whole(state.num_running_reqs)} of ${whole(state.max_running_requests)}`], ["Waiting", whole(state.num_waiting_reqs)],
+      ["Generated, tok/s", last === null ? "–" : short(last.generated_per_s)],
+      ["Prefilled, tok/s", last === null ? "–" : short(last.prefilled_per_s)],
+      [`Running, of ${whole(state.max_running_requests)}`, whole(state.num_running_reqs)], ["Waiting", whole(state.num_waiting_reqs)],
       ["KV tokens in use", percent(state.num_used_tokens / state.max_total_num_tokens)],
-      ["Weight version", state.weight_version], ["Weight epoch", whole(state.weight_epoch)], ["Up", seconds(data.now - data.server.started_at)],
+      ["Weight version", state.weight_version], ["Weight epoch", whole(state.weight_epoch)], ["Up", upTime(data.now - data.server.started_at)],
     ];
     put("tiles", tiles, ...tiles.map(([name, value]) => () => h("div", { class: "tile" }, h("span", {}, name), h("b", { title: value }, value))));
   }
