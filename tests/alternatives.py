@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.core.io_struct import Alternatives
+from rollout.core.alternatives import Alternatives
 
 
 def alternatives(

@@ -21,9 +21,9 @@ import msgspec
 import zmq
 from tokenizers import Tokenizer
 
+from rollout.core.alternatives import Alternatives
 from rollout.core.io_struct import (
     AbortReqInput,
-    Alternatives,
     BatchTokenOutput,
     ContinueGenerationReqInput,
     ControlReqOutput,

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union
 import msgspec
 
 from rollout.core import expert_io_struct, profile_io_struct, session_io_struct, weight_io_struct
+from rollout.core.alternatives import Alternatives
 from rollout.core.message import (
     GET_AND_POST,
     AnyRank,
@@ -270,19 +271,6 @@ class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
     num_rows: int
     start: int
     versions: list[VersionSpan] = []  # spans over rows: which version computed them
-
-
-class Alternatives(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Log-probabilities of other tokens at the places of n tokens: little-endian rows, one after the other.
-
-    `top_logprobs` [n, top_logprobs_num] of `dtype`, best first, and their `top_ids`, int32; `chosen_logprobs` [n, C] of
-    the C ids of `token_ids_logprob`.
-    """
-
-    dtype: Literal["float32", "float64"] = "float32"
-    top_logprobs: bytes = b""
-    top_ids: bytes = b""
-    chosen_logprobs: bytes = b""
 
 
 class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):

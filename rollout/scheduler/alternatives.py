@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.core.io_struct import Alternatives
+from rollout.core.alternatives import Alternatives
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.core.io_struct import Alternatives
+from rollout.core.alternatives import Alternatives
 
 
 class AlternativeArrays(NamedTuple):

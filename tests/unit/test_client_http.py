@@ -329,7 +329,14 @@ def test_both_clients_have_the_same_methods_and_every_verb_is_tested():
 
     assert surface(RolloutClient) == surface(AsyncRolloutClient)
     names = {call.__code__.co_names[0] for call, *_ in VERBS}
-    assert surface(RolloutClient).keys() - names == {"generate", "stream", "health", "wait_until_ready", "close"}
+    assert surface(RolloutClient).keys() - names == {
+        "generate",
+        "score",
+        "stream",
+        "health",
+        "wait_until_ready",
+        "close",
+    }
 
 
 def test_the_client_is_the_control_side_that_a_weight_sender_asks_for():

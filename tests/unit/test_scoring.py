@@ -17,9 +17,9 @@ import pytest
 
 from capture.token_logprobs import TokenLogprobs
 from rollout.client import ResponseFormatError, RolloutClient, ServerError, scoring
+from rollout.core.alternatives import Alternatives
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.io_struct import (
-    Alternatives,
     ContinueGenerationReqInput,
     FinishedRecord,
     FinishReason,

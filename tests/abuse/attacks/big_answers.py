@@ -14,7 +14,7 @@ MOST_IDS = 2_000_000
 
 @attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
 def answers_that_are_large(victim: Victim) -> str:
-    """Top log-probabilities with text and in arrays, masks of the whole vocabulary, whole tensors, long texts of ids."""
+    """Top log-probabilities with text or in arrays, masks of the whole vocabulary, whole tensors, long texts."""
     params = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 4}
     rich: dict[str, Any] = {
         "input_ids": [3] * 200, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0,
