@@ -23,6 +23,7 @@ from benchmarks import (
     parallel,
     parallel_stalls,
     scaling,
+    scoring,
     sessions,
     throughput,
     weight_refresh,
@@ -34,6 +35,7 @@ PARTS = (
     "families",
     "grpo",
     "capture",
+    "scoring",
     "sessions",
     "scaling",
     "memory",
@@ -80,6 +82,8 @@ def main() -> None:
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
+        if "scoring" in args.only and shape == "S":
+            rows += scoring.run(shape, args.rounds, console)
         if "sessions" in args.only and shape == "S":
             rows += sessions.run(shape, args.rounds * 4, console)
         if "scaling" in args.only:

@@ -46,7 +46,7 @@ def run(shape: str, rounds: int, console: Console) -> list[dict]:
         events = _Subscriber()
         stack.callback(events.close)
         flags = ["--session-pin-fraction", "0.5", "--kv-events-config", f'{{"endpoint": "{events.endpoint}"}}']
-        servers = {name: stack.enter_context(_server(shape, flags if name == "on" else [])) for name in names}
+        servers = {name: stack.enter_context(server(shape, flags if name == "on" else []))[0] for name in names}
         for turn in range(rounds + 1):
             for name in rng.sample(names, len(names)):  # who follows whom must not matter
                 seconds = asyncio.run(_round(servers[name], SHAPES[shape].vocab_size, turn, named=name == "on"))
@@ -86,25 +86,25 @@ async def _converse(client: httpx.AsyncClient, vocab_size: int, seed: int, numbe
 
 
 @contextmanager
-def _server(shape: str, flags: list[str]) -> Iterator[str]:
-    """The URL of a server, which is up."""
+def server(shape: str, flags: list[str]) -> Iterator[tuple[str, int]]:
+    """The URL of a server, which is up, and the id of its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(checkpoint(shape))]
     command += ["--port", str(port), "--dtype", "bfloat16", "--skip-tokenizer-init", "--log-level", "warning"]
     command += ["--max-total-tokens", "65536", "--num-threads", str(torch.get_num_threads()), *flags]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + START_S
         while not _is_up(f"http://127.0.0.1:{port}"):
-            if server.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("the server did not come up")
             time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
-        server.terminate()
-        server.wait(STOP_S)
+        process.terminate()
+        process.wait(STOP_S)
 
 
 def _is_up(url: str) -> bool:

@@ -87,7 +87,9 @@ class ServerArgs:
     chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
     max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
     max_logprob_entries: int = _arg(
-        1 << 22, "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered"
+        1 << 22,
+        "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered; "
+        "eight times as many in the compact form",
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
     max_state_rows: int | None = _arg(

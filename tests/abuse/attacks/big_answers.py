@@ -14,11 +14,16 @@ MOST_IDS = 2_000_000
 
 @attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
 def answers_that_are_large(victim: Victim) -> str:
-    """Top log-probabilities with text, masks of the whole vocabulary, whole tensors, long texts of ids."""
+    """Top log-probabilities with text or in arrays, masks of the whole vocabulary, whole tensors, long texts."""
     params = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 4}
     rich: dict[str, Any] = {
         "input_ids": [3] * 200, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0,
         "top_logprobs_num": 300, "return_text_in_logprobs": True,
+    }  # fmt: skip
+    arrays = {**rich, "return_text_in_logprobs": False, "logprobs_format": "compact"}
+    scores = {
+        **arrays, "input_ids": [[3] * 400] * 64, "top_logprobs_num": 256, "token_ids_logprob": list(range(200)),
+        "sampling_params": {"max_new_tokens": 0},
     }  # fmt: skip
     masks = {
         "input_ids": [3], "return_sampling_mask": True,
@@ -29,6 +34,10 @@ def answers_that_are_large(victim: Victim) -> str:
         ("/generate", rich),
         ("/generate", rich | {"stream": True}),
         ("/generate", rich | {"token_ids_logprob": list(range(300))}),
+        ("/generate", arrays),
+        ("/generate", arrays | {"stream": True}),
+        ("/generate", scores),
+        ("/generate", scores | {"logprobs_format": "nested"}),
         ("/generate", masks),
         ("/generate", masks | {"stream": True}),
         ("/generate", masks | {"sampling_mask_format": "csr", "sampling_logprobs_mode": "support"}),
