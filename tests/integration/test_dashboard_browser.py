@@ -177,7 +177,10 @@ def test_keys_and_the_end_of_the_server(browser: Browser, model: Path) -> None:
         first.process.send_signal(signal.SIGKILL)
         first.wait_exit()
         browser.wait_for_text("No answer from the server: it cannot be reached.", "#notice")
-        assert browser.text("#live") == "disconnected" and browser.text("#gate") == "no answer"
+        assert browser.text("#live") == "disconnected"
+        browser.look(1000)  # drawn anew it says the same
+        browser.wait_for("document.documentElement.clientWidth === 1000")
+        assert browser.text("#gate") == "no answer"
         assert not browser.evaluate("document.getElementById('main').hidden"), "what was known stays"
     with ServerProcess(model, api_key="user", admin_api_key="boss", port=port, **SETTINGS):
         browser.wait_for("document.getElementById('gate').innerText === 'serving'")
@@ -192,6 +195,7 @@ def test_an_engine_that_stands_still_is_told(browser: Browser, model: Path) -> N
         os.kill(pid, signal.SIGSTOP)
         try:
             browser.wait_for_text("The engine does not answer", "#notice")
+            assert browser.text("#gate") == "engine does not answer"
         finally:
             os.kill(pid, signal.SIGCONT)
         browser.wait_for("document.getElementById('notice').hidden")

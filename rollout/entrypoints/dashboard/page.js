@@ -87,11 +87,14 @@
   }
 
   function timeAxis(box) {
-    const step = box.width < 420 ? span / 2 : span / 5, found = [];
+    const most = Math.max(1, Math.floor((box.width - LEFT - RIGHT) / 84)), found = [];
+    const step = [5, 10, 15, 30, 60, 120, 180, 300].find((one) => span / one <= most) ?? 600;
     for (let at = Math.ceil(box.start / step) * step; at <= box.end; at += step) {
-      const x = box.x(at), edge = x > box.width - 44 ? "end" : x < LEFT + 20 ? "start" : "middle";
-      found.push(s("line", { class: "axis", x1: x, x2: x, y1: box.bottom, y2: box.bottom + 4 }),
-        s("text", { x: edge === "end" ? Math.min(x + 20, box.width) : x, y: box.bottom + 15, "text-anchor": edge }, clock(at)));
+      const x = box.x(at);
+      found.push(s("line", { class: "axis", x1: x, x2: x, y1: box.bottom, y2: box.bottom + 4 }));
+      if (x > LEFT + 4 && x < box.width - 28) {
+        found.push(s("text", { x, y: box.bottom + 15, "text-anchor": "middle" }, clock(at)));
+      }
     }
     return found;
   }
@@ -487,8 +490,10 @@
 
   // [class, words] of the gate that matters most.
   function gate() {
-    const state = data.state, phase = data.server.phase;
+    const state = data?.state ?? null, phase = data?.server.phase;
+    if (failures) return ["bad", "no answer"];
     if (phase === "failed") return ["bad", "failed"];
+    if (engineNotice() !== null) return ["bad", "engine does not answer"];
     if (phase === "starting") return ["warn", "starting"];
     if (state !== null && state.poisoned !== null) return ["bad", "weights poisoned"];
     if (phase === "stopping") return ["warn", "draining"];
@@ -553,8 +558,9 @@
     const [colour, words] = gate();
     $("gate").className = `chip ${colour}`;
     text("gate", words);
-    text("model", `${data.server.model} · ${data.server.version}`);
     document.title = `Lockstep · ${words}`;
+    if (data === null) return;
+    text("model", `${data.server.model} · ${data.server.version}`);
     $("main").hidden = data.state === null;
     if (data.state === null) return;
     drawTiles();
@@ -604,6 +610,11 @@
   }
 
   function ask(message) {
+    data = null;
+    history = empty();
+    $("gate").className = "chip";
+    text("gate", "");
+    text("model", "");
     $("keys").hidden = false;
     $("main").hidden = true;
     notice(null);
@@ -641,7 +652,7 @@
         : error instanceof TypeError ? "it cannot be reached" : error.message;
       notice(`No answer from the server: ${why}.${ago} Trying again.`);
       text("live", "disconnected");
-      if (failures === 1) { $("gate").className = "chip bad"; text("gate", "no answer"); document.title = "Lockstep · no answer"; }
+      draw();
     } finally {
       polling = false;
     }
@@ -665,11 +676,11 @@
     button.addEventListener("click", () => {
       span = size;
       for (const other of $("spans").children) other.setAttribute("aria-pressed", String(other === button));
-      if (data !== null) draw();
+      if ($("keys").hidden) draw();
     });
     $("spans").append(button);
   }
   document.addEventListener("visibilitychange", () => { if (!document.hidden && $("keys").hidden) poll(); });
-  window.addEventListener("resize", () => { if (data !== null && data.state !== null) draw(); });
+  window.addEventListener("resize", () => { if ($("keys").hidden) draw(); });
   poll();
 })();
