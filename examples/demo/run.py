@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.monotonic()
     try:
-        with _signals_interrupt(), _work_folder(args) as folder:
+        with signals_interrupt(), _work_folder(args) as folder:
             rows = _run(args, folder, console)
     except KeyboardInterrupt:
         console.print("interrupted; every process has been stopped", markup=False)
@@ -200,7 +200,7 @@ def _broken(process: ChildProcess, what: str) -> DemoError:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """SIGTERM and SIGHUP act like Ctrl-C, so that every way out ends the child processes."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> Any:

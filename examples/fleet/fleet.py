@@ -16,7 +16,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -50,7 +51,10 @@ class FleetEngine:
 
 
 class Fleet:
-    """`folder` holds a log and a local checkpoint of every engine.  `settings`: those of each server."""
+    """`folder` holds a log and a local checkpoint of every engine.  `settings`: those of each server.
+
+    Leaving it ends all engines at once: what waits for one of them then ends, too.
+    """
 
     def __init__(
         self, router: Router, trainer: Trainer, events: EventLog, folder: Path, settings: dict[str, Any]
@@ -64,10 +68,20 @@ class Fleet:
         self._folder = folder
         self._settings = settings
         self._numbers = itertools.count()
+        self._actors: list[Any] = []
         self.is_replaced = False  # the engine that was killed, by one that has taken part in a release
         self._admitted_at: dict[str, int] = {}
         self._seen: set[str] = set()  # whose first sample came
         self._weights = asyncio.Lock()  # a release, or an admission
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for actor in self._actors if ray.is_initialized() else ():  # a call would start Ray anew
+            ray.kill(actor)
 
     async def keep(self) -> None:
         """Have an engine, and another one whenever it ends.  Raises `FleetError` if several in a row do not come up."""
@@ -76,6 +90,7 @@ class Fleet:
             name = f"engine-{next(self._numbers)}"
             self._events.add(happened.STARTED, name)
             actor = ray.remote(num_cpus=1)(EngineActor).remote(name, self._settings, str(self._folder / f"{name}.log"))
+            self._actors.append(actor)
             try:
                 engine = await self._start(name, actor)
                 await self._admit(engine)

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from examples.demo.checks import Row
 from examples.demo.display import results_table
-from examples.demo.run import SIZES
+from examples.demo.run import SIZES, signals_interrupt
 from examples.fleet import check
 from examples.fleet.display import View, engines_table, events_table, runs_of
 from examples.fleet.errors import FleetError
@@ -77,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     try:
         _require_packages()
-        with _signals_interrupt(), _work_folder(args.workdir) as folder:
+        with signals_interrupt(), _work_folder(args.workdir) as folder:
             rows, record = _run(args, folder, console)
     except KeyboardInterrupt:
         console.print("interrupted; every process has been stopped", markup=False)
@@ -99,9 +98,10 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> tuple[list
     checkpoint, published = folder / "checkpoint", folder / "published"
     make_checkpoint(checkpoint, SIZES["tiny"])
     with View(console) as view:
-        with _ray(args.engines, view), _signals_interrupt():  # Ray sets handlers of its own
+        with _ray(args.engines, view):
             record = _unwrapped(lambda: asyncio.run(_serve(args, checkpoint, published, folder, view)))
-        rows = _rows(record, checkpoint, published, folder, view)
+        with signals_interrupt():  # anew: Ray has set handlers of its own
+            rows = _rows(record, checkpoint, published, folder, view)
     facts = {"asked": len(record.asked), "answered": len(record.samples), "sent_again": record.sent_again}
     checks = {row.name: {"value": row.value, "ok": row.ok} for row in rows}
     write_events(args.events, record.events, {**facts, "committed": record.committed, "checks": checks})
@@ -109,12 +109,16 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> tuple[list
 
 
 async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, folder: Path, view: View) -> Record:
-    """The run itself."""
+    """The run itself.  Signals cancel it, so that everything is left in order."""
     from examples.fleet.fleet import Fleet  # needs Ray
     from examples.fleet.rollouts import Rollouts
     from examples.fleet.router import Router
     from examples.fleet.trainer import Trainer, route_layout
 
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     view.phase("start engines")
     events = EventLog(view.happened)
     trainer = Trainer(checkpoint, published)
@@ -134,8 +138,8 @@ async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, fo
                 waiting.clear()
                 await fleet.release(group)
 
-    async with Router(folder) as router:
-        fleet = Fleet(router, trainer, events, folder, {**ENGINE, "model_path": str(checkpoint)})
+    settings = {**ENGINE, "model_path": str(checkpoint)}
+    async with Router(folder) as router, Fleet(router, trainer, events, folder, settings) as fleet:
         texts = [tokenizer.encode(text) for text in TEXTS]
         rollouts = Rollouts(router.url, texts, route_layout(checkpoint), lambda: fleet.version, answered)
         async with asyncio.TaskGroup() as tasks:
@@ -246,29 +250,16 @@ def _ray(engines: int, view: View) -> Iterator[None]:
 
 
 def _unwrapped(run: Any) -> Any:
-    """The first error of a group of tasks is the one to say."""
+    """Of the errors of a group of tasks the first one; a run that was cancelled was interrupted."""
     try:
         return run()
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C, so that every way out ends all processes."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> Any:
-        signal.raise_signal(signal.SIGINT)
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
