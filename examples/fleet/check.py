@@ -137,7 +137,7 @@ def unreplaced(events: Sequence[Event], samples: Iterable[Sample]) -> list[str]:
     name = replacement_of(events)
     if name is None:
         return [f"{killed.engine} was not replaced"]
-    own = [event for event in after if event.engine == name]
+    own = [event for event in after if event.engine == name and event.what != COMMITTED]
     if [event.what for event in own] != [STARTED, AT_VERSION, REGISTERED, FIRST_SAMPLE]:
         return [f"{name}: {', then '.join(event.what for event in own)}"]
     return [*_late(after, own), *_left_behind(own, samples)]

@@ -45,6 +45,7 @@ class Trainer:
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
         self._published = published
         self._sender = WeightSender({}, timeout_s=TIMEOUT_S, on_engine_failure="leave_out")
+        self._members: set[str] = set()
         self._newest = (0, self._served_tensors())
 
     def learn(self, samples: Sequence[Sample]) -> None:
@@ -61,17 +62,16 @@ class Trainer:
     def release(self) -> tuple[int, list[str]]:
         """Publish the next version and send it: its number, and the engines that do not have it.
 
-        Raises `FleetError` if no engine took it.
+        If none has it, it is in force all the same: the next engine to come has it.
         """
         (before, old), tensors = self._newest, self._served_tensors()
         version = before + 1
         publish_bytes(self._published, version, old, tensors)
         self._newest = (version, tensors)
         try:
-            report = self._sender.refresh(tensors, str(version))
-        except WeightSyncError as error:
-            raise FleetError(f"version {version} was taken by no engine: {error}") from error
-        return version, report.left_out
+            return version, self._sender.refresh(tensors, str(version)).left_out
+        except WeightSyncError:
+            return version, sorted(self._members)
 
     def bring(self, client: RolloutClient, local: Path) -> int:
         """Bring an engine to the newest version, by what is published, and prove it; the version.
@@ -92,14 +92,16 @@ class Trainer:
     def join(self, name: str, client: RolloutClient) -> None:
         """Have the engine take part in every release from now on.  Raises `FleetError`."""
         self._sender.add_engine(name, client)
+        self._members.add(name)
         try:
             self._sender.connect()
         except WeightSyncError as error:
-            self._sender.remove_engine(name)
+            self.leave(name)
             raise FleetError(f"{name} did not join the group of weights: {error}") from error
 
     def leave(self, name: str) -> None:
         """Forget an engine that is gone."""
+        self._members.discard(name)
         self._sender.remove_engine(name)
 
     def _served_tensors(self) -> dict[str, torch.Tensor]:

@@ -201,6 +201,8 @@ def test_a_good_replacement_passes(whole: Sample) -> None:
     assert check.unreplaced(HISTORY, later(whole)) == []
     came_second = [*HISTORY[:5], Event(5, STARTED, "engine-9"), Event(5, FAILED, "engine-9"), *HISTORY[5:]]
     assert check.unreplaced(came_second, later(whole)) == []
+    alone = [replace(event, engine="engine-2") if event.seconds == 10 else event for event in HISTORY]
+    assert check.unreplaced(alone, later(whole)) == []
     at_once = [event for event in HISTORY if event.seconds != 6]
     as_killed = [replace(event, version=1) if 7 <= event.seconds <= 9 else event for event in at_once]
     assert check.unreplaced(as_killed, later(whole)) == []
