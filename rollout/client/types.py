@@ -27,7 +27,7 @@ class GenerateOptions(TypedDict, total=False):
     token_ids_logprob: Sequence[int]  # ids whose log-probabilities are wanted at every position
     return_text_in_logprobs: bool
     return_prompt_token_ids: bool
-    logprobs_format: Literal["nested", "compact"]  # compact: as arrays, hundreds of times faster for many a token
+    logprobs_format: Literal["nested", "compact"]  # compact: all as arrays, for many likely tokens
     return_routed_experts: bool
     routed_experts_start_len: int  # token position of the first row, 0 .. prompt length
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
