@@ -26,6 +26,7 @@ from capture.sampling_mask import SamplingMask
 from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
+from rollout.numerics import use_engine_numerics
 from rollout.tokenizer_manager.response import sampling_mask_of
 from rollout.tokenizer_manager.sample import MaskRecord
 from tests.late_loop import loop  # noqa: F401
@@ -262,6 +263,22 @@ def test_a_pause_that_retracts_keeps_masks(folders: list[Path]) -> None:
     models = models_of(folders, ["default"])
     assert max(worst(result, mix, models) for result, mix in zip(results, MIXES)) <= TOLERANCE
     assert all(result.finished and result.finished.num_retractions for result in results)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_engines_operators_only_the_last_sum_differs(folders: list[Path], dtype: str) -> None:
+    """Logits have the engine's bits then, and log-probabilities are those of a sum of float32 over the mask."""
+    harness = Harness(folders[0], dtype=dtype)
+    results = [harness.results[rid] for rid in asked(harness)]
+    harness.run()
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    with torch.no_grad(), use_engine_numerics(model, dtype=getattr(torch, dtype)):
+        for result, mix in zip(results, MIXES[:-1]):
+            ids = torch.tensor(result.prompt_ids + result.token_ids)
+            logits = model(ids[None]).logits[0, len(result.prompt_ids) - 1 : -1]
+            mask = sampling_mask_of(result.mask)
+            replayed = masked_logprobs(logits, ids[len(result.prompt_ids) :], mask, mix.get("temperature", 1.0))
+            torch.testing.assert_close(replayed, torch.tensor(result.mask.logprobs), rtol=0, atol=2e-6)
 
 
 def test_support_mode_gives_every_id_its_logprob(folders: list[Path]) -> None:
