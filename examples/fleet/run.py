@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,11 @@ def main(argv: Sequence[str]) -> int:
         return 1
     console.print(engines_table(record.samples))
     console.print(events_table(record.events))
-    console.print(results_table(rows, title="A fleet of engines, one of them killed and replaced"))
+    counts = [replace(row, value=row.value.partition(": ")[0]) for row in rows]
+    console.print(results_table(counts, title="A fleet of engines, one of them killed and replaced"))
     failed = [row for row in rows if row.ok is False]
+    for row in failed:
+        console.print(f"{row.name}: {row.value}", markup=False, highlight=False, soft_wrap=True)
     verdict = f"{len(failed)} checks FAILED" if failed else "all checks ok"
     console.print(f"{verdict}, {time.monotonic() - started:.0f} s in all; events: {args.events}", highlight=False)
     return 1 if failed else 0
