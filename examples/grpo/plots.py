@@ -66,7 +66,7 @@ def _plot_rewards(results: Sequence[Result], path: Path) -> Path:
         axis.axhline(0.6, color="grey", linewidth=0.8, linestyle=":")
         axis.grid(alpha=0.2)
     _legend(axes[0], results)
-    figure.suptitle("Sums of four digits, problems never trained on, one sample each")
+    figure.suptitle("Sums of three digits, problems never trained on, one sample each")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

@@ -48,13 +48,21 @@ def new_model(folder: Path, seed: int) -> Any:
 
 
 class Masters:
-    """AdamW over float32 masters of a model's weights; the model gets them rounded to bfloat16 after each step."""
+    """AdamW over float32 masters of a model's weights; the model gets them rounded to bfloat16 after each step.
 
-    def __init__(self, model: torch.nn.Module, learning_rate: float) -> None:
+    The learning rate rises over the first steps, and falls to a tenth over `num_steps` where that is given.
+    """
+
+    def __init__(self, model: torch.nn.Module, learning_rate: float, num_steps: int | None = None) -> None:
         self._weights = list(model.parameters())
         self._masters = [weight.detach().clone() for weight in self._weights]
         self._adam = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-        self._warmup = torch.optim.lr_scheduler.LinearLR(self._adam, start_factor=0.1, total_iters=WARMUP_STEPS)
+
+        def share(step: int) -> float:
+            falling = 1.0 if num_steps is None else 1.0 - 0.9 * min(step / num_steps, 1.0)
+            return min((step + 1) / WARMUP_STEPS, 1.0) * falling
+
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._adam, share)
         self._round()
 
     def step(self) -> float:
@@ -63,7 +71,7 @@ class Masters:
             master.grad, weight.grad = weight.grad, None
         norm = torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
         self._adam.step()
-        self._warmup.step()
+        self._schedule.step()
         self._adam.zero_grad()
         self._round()
         return float(norm)

@@ -1,4 +1,4 @@
-"""`make example-grpo`: GRPO on sums of four digits, from random weights, in a few minutes on two cores.
+"""`make example-grpo`: GRPO on sums of three digits, from random weights, in a few minutes on two cores.
 
 each seed:      random model -> supervised steps -> checkpoint
 each variant:   `lockstep serve` of that checkpoint -> GRPO -> OUT/SEED-VARIANT.json
@@ -163,7 +163,7 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of four digits.")
+    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of three digits.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
     parser.add_argument("--variants", nargs="+", default=["replay"], choices=VARIANTS, help="default: replay")
     parser.add_argument("--steps", type=int, default=Plan.steps, help=f"of GRPO (default: {Plan.steps})")

@@ -1,4 +1,4 @@
-"""The task: sums of two numbers of four digits, spelled digit by digit.  An answer is right or wrong.
+"""The task: sums of two numbers of three digits, spelled digit by digit.  An answer is right or wrong.
 
 A problem is held out if its hash says so, whatever the seed of the run: no such problem is ever trained on.
 """
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DIGITS = 4
+DIGITS = 3
 HELD_OUT_SHARE = 16  # one problem in so many
 
 

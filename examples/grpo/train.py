@@ -52,10 +52,10 @@ class Plan:
     supervised_steps: int = 2000
     supervised_batch: int = 128
     supervised_rate: float = 1e-3
-    steps: int = 300
+    steps: int = 400
     groups_per_step: int = 32
-    in_flight: int = 16
-    rate: float = 2e-4
+    in_flight: int = 8
+    rate: float = 3e-4
     judge_every: int = 10
     judged: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -125,7 +125,7 @@ class Grpo:
         self._plan = plan
         self._result = result
         self._report = report
-        self._optimizer = Masters(model, plan.rate)
+        self._optimizer = Masters(model, plan.rate, plan.steps)
         self._started = time.monotonic()
 
     async def run(self) -> None:

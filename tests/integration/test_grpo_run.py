@@ -12,6 +12,7 @@ import pytest
 from examples.grpo.run import load_results, main
 from examples.grpo.train import Plan
 
+pytestmark = pytest.mark.full
 SMALL = Plan(supervised_steps=20, groups_per_step=4, in_flight=3, judge_every=2, judged=12)
 
 

@@ -29,11 +29,9 @@ def test_no_problem_is_both_trained_on_and_held_out() -> None:
     assert list(islice(problems(5, held_out=True), 9)) == list(islice(problems(5, held_out=True), 9))
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"), [("00046", 1.0), (" 00046\n", 1.0), ("46", 0.0), ("00047", 0.0), ("", 0.0)]
-)
+@pytest.mark.parametrize(("text", "reward"), [("0046", 1.0), (" 0046\n", 1.0), ("46", 0.0), ("0047", 0.0), ("", 0.0)])
 def test_only_the_right_answer_is_rewarded(text: str, reward: float) -> None:
-    assert Problem(12, 34).question == "0012+0034="
+    assert Problem(12, 34).question == "012+034="
     assert Problem(12, 34).reward(text) == reward
 
 
@@ -62,7 +60,7 @@ def output(ids: list[int], versions: list[tuple[str, int, int]], text: str = "")
 
 
 def test_a_batch_says_which_version_sampled_each_token() -> None:
-    outputs = [output([5, 6, 7], [("3", 0, 2), ("4", 2, 3)], "00003"), output([8], [("4", 0, 1)])]
+    outputs = [output([5, 6, 7], [("3", 0, 2), ("4", 2, 3)], "0003"), output([8], [("4", 0, 1)])]
     batch = make_batch([Group(Problem(1, 2), [1, 2], outputs)])
     assert batch.versions_NO[batch.mask_NO].tolist() == [3, 3, 4, 4]
     assert batch.input_ids_NS.tolist() == [[1, 2, 5, 6, 7], [1, 2, 8, 0, 0]]

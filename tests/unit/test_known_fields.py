@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.core.errors import UnsupportedFeature
-from rollout.core.sampling_params import _ALIASES, SamplingParams
+from rollout.core.sampling_params import ALIASES, SamplingParams
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from rollout.entrypoints.protocol import (
     UNSUPPORTED_SAMPLING_FIELDS,
@@ -143,7 +143,7 @@ def test_nothing_is_refused_that_is_a_field() -> None:
 
 @pytest.mark.parametrize("names", [SGLANG_SAMPLING, VLLM_SAMPLING])
 def test_no_known_sampling_parameter_is_ignored_by_generate(names: str) -> None:
-    honoured = {*SamplingParams.__struct_fields__, *_ALIASES}
+    honoured = {*SamplingParams.__struct_fields__, *ALIASES}
     refused = UNSUPPORTED_SAMPLING_FIELDS | VLLM_SAMPLING_FIELDS.keys()
     assert not set(names.split()) - honoured - refused - HARMLESS
     for name in set(names.split()) & refused:
