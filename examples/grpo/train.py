@@ -52,7 +52,7 @@ class Plan:
     supervised_steps: int = 2000
     supervised_batch: int = 128
     supervised_rate: float = 1e-3
-    steps: int = 400
+    steps: int = 600
     groups_per_step: int = 32
     in_flight: int = 8
     rate: float = 3e-4
