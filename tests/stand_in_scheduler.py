@@ -183,6 +183,7 @@ class StandInScheduler:
             "kv_bytes": 2**29,
             "num_threads": 1,
             "step_time_ms": {},
+            "cpu_isa": "",
             "batch_invariant": True,
             "batch_invariance_note": "",
         }

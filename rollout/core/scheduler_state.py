@@ -73,6 +73,7 @@ class SchedulerState(Reply, kw_only=True):
     model_bytes: Total
     kv_bytes: Total
     num_threads: int
+    cpu_isa: str  # "" without compiled operators
     batch_invariant: bool
     batch_invariance_note: str
 

@@ -76,6 +76,11 @@ class ServerArgs:
     device: str = _arg("cpu", "torch device")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
+    cpu_isa: str = _arg(
+        "auto",
+        "instruction set of the compiled CPU operators: amx_bf16, avx512_bf16, avx512, avx2, portable, emulated_amx; "
+        "auto: $LOCKSTEP_CPU_ISA, or the best that works",
+    )
     attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")

@@ -112,6 +112,7 @@ def build_scheduler(
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, sum(tensor.nbytes for tensor in kv_pool.tensors), dtype)
     sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
+    static_state |= {"cpu_isa": kernels.isa}
     static_state |= batch_invariance(
         {
             "layers": ops.batch_invariant,
@@ -167,7 +168,10 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
-    status = load_kernels(partial(say, prefix=""))
+    isa = None if args.cpu_isa == "auto" else args.cpu_isa
+    status = load_kernels(partial(say, prefix=""), isa)
+    if isa is not None and not status.available:
+        raise StartupError(f"--cpu-isa {isa}: {status.reason}")
     if not status.available:
         say(f"running on plain torch, several times slower in decoding: {status.reason}", prefix="")
     return status

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from rollout.kernels import isa as isas
 from rollout.kernels import schemas
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -51,16 +52,42 @@ class KernelStatus:
     isa: str = ""
 
 
-def load_kernels(progress: Progress | None = None) -> KernelStatus:
+def load_kernels(progress: Progress | None = None, isa: str | None = None) -> KernelStatus:
     """Register the operators as `torch.ops.lockstep`, compiling them first if need be.  Once per process; never raises
-    for a machine that cannot: the caller goes on without."""
+    for a machine that cannot: the caller goes on without.
+
+    `isa` is one of `rollout.kernels.isa.CHOICES`, by default `$LOCKSTEP_CPU_ISA` or "auto": the best that the processor
+    has and whose trial succeeds.  `progress` is called with a line if there is something to wait for or to know.
+    """
     assert schemas.SCHEMAS, "the compiled operators implement these"
-    if not hasattr(torch.ops.lockstep, "isa"):
-        try:
-            torch.ops.load_library(build_kernels(progress))
-        except (KernelBuildError, OSError) as error:
-            return KernelStatus(available=False, reason=str(error))
-    return KernelStatus(available=True, isa=torch.ops.lockstep.isa())
+    wanted = isa or os.environ.get("LOCKSTEP_CPU_ISA") or "auto"
+    try:
+        if not hasattr(torch.ops.lockstep, "isa"):
+            torch.ops.load_library(_library_for(wanted, progress))
+    except (KernelBuildError, OSError, subprocess.SubprocessError) as error:
+        return KernelStatus(available=False, reason=str(error))
+    loaded = torch.ops.lockstep.isa()
+    if wanted not in ("auto", loaded):
+        reason = f"the operators of this process were compiled for {loaded}, not for {wanted}"
+        return KernelStatus(available=False, reason=reason)
+    return KernelStatus(available=True, isa=loaded)
+
+
+def _library_for(wanted: str, progress: Progress | None) -> Path:
+    refusal = isas.refusal_of(wanted)
+    if refusal:
+        raise KernelBuildError(refusal)
+    library = build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(wanted, ()))
+    if wanted != isas.TILES and not (wanted == "auto" and isas.has_tiles()):
+        return library
+    refusal = isas.tiles_refusal(library)
+    if not refusal:
+        return library
+    if wanted == isas.TILES:
+        raise KernelBuildError(refusal)
+    if progress is not None:
+        progress(f"matrix tiles are not used: {refusal}")
+    return build_kernels(progress, extra_flags=isas.COMPILER_FLAGS["avx512_bf16"])
 
 
 def build_kernels(

@@ -18,6 +18,9 @@ void expect(bool holds, const char* what, double value) {
 
 float sample(int i) { return static_cast<float>(std::sin(i * 12.9898) * 3.0); }
 
+// Of many sizes, so that the order of a sum shows.
+float spread(int i) { return std::ldexp(sample(i), i * 7 % 17 - 8); }
+
 float widened(float x, float) { return x; }
 float widened(float x, bf16) { return static_cast<float>(static_cast<bf16>(x)); }
 
@@ -36,16 +39,17 @@ std::vector<T> packed(const std::vector<T>& weight, int rows, int depth) {
 
 template <class T>
 std::vector<float> products(const std::vector<T>& panels, const T* tokens, int count, int rows, int depth) {
-  const Tiles tiles{count};
+  const Tiles<T> tiles{count};
   const int64_t groups = groups_of<T>(depth);
   std::vector<float> out(count * rows, -1.0f);
   for (int64_t tile = 0; tile < tiles.size; ++tile) {
-    std::vector<uint32_t> buffer(tiles.rows(tile) * groups);
+    std::vector<uint32_t> buffer(tokens_numel<T>(tiles.rows(tile), groups), 0x7fc07fc0u);  // NaN where nothing is put
     for (int t = 0; t < tiles.rows(tile); ++t) {
       pack_token(tokens + (tiles.begin(tile) + t) * depth, depth, tiles.rows(tile), t, buffer.data());
     }
+    const PanelScope scope;
     for (int64_t panel = 0; panel < panels_of(rows); ++panel) {
-      F32x16 sums[kTileTokens][kPanelVectors];
+      F32x16 sums[kTileTokens<T>][kPanelVectors];
       multiply_panel(tiles.rows(tile), buffer.data(), panels.data() + panel * panel_numel<T>(depth), groups, sums);
       for (int t = 0; t < tiles.rows(tile); ++t) {
         for (int v = 0; v < kPanelVectors; ++v) {
@@ -63,11 +67,11 @@ void check_products(const char* what, double tolerance) {
   for (int depth : {1, 2, 15, 16, 31, 33, 64, 101}) {
     for (int rows : {1, 16, 17, 32, 40, 70}) {
       std::vector<T> weight(rows * depth);
-      for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<T>(sample(static_cast<int>(i)));
+      for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<T>(spread(static_cast<int>(i)));
       const std::vector<T> panels = packed(weight, rows, depth);
-      for (int tokens : {1, 2, 5, 6, 7, 12, 13, 29}) {
+      for (int tokens : {1, 2, 5, 6, 7, 12, 13, 16, 17, 29, 32, 50}) {
         std::vector<T> x(tokens * depth);
-        for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<T>(sample(static_cast<int>(i) + 7777));
+        for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<T>(spread(static_cast<int>(i) + 7777));
         const std::vector<float> out = products(panels, x.data(), tokens, rows, depth);
         for (int t = 0; t < tokens; ++t) {
           const std::vector<float> alone = products(panels, x.data() + t * depth, 1, rows, depth);
@@ -87,6 +91,78 @@ void check_products(const char* what, double tolerance) {
     }
   }
 }
+
+#if defined(__FMA__)
+using TileGroups = uint32_t[16][16];
+
+// Elements of C += A . B that differ from the processor's own scalar arithmetic, in the mode that Intel's description
+// names: rounding to nearest even, denormal results and inputs as zeros.
+int wrong_elements(int rows, const TileGroups& a, const TileGroups& b, const TileGroups& c) {
+  TileGroups out;
+  EmulatedTiles unit(rows);
+  unit.load<0>(c, 64);
+  unit.load<1>(a, 64);
+  unit.load<2>(b, 64);
+  unit.multiply<0, 1, 2>();
+  unit.store<0>(out, 64);
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr((mode & ~0x6000u) | 0x8040u);
+  const auto scalar = [](uint32_t bits) { return _mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits))); };
+  int wrong = 0;
+  for (int m = 0; m < rows; ++m) {
+    for (int n = 0; n < 16; ++n) {
+      __m128 even = _mm_setzero_ps(), odd = _mm_setzero_ps();
+      for (int k = 0; k < 16; ++k) {
+        even = _mm_fmadd_ss(scalar(a[m][k] << 16), scalar(b[k][n] << 16), even);
+        odd = _mm_fmadd_ss(scalar(a[m][k] & 0xffff0000u), scalar(b[k][n] & 0xffff0000u), odd);
+      }
+      const __m128 sum = _mm_add_ss(scalar(c[m][n]), _mm_add_ss(even, odd));
+      wrong += static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_castps_si128(sum))) != out[m][n];
+    }
+  }
+  _mm_setcsr(mode);
+  return wrong;
+}
+
+uint32_t bf16_bits(float x) { return static_cast<bf16>(x).x; }
+
+void check_emulation() {
+  uint32_t state = 1;
+  const auto random = [&] {
+    state = state * 1664525u + 1013904223u;
+    return (state >> 8) * 0x9e3779b1u;
+  };
+  TileGroups a, b, c;
+  for (int round = 0; round < 600; ++round) {
+    // Numbers below two, or such that products lie about the smallest normal number; some that are denormal.
+    const bool tiny = round % 2 == 1;
+    const auto group = [&] {
+      if (!tiny) return random() & 0xbfffbfffu;
+      return (random() & 0x807f807fu) | (0x20002000u + (random() & 0x00800080u));
+    };
+    for (int i = 0; i < 256; ++i) {
+      a[i / 16][i % 16] = group();
+      b[i / 16][i % 16] = i % 7 == 0 ? random() & 0x807f807fu : group();
+      c[i / 16][i % 16] = tiny ? random() & 0x80ffffffu : random() & 0xbfffffffu;
+    }
+    const int wrong = wrong_elements(1 + round % 16, a, b, c);
+    expect(wrong == 0, "emulated tiles, elements that differ", wrong);
+  }
+  // The smallest normal number less some: what rounds to it, is flushed, or both.
+  std::memset(a, 0, sizeof a);
+  std::memset(b, 0, sizeof b);
+  std::memset(c, 0, sizeof c);
+  for (int i = 0; i < 16; ++i) {
+    a[i][0] = bf16_bits(0x1p-63f);
+    b[0][i] = bf16_bits(0x1p-63f);
+    a[i][1] = bf16_bits(-0x1p-76f * (0.25f + 0.25f * i));
+    b[1][i] = bf16_bits(0x1p-75f);
+  }
+  expect(wrong_elements(16, a, b, c) == 0, "emulated tiles, about the smallest normal number", 0);
+}
+#else
+void check_emulation() {}
+#endif
 
 void check_even_odd() {
   bf16 in[2 * kLanes];
@@ -148,6 +224,8 @@ int main() {
   check_moves<bf16>();
   check_products<float>("float product", 1e-6);
   check_products<bf16>("bf16 product", 1e-6);
+  check_emulation();
+  expect(tiles_agree(), "the processor's tiles and their emulation differ", 0);
   check_even_odd();
   check_functions();
   check_rounding();

@@ -24,6 +24,45 @@ def test_vectors_compute_what_they_say(target: str) -> None:
         assert done.stdout.startswith(f"{target}: ")
 
 
+EMULATED = "-DLOCKSTEP_EMULATED_TILES"
+
+
+def test_emulated_tiles_compute_what_they_say() -> None:
+    done = run_check(PROGRAM, flags=(*FLAGS, EMULATED))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("emulated_amx: ")
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(
+    ("header", "right", "wrong"),
+    [
+        # Denormal results are kept; the edge of what is flushed; odd elements follow even ones in one sum.
+        ("tiles.h", "sums[n] = flushed(next[n])", "sums[n] = next[n]"),
+        ("tiles.h", "0x1p-25", "0x1p-24"),
+        (
+            "tiles.h",
+            "add_products(odd_of(tiles_[kA][m][k]), odd_b[k], odd)",
+            "add_products(odd_of(tiles_[kA][m][k]), odd_b[k], even)",
+        ),
+        # A row of tokens beyond sixteen meets the first ones; the weights' second half is the first.
+        ("packed.cpp", "tokens + kTileRows * kTileRows, kTokenStride", "tokens, kTokenStride"),
+        ("packed.cpp", "panel + kLanes * kGroup<bf16>, kPanelStride", "panel, kPanelStride"),
+        # A token that is alone is multiplied by vectors: as exact, but not the same.
+        (
+            "packed.cpp",
+            "if constexpr (kTiled<T>) {",
+            "if constexpr (kTiled<T>) { if (rows == 1) return choose_tile<T>(rows, tokens, panel, groups, sums);",
+        ),
+        # No whole steps: what lies behind the last group of a token is multiplied, too.
+        ("packed.h", "uint32_t last[kStep] = {};", "uint32_t last[kStep]; std::memset(last, 0xff, sizeof last);"),
+    ],
+)
+def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
+    headers = headers_with((header, right, wrong), tmp_path)
+    assert run_check(PROGRAM, headers=headers, flags=(*FLAGS, EMULATED)).returncode != 0
+
+
 @pytest.mark.mutant
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),

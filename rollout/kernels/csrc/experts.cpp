@@ -33,6 +33,7 @@ struct ExpertTile {
 };
 
 // Assignments in the order of their experts; those of one expert keep their own order.
+template <class T>
 struct SortedAssignments {
   std::vector<int64_t> order;        // [A] flat (token, slot) index
   std::vector<int64_t> experts;      // [used]
@@ -54,7 +55,7 @@ struct SortedAssignments {
   void add_expert(int64_t expert, int64_t begin, int64_t count) {
     experts.push_back(expert);
     first_tiles.push_back(static_cast<int64_t>(tiles.size()));
-    const Tiles split{count};
+    const Tiles<T> split{count};
     for (int64_t i = 0; i < split.size; ++i) tiles.push_back({begin + split.begin(i), split.rows(i)});
   }
 };
@@ -109,7 +110,7 @@ struct Experts {
   T* out;            // [T, D], or null
   int64_t num_tokens, num_slots, hidden_size, inner_size;
   const Extras<T>& extras;
-  const SortedAssignments& sorted;
+  const SortedAssignments<T>& sorted;
   uint32_t* packed_hidden;  // a tile starts at its first assignment times the groups of D, then of I
   uint32_t* packed_inner;
 
@@ -139,9 +140,10 @@ struct Experts {
       up_bias = extras.up_bias(expert, inner_size, block * kLanes);
     }
     const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
+    const int64_t end = block + 1 == inner_panels() ? inner_groups() : last;  // of the step that it is in
     each_tile(used, [&](const ExpertTile& tile) {
       uint32_t* place = packed_inner + tile.begin * inner_groups();
-      F32x16 sums[kTileTokens][kPanelVectors];
+      F32x16 sums[kTileTokens<T>][kPanelVectors];
       multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(),
                      w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
@@ -153,8 +155,9 @@ struct Experts {
           store(columns, extras.activate(round_to<T>(gate + gate_bias), round_to<T>(up + up_bias)));
         }
         for (int64_t g = first; g < last; ++g) {
-          std::memcpy(place + g * tile.rows + t, columns + (g - first) * kGroup<T>, sizeof(uint32_t));
+          std::memcpy(place + token_group<T>(tile.rows, t, g), columns + (g - first) * kGroup<T>, sizeof(uint32_t));
         }
+        for (int64_t g = last; g < end; ++g) place[token_group<T>(tile.rows, t, g)] = 0;
       }
     });
   }
@@ -166,7 +169,7 @@ struct Experts {
       biases[v] = extras.down_bias(expert, hidden_size, block * kPanelRows + v * kLanes);
     }
     each_tile(used, [&](const ExpertTile& tile) {
-      F32x16 sums[kTileTokens][kPanelVectors];
+      F32x16 sums[kTileTokens<T>][kPanelVectors];
       multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
                      inner_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
@@ -206,7 +209,7 @@ struct Experts {
     };
     const int64_t rows_each = (static_cast<int64_t>(sorted.order.size()) + used - 1) / std::max<int64_t>(used, 1);
     run_phases(team_size(nanoseconds_of_products(rows_each, used * 3 * hidden_size * inner_size)),
-               Phase{tiles, fill_tile}, Phase{inner_items, inner_item}, Phase{down_items, down_item},
+               Phase{tiles, fill_tile}, multiplying(inner_items, inner_item), multiplying(down_items, down_item),
                Phase{spans, combine_span});
   }
 };
@@ -268,7 +271,7 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
     };
     for (int64_t first = 0; first < num_tokens; first += kMaxTokens) {
       const int64_t count = std::min(kMaxTokens, num_tokens - first);
-      const SortedAssignments sorted(pick + first * num_slots, count * num_slots, num_experts);
+      const SortedAssignments<T> sorted(pick + first * num_slots, count * num_slots, num_experts);
       const auto run = [&](auto plain) {
         const Experts<T, decltype(plain)::value> experts{
             .hidden = rows.const_data_ptr<T>() + first * hidden_size,

@@ -3,8 +3,9 @@
 
 #include <torch/library.h>
 
-#include "simd.h"
+#include "packed.h"
 
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def("isa() -> str", []() { return std::string(lockstep::kIsa); });
+  m.def("tiles_agree() -> bool", &lockstep::tiles_agree);
 }

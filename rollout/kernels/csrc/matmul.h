@@ -15,16 +15,18 @@
 
 namespace lockstep {
 
-inline constexpr int64_t kTilesOfBlock = 16;  // their rows and a panel fit the second-level cache
+inline constexpr int64_t kBlockTokens = 192;  // their rows and a panel fit the second-level cache
+template <class T>
+inline constexpr int64_t kTilesOfBlock = kBlockTokens / kTileTokens<T>;
 inline constexpr int64_t kFinishSpan = 8;
 
 inline void check_weight(const at::Tensor& input, const at::Tensor& weight, int64_t out_size) {
   TORCH_CHECK(input.dim() == 2 && weight.is_contiguous() && out_size > 0, "the input must be [T, D], the weight packed");
   check_same_dtype(input, {weight});
-  const int64_t group = weight.scalar_type() == at::kBFloat16 ? kGroup<bf16> : kGroup<float>;
-  const int64_t groups = (input.size(1) + group - 1) / group;
-  TORCH_CHECK(weight.numel() == panels_of(out_size) * groups * kPanelRows * group, "the packed weight is not [",
-              out_size, ", ", input.size(1), "]");
+  const int64_t depth = input.size(1);
+  const bool is_bf16 = weight.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(weight.numel() == panels_of(out_size) * (is_bf16 ? panel_numel<bf16>(depth) : panel_numel<float>(depth)),
+              "the packed weight is not [", out_size, ", ", depth, "]");
 }
 
 inline void check_bias(const at::Tensor& input, const std::optional<at::Tensor>& bias, int64_t out_size) {
@@ -36,7 +38,13 @@ inline void check_bias(const at::Tensor& input, const std::optional<at::Tensor>&
 // Room for `num_tokens` packed rows; a tile starts at `tiles.begin(tile) * groups`.
 template <class T>
 inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
-  return at::empty({num_tokens * groups_of<T>(depth)}, at::TensorOptions().dtype(at::kInt));
+  return at::empty({tokens_numel<T>(num_tokens, groups_of<T>(depth))}, at::TensorOptions().dtype(at::kInt));
+}
+
+// A phase in which items call `multiply_panel`.
+template <class F>
+inline Phase<F, PanelScope> multiplying(ItemQueue& queue, F& work) {
+  return {queue, work};
 }
 
 // `fill(token, row, rows, tile)` for each token of a tile; `put(token, first column, columns, vector)`;
@@ -44,9 +52,9 @@ inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
 template <class T, class Fill, class Put, class Finish>
 inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, Fill&& fill, Put&& put,
                           Finish&& finish) {
-  const Tiles tiles{num_tokens};
+  const Tiles<T> tiles{num_tokens};
   const int64_t groups = groups_of<T>(depth), panels = panels_of(out_size);
-  const int64_t blocks = (tiles.size + kTilesOfBlock - 1) / kTilesOfBlock;
+  const int64_t blocks = (tiles.size + kTilesOfBlock<T> - 1) / kTilesOfBlock<T>;
   const at::Tensor buffer = packed_token_buffer<T>(num_tokens, depth);
   uint32_t* packed = reinterpret_cast<uint32_t*>(buffer.mutable_data_ptr<int32_t>());
   ItemQueue fills(tiles.size), products(blocks * panels), finishes((num_tokens + kFinishSpan - 1) / kFinishSpan);
@@ -57,12 +65,12 @@ inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, c
     for (int row = 0; row < rows; ++row) fill(tiles.begin(tile) + row, row, rows, place);
   };
   const auto multiply = [&](int64_t item) {
-    const int64_t panel = item % panels, first_tile = item / panels * kTilesOfBlock;
-    const int64_t last_tile = std::min(first_tile + kTilesOfBlock, tiles.size), column = panel * kPanelRows;
+    const int64_t panel = item % panels, first_tile = item / panels * kTilesOfBlock<T>;
+    const int64_t last_tile = std::min(first_tile + kTilesOfBlock<T>, tiles.size), column = panel * kPanelRows;
     const T* rows = weight + panel * panel_numel<T>(depth);
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
       const int64_t begin = tiles.begin(tile);
-      F32x16 sums[kTileTokens][kPanelVectors];
+      F32x16 sums[kTileTokens<T>][kPanelVectors];
       multiply_panel(tiles.rows(tile), packed + begin * groups, rows, groups, sums);
       for (int t = 0; t < tiles.rows(tile); ++t) {
         for (int v = 0; v < kPanelVectors; ++v) {
@@ -76,7 +84,7 @@ inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, c
     finish(span * kFinishSpan, std::min(num_tokens, (span + 1) * kFinishSpan));
   };
   run_phases(team_size(nanoseconds_of_products(num_tokens, panels * panel_numel<T>(depth))),
-             Phase{fills, fill_tile}, Phase{products, multiply}, Phase{finishes, finish_span});
+             Phase{fills, fill_tile}, multiplying(products, multiply), Phase{finishes, finish_span});
 }
 
 }  // namespace lockstep

@@ -87,8 +87,10 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t byte
 // Zeros that hold a packed [N, K].
 at::Tensor empty_packed(at::IntArrayRef lead, int64_t rows, int64_t depth, at::ScalarType dtype) {
   std::vector<int64_t> shape(lead.begin(), lead.end());
-  const int64_t group = dtype == at::kBFloat16 ? kGroup<bf16> : kGroup<float>;
-  shape.insert(shape.end(), {panels_of(rows), (depth + group - 1) / group, kPanelRows, group});
+  const bool is_bf16 = dtype == at::kBFloat16;
+  const int64_t group = is_bf16 ? kGroup<bf16> : kGroup<float>;
+  const int64_t groups = is_bf16 ? groups_of<bf16>(depth) : groups_of<float>(depth);
+  shape.insert(shape.end(), {panels_of(rows), groups, kPanelRows, group});
   at::Tensor packed = at::empty(shape, at::TensorOptions().dtype(dtype));
   advise_huge_pages(packed.mutable_data_ptr(), packed.nbytes());
   return packed.zero_();

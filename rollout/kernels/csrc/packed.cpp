@@ -1,5 +1,7 @@
-// The register tile of packed.h, once for every number of tokens.
+// The register tile of packed.h, once for every number of tokens, and that of matrix tiles.
 #include "packed.h"
+
+#include <vector>
 
 namespace lockstep {
 namespace {
@@ -102,17 +104,94 @@ template <int M, class T>
 
 template <class T, int M = 1>
 void choose_tile(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
-  if constexpr (M < kTileTokens) {
+  if constexpr (M < kVectorTokens) {
     if (rows > M) return choose_tile<T, M + 1>(rows, tokens, panel, groups, sums);
   }
   multiply_tile<M, T>(tokens, panel, groups, sums);
+}
+
+// Tiles: 0 to 3 hold the sums, [half of the tokens][half of the panel]; 4 and 5 tokens; 6 and 7 weights.
+template <class Unit, bool kBothHalves>
+void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, int64_t groups,
+                           F32x16 (*sums)[kPanelVectors]) {
+  constexpr int64_t kPanelStride = kPanelRows * sizeof(uint32_t), kTokenStride = kTileRows * sizeof(uint32_t);
+  constexpr int64_t kStepElements = kTileRows * kPanelRows * kGroup<bf16>, kAhead = 2 * kStepElements;
+  constexpr int64_t kLine = 64 / sizeof(bf16);
+  Unit unit(std::min(rows, kTileRows));
+  unit.template zero<0>();
+  unit.template zero<1>();
+  if constexpr (kBothHalves) {
+    unit.template zero<2>();
+    unit.template zero<3>();
+  }
+  for (int64_t g = 0; g < groups; g += kTileRows, panel += kStepElements, tokens += rows * kTileRows) {
+    for (int64_t i = 0; i < kStepElements; i += kLine) __builtin_prefetch(panel + kAhead + i, 0, kLocality);
+    unit.template load<6>(panel, kPanelStride);
+    unit.template load<7>(panel + kLanes * kGroup<bf16>, kPanelStride);
+    unit.template load<4>(tokens, kTokenStride);
+    unit.template multiply<0, 4, 6>();
+    unit.template multiply<1, 4, 7>();
+    if constexpr (kBothHalves) {
+      unit.template load<5>(tokens + kTileRows * kTileRows, kTokenStride);
+      unit.template multiply<2, 5, 6>();
+      unit.template multiply<3, 5, 7>();
+    }
+  }
+  constexpr int64_t kSumsStride = sizeof(F32x16[kPanelVectors]);
+  unit.template store<0>(&sums[0][0], kSumsStride);
+  unit.template store<1>(&sums[0][1], kSumsStride);
+  if constexpr (kBothHalves) {
+    unit.template store<2>(&sums[kTileRows][0], kSumsStride);
+    unit.template store<3>(&sums[kTileRows][1], kSumsStride);
+  }
+}
+
+template <class Unit>
+void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, int64_t groups,
+                           F32x16 (*sums)[kPanelVectors]) {
+  if (rows > kTileRows) return multiply_matrix_tiles<Unit, true>(rows, tokens, panel, groups, sums);
+  multiply_matrix_tiles<Unit, false>(rows, tokens, panel, groups, sums);
 }
 
 }  // namespace
 
 template <class T>
 void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
-  choose_tile<T>(rows, tokens, panel, groups, sums);
+  if constexpr (kTiled<T>) {
+    multiply_matrix_tiles<PanelTiles>(rows, tokens, panel, groups, sums);
+  } else {
+    choose_tile<T>(rows, tokens, panel, groups, sums);
+  }
+}
+
+bool tiles_agree() {
+#if LOCKSTEP_TILES
+  constexpr int kRows = 29;
+  constexpr int64_t kGroups = 5 * kTileRows;
+  std::vector<uint32_t> tokens(tokens_numel<bf16>(kRows, kGroups)), panel(kGroups * kPanelRows);
+  // Random bits but the highest of the exponent: numbers of all sizes below two, denormal ones among them.
+  uint32_t state = 1;
+  for (auto* groups : {&tokens, &panel}) {
+    for (uint32_t& group : *groups) {
+      state = state * 1664525u + 1013904223u;
+      group = ((state >> 8) * 0x9e3779b1u) & 0xbfffbfffu;
+    }
+  }
+  F32x16 sums[2][kTileTokens<bf16>][kPanelVectors] = {};
+  const bf16* weights = reinterpret_cast<const bf16*>(panel.data());
+  {
+    const PanelScope scope;
+    multiply_matrix_tiles<PanelTiles>(kRows, tokens.data(), weights, kGroups, sums[0]);
+    multiply_matrix_tiles<PanelTiles>(3, tokens.data(), weights, kGroups, sums[1]);
+  }
+  F32x16 expected[2][kTileTokens<bf16>][kPanelVectors] = {};
+  multiply_matrix_tiles<EmulatedTiles>(kRows, tokens.data(), weights, kGroups, expected[0]);
+  multiply_matrix_tiles<EmulatedTiles>(3, tokens.data(), weights, kGroups, expected[1]);
+  return std::memcmp(sums[0], expected[0], kRows * sizeof sums[0][0]) == 0 &&
+         std::memcmp(sums[1], expected[1], 3 * sizeof sums[1][0]) == 0;
+#else
+  return true;
+#endif
 }
 
 template void multiply_panel(int, const uint32_t*, const bf16*, int64_t, F32x16 (*)[kPanelVectors]);

@@ -1,13 +1,14 @@
 // Weights packed for multiplication, the token rows that go with them, and the tile where they meet.
 //
-// A group is what one 32-bit lane holds: two neighbouring elements of K in bf16, one in float32.  A matrix [O, K] becomes
+// A group is what one 32-bit lane holds: two neighbouring elements of K in bf16, one in float32.  A step is what one
+// instruction takes of K: sixteen groups for matrix tiles, else one.  A matrix [O, K] becomes
 //
-//   weight   [panel of 32 rows][group of K][row in panel][element in group]     zeros where O or K end inside
-//   tokens   [tile of M rows][group of K][row in tile][element in group]        M <= kTileTokens, given by `Tiles`
+//   weight   [panel of 32 rows][group of K][row in panel][element in group]            zeros where O or K end inside
+//   tokens   [tile of M rows][step of K][row in tile][group in step][element in group]    M <= kTileTokens, by `Tiles`
 //
-// so a tile reads both as one stream, whatever M is.  Every sum runs through K in ascending order in one float32 lane,
-// block by block (which keeps its error near that of a tree): it depends on its two rows and on nothing else, which is
-// what batch invariance rests on.
+// with K filled up to whole steps, so a tile reads both as one stream, whatever M is.  The order of every sum is fixed by
+// K alone, whatever M is, which is what batch invariance rests on.  Vectors sum through K in ascending order in one
+// float32 lane, block by block (which keeps the error near that of a tree); tiles.h says how tiles do.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <type_traits>
 
 #include "simd.h"
+#include "tiles.h"
 
 namespace lockstep {
 
@@ -24,18 +26,31 @@ inline constexpr int64_t kPanelRows = kPanelVectors * kLanes;
 
 inline constexpr int64_t kBlockGroups = 64;
 
+template <class T>
+inline constexpr bool kTiled = LOCKSTEP_TILES && std::is_same_v<std::remove_const_t<T>, bf16>;
+
+inline constexpr int kTileRows = 16;  // of a matrix tile, and its groups in a row
+
 #if LOCKSTEP_AVX512
-inline constexpr int kTileTokens = 12;  // 24 sums, two weight vectors and a token fill the registers
+inline constexpr int kVectorTokens = 12;  // 24 sums, two weight vectors and a token fill the registers
 #else
-inline constexpr int kTileTokens = 3;
+inline constexpr int kVectorTokens = 3;
 #endif
+
+template <class T>
+inline constexpr int kTileTokens = kTiled<T> ? 2 * kTileRows : kVectorTokens;
 
 template <class T>
 inline constexpr int64_t kGroup = sizeof(uint32_t) / sizeof(T);
 
 template <class T>
+inline constexpr int64_t kStepGroups = kTiled<T> ? kTileRows : 1;
+
+// Whole steps.
+template <class T>
 inline int64_t groups_of(int64_t depth) {
-  return (depth + kGroup<T> - 1) / kGroup<T>;
+  constexpr int64_t kStep = kGroup<T> * kStepGroups<T>;
+  return (depth + kStep - 1) / kStep * kStepGroups<T>;
 }
 
 inline int64_t panels_of(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
@@ -46,32 +61,55 @@ inline int64_t panel_numel(int64_t depth) {
   return groups_of<T>(depth) * kPanelRows * kGroup<T>;
 }
 
-// `count` token rows in tiles of nearly equal size: 7 + 6 tokens are faster than 12 + 1.
+// `count` token rows in tiles.  For vectors they are of nearly equal size: 7 + 6 tokens are faster than 12 + 1; matrix
+// tiles take as long for one row as for sixteen.
+template <class T>
 struct Tiles {
   int64_t count;
-  int64_t size = (count + kTileTokens - 1) / kTileTokens;
+  int64_t size = (count + kTileTokens<T> - 1) / kTileTokens<T>;
 
-  int64_t begin(int64_t tile) const { return count * tile / size; }
+  int64_t begin(int64_t tile) const {
+    return kTiled<T> ? std::min<int64_t>(count, tile * kTileTokens<T>) : count * tile / size;
+  }
   int rows(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
 };
+
+// Room for the tiles of `rows` rows, in groups; the first group of a tile is its first row times the groups of a row.
+// Matrix tiles read sixteen rows where there are fewer; what the rows behind hold touches no other row's sums.
+template <class T>
+inline int64_t tokens_numel(int64_t rows, int64_t groups) {
+  return rows * groups + (kTiled<T> ? (kTileRows - 1) * kTileRows : 0);
+}
+
+// Where group `group` of row `row` lies in a tile of `rows` rows.
+template <class T>
+inline int64_t token_group(int rows, int row, int64_t group) {
+  constexpr int64_t kStep = kStepGroups<T>;
+  return (group / kStep * rows + row) * kStep + group % kStep;
+}
 
 // Row `row` of a tile of `rows` rows, from `depth` elements.
 template <class T>
 inline void pack_token(const T* source, int64_t depth, int rows, int row, uint32_t* tile) {
-  const int64_t whole = depth / kGroup<T>;
-  for (int64_t g = 0; g < whole; ++g) {
-    std::memcpy(tile + g * rows + row, source + g * kGroup<T>, sizeof(uint32_t));
+  constexpr int64_t kStep = kStepGroups<T>, kElements = kStep * kGroup<T>;
+  const int64_t whole = depth / kElements;
+  for (int64_t step = 0; step < whole; ++step) {
+    std::memcpy(tile + (step * rows + row) * kStep, source + step * kElements, kStep * sizeof(uint32_t));
   }
-  if (whole * kGroup<T> < depth) {
-    uint32_t last = 0;
-    std::memcpy(&last, source + whole * kGroup<T>, sizeof(T));
-    tile[whole * rows + row] = last;
+  if (whole * kElements < depth) {
+    uint32_t last[kStep] = {};
+    std::memcpy(last, source + whole * kElements, (depth - whole * kElements) * sizeof(T));
+    std::memcpy(tile + (whole * rows + row) * kStep, last, sizeof last);
   }
 }
 
-// sums[token][vector] = panel . tokens, for one tile of `rows` tokens and one panel; `groups` of K in all.
+// sums[token][vector] = panel . tokens, for one tile of `rows` tokens and one panel; `groups` of K in all.  Called within
+// the life of a `PanelScope` of the thread.
 template <class T>
 void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]);
+
+// Whether `PanelTiles` computes the same bits as `EmulatedTiles` on this processor.
+bool tiles_agree();
 
 // About what it takes to apply `numel` weights to `num_tokens` rows: to read them, and to multiply.
 inline int64_t nanoseconds_of_products(int64_t num_tokens, int64_t numel) {

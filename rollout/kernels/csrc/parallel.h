@@ -33,24 +33,35 @@ inline int team_size(int64_t nanoseconds) {
   return static_cast<int>(std::min<int64_t>(1 + nanoseconds / kWorthAThread, at::get_num_threads()));
 }
 
-// A queue and what is done with its items.
-template <class F>
+struct NoScope {
+  NoScope() {}
+};
+
+// A queue and what is done with its items; each thread does so within a `Scope` of its own.
+template <class F, class Scope = NoScope>
 struct Phase {
   ItemQueue& queue;
   F& work;
+
+  void drain() {
+    const Scope scope;
+    queue.drain(work);
+  }
 };
+template <class F>
+Phase(ItemQueue&, F&) -> Phase<F>;
 
 // Phases one after the other, each finished by all threads before the next begins.
-template <class... F>
-inline void run_phases(int threads, Phase<F>... phases) {
+template <class... P>
+inline void run_phases(int threads, P... phases) {
   if (threads <= 1) {
-    (phases.queue.drain(phases.work), ...);
+    (phases.drain(), ...);
     return;
   }
 #pragma omp parallel num_threads(threads)
   {
     const auto run = [](auto& phase) {
-      phase.queue.drain(phase.work);
+      phase.drain();
 #pragma omp barrier
     };
     (run(phases), ...);

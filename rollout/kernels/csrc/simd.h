@@ -22,15 +22,27 @@ using bf16 = c10::BFloat16;
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
 #define LOCKSTEP_AVX512_BF16 1
-inline constexpr const char* kIsa = "avx512_bf16";
+#define LOCKSTEP_VECTOR_ISA "avx512_bf16"
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LOCKSTEP_AVX512 1
-inline constexpr const char* kIsa = "avx512";
+#define LOCKSTEP_VECTOR_ISA "avx512"
 #elif defined(__AVX2__) && defined(__FMA__)
 #define LOCKSTEP_AVX2 1
-inline constexpr const char* kIsa = "avx2";
+#define LOCKSTEP_VECTOR_ISA "avx2"
 #else
-inline constexpr const char* kIsa = "portable";
+#define LOCKSTEP_VECTOR_ISA "portable"
+#endif
+
+// Matrix tiles multiply what is packed (tiles.h): those of the processor, or their emulation, for tests on any machine.
+#if defined(LOCKSTEP_EMULATED_TILES)
+#define LOCKSTEP_TILES 1
+inline constexpr const char* kIsa = "emulated_amx";
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && LOCKSTEP_AVX512_BF16
+#define LOCKSTEP_TILES 1
+inline constexpr const char* kIsa = "amx_bf16";
+#else
+#define LOCKSTEP_TILES 0
+inline constexpr const char* kIsa = LOCKSTEP_VECTOR_ISA;
 #endif
 
 inline constexpr int kLanes = 16;

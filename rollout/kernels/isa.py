@@ -1,0 +1,102 @@
+"""Which instruction set the CPU operators are compiled for, and whether matrix tiles may be used.
+
+    amx_bf16 > avx512_bf16 > avx512 > avx2 > portable
+
+A processor has a set and all after it.  `emulated_amx` is the code of `amx_bf16` on any processor, for tests.  Results
+depend on the set, and on nothing else of the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+TILES = "amx_bf16"
+EMULATED_TILES = "emulated_amx"
+_NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+# What the compiler is told beside `-march=native`, and the flags of /proc/cpuinfo that a set needs.
+COMPILER_FLAGS = {
+    TILES: (),
+    "avx512_bf16": _NO_TILES,
+    "avx512": (*_NO_TILES, "-mno-avx512bf16"),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": ("-march=x86-64",),
+    EMULATED_TILES: ("-DLOCKSTEP_EMULATED_TILES",),
+}
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_NEEDS = {
+    TILES: _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": {"avx2", "fma"},
+    "portable": set[str](),
+}
+CHOICES = ("auto", *COMPILER_FLAGS)
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+_TRIAL = "import sys; from rollout.kernels.isa import try_tiles; sys.exit(try_tiles(sys.argv[1]))"
+_TRIAL_TIMEOUT_S = 120.0
+
+
+def refusal_of(isa: str) -> str:
+    """Why operators for `isa`, one of `CHOICES`, cannot run on this processor; "" if they can."""
+    if isa not in CHOICES:
+        return f"no instruction set {isa!r}: it is one of {', '.join(CHOICES)}"
+    if isa in ("auto", EMULATED_TILES):
+        return ""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"{isa} is of x86 processors, and this one is {platform.machine()}"
+    missing = _NEEDS[isa] - processor_flags()
+    return f"this processor has no {', '.join(sorted(missing))}: {isa} cannot run on it" if missing else ""
+
+
+def has_tiles() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and not _NEEDS[TILES] - processor_flags()
+
+
+def processor_flags() -> set[str]:
+    """Of the first processor, as Linux spells them; empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def request_tiles() -> bool:
+    """Asks Linux to let this process use tile registers, which take 8 KiB of every thread's saved state."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def tiles_refusal(library: Path) -> str:
+    """Why the tiles of `library`, compiled for them, cannot be used; "" if they can.
+
+    They are tried in a process of their own, once for each library: a virtual machine may announce what it does not
+    have.  The answer lies beside the library.
+    """
+    if not request_tiles():
+        return "Linux does not let this process use tile registers"
+    answer = library.with_name("tiles")
+    if not answer.exists():
+        words = [sys.executable, "-c", _TRIAL, str(library)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        failure = f"died of signal {-done.returncode}" if done.returncode < 0 else f"failed: {last}"
+        answer.write_text(f"a trial of them {failure}" if done.returncode != 0 else "")
+    return answer.read_text()
+
+
+def try_tiles(library: str) -> int:
+    """Exit status 0 if the tiles of this processor compute what their emulation does, bit for bit."""
+    if not request_tiles():
+        print("Linux does not let this process use tile registers", file=sys.stderr)
+        return 1
+    torch.ops.load_library(library)
+    if not torch.ops.lockstep.tiles_agree():
+        print("they compute other bits than Intel's description says", file=sys.stderr)
+        return 2
+    return 0
