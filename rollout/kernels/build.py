@@ -62,6 +62,8 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
     assert schemas.SCHEMAS, "the compiled operators implement these"
     wanted = isa or os.environ.get("LOCKSTEP_CPU_ISA") or "auto"
     try:
+        if refusal := isas.refusal_of(wanted):
+            raise KernelBuildError(refusal)
         if not hasattr(torch.ops.lockstep, "isa"):
             torch.ops.load_library(_library_for(wanted, progress))
     except (KernelBuildError, OSError, subprocess.SubprocessError) as error:
@@ -74,9 +76,6 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
 
 
 def _library_for(wanted: str, progress: Progress | None) -> Path:
-    refusal = isas.refusal_of(wanted)
-    if refusal:
-        raise KernelBuildError(refusal)
     library = build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(wanted, ()))
     if wanted != isas.TILES and not (wanted == "auto" and isas.has_tiles()):
         return library

@@ -52,7 +52,7 @@ def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None
 
 
 def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "load_kernels", lambda progress: KernelStatus(False, "no C++ compiler found: g++"))
+    monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found: g++"))
     assert facts(folder) == (False, "layers and attention and sampling on plain torch: no C++ compiler found: g++")
 
 
