@@ -3,7 +3,7 @@
     wire tensors -> pairs put together -> split -> content checked as it was sent -> converted -> checked again
 
     FP8 pair                                      its values are held
-    plain tensor of one that is to be quantised   what a checkpoint of it in FP8 would give is held
+    plain tensor of one that is to be quantised   what its `HeldFormat` makes of it is held
     any other                                     held as it was sent
 
 Each logical tensor is quantised by itself and as a whole, whatever part of it this rank holds.
@@ -11,16 +11,18 @@ Each logical tensor is quantised by itself and as a whole, whatever part of it t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from weight_sync.content import Content, by_name
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fp8_blocks import requantised, scales_of
+from weight_sync.fp8_blocks import scales_of
 from weight_sync.fp8_wire import SCALE_SUFFIX, Pair, PairedTensors, value_metas
+from weight_sync.held_format import HeldFormats
 from weight_sync.loading import (
     Announced,
     Arrival,
@@ -38,11 +40,11 @@ from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 class Intake:
     """Of one refresh.  `stated`: fingerprints that the sender announced, by the names of logical tensors and scales.
 
-    `quantised`: logical tensors that are quantised when they come unquantised.  `contents`: of what came.
+    `quantised`: logical tensors that are held quantised.  `contents`: of what came.
     """
 
     def __init__(
-        self, weights: LogicalWeights, stated: Mapping[str, int], quantised: Collection[str] = frozenset()
+        self, weights: LogicalWeights, stated: Mapping[str, int], quantised: HeldFormats = MappingProxyType({})
     ) -> None:
         self.contents: dict[str, Content] = {}
         self.pairs = PairedTensors(weights)
@@ -101,10 +103,10 @@ class Intake:
         return content
 
     def _quantise(self, arrival: Arrival, found: dict[str, Content]) -> Arrival:
-        """The arrival as it is held, unless it came quantised or is to be plain; so noted in `found`."""
-        sent = found[arrival.name].sent
-        if arrival.name not in self._quantised or len(sent) > 1:
+        """The arrival as it is held, if that is not as it came; so noted in `found`."""
+        sent, held = found[arrival.name].sent, self._quantised.get(arrival.name)
+        if held is None or (len(sent) > 1 and not held.of_pairs):
             return arrival
-        values = requantised(arrival.content)
+        values = held.values(arrival.content)
         found[arrival.name] = Content(sent, fingerprint(values))
         return arrival._replace(content=values)

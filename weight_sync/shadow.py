@@ -149,12 +149,11 @@ class ShadowStaging:
     def _homes_of(self, name: str) -> list[tuple[int, Place]]:
         """Where the tensor lives, found once for all tensors, as nothing moves while an update is open."""
         if not self._homes:
-            for other, meta in self._weights.metas().items():
+            for other in self._weights.metas():
                 homes = [(_address_of(place.storage), place) for place in self._weights.places(other)]
                 self._homes[other] = homes
                 for key, place in homes:
-                    num_bytes = place.numel * meta.dtype.itemsize
-                    self._resident_bytes[key] = self._resident_bytes.get(key, 0) + num_bytes
+                    self._resident_bytes[key] = self._resident_bytes.get(key, 0) + place.num_bytes
         return self._homes[name]
 
     def _fill(self, keys: set[int]) -> None:

@@ -169,8 +169,8 @@ class Place(Protocol):
         """The part of the logical tensor that lives here; None: all of it."""
 
     @property
-    def numel(self) -> int:
-        """Elements that live here."""
+    def num_bytes(self) -> int:
+        """Of the storage that are this content's."""
 
     def rebind(self, storage: torch.Tensor) -> Place:
         """The same place in another tensor, of the dtype, sizes and strides of `storage`."""

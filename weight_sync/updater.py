@@ -18,14 +18,16 @@ A transaction has an id.  A call that is not of the open transaction (`foreign`)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
+from weight_sync.held_format import HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.loading import Coverage
 from weight_sync.process_group import WeightUpdateGroups
@@ -71,7 +73,7 @@ class WeightUpdater:
         pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
-        quantised: Collection[str] = frozenset(),
+        quantised: HeldFormats = MappingProxyType({}),
     ) -> None:
         self.patience = Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()

@@ -76,11 +76,8 @@ class ServerArgs:
     device: str = _arg("cpu", "torch device")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
-    cpu_isa: str = _arg(
-        "auto",
-        "instruction set of the compiled CPU operators: amx_bf16, avx512_bf16, avx512, avx2, portable, emulated_amx; "
-        "auto: $LOCKSTEP_CPU_ISA, or the best that works",
-    )
+    cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
+    cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
     attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
@@ -257,6 +254,7 @@ class ServerArgs:
         _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
+        _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
         _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")

@@ -80,6 +80,10 @@ def build_scheduler(
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
+    if args.cpu_weight_format == "w8" and not config.is_moe:
+        raise StartupError(f"--cpu-weight-format w8 is for experts, and {config.architecture} has none")
+    if args.quantize_weight_updates and args.cpu_weight_format == "w8":
+        raise StartupError("--quantize-weight-updates and --cpu-weight-format w8 quantise the same weights: give one")
     if args.quantize_weight_updates and config.stored_format != "fp8":
         raise StartupError(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
@@ -88,7 +92,7 @@ def build_scheduler(
     device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
-    ops = select_ops(dtype, device, kernels.available)
+    ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
     model = load_model(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
     )
@@ -157,9 +161,7 @@ def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
 def _bytes_of(model: DecoderForCausalLM) -> int:
     """Of this rank's share of the weights, every slot of an expert counted."""
     weights = model.weights
-    return sum(
-        place.numel * meta.dtype.itemsize for name, meta in weights.metas().items() for place in weights.places(name)
-    )
+    return sum(place.num_bytes for name in weights.metas() for place in weights.places(name))
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:

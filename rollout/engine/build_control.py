@@ -29,6 +29,7 @@ from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import quantised_names
 from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.held_format import FP8_BLOCKS, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
 
@@ -77,7 +78,7 @@ def build_control(
         pace=pause_between_parts(scheduler),
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
-        quantised=quantised_names(args.model_path, model.weights) if args.quantize_weight_updates else frozenset(),
+        quantised=_held_formats(args, model),
     )
     commit = WeightCommit(scheduler, updater, adoption)
     weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, args.pause_timeout)
@@ -114,6 +115,12 @@ def build_control(
             sessions.advance,
         ],
     )
+
+
+def _held_formats(args: ServerArgs, model: DecoderForCausalLM) -> HeldFormats:
+    if args.quantize_weight_updates:
+        return dict.fromkeys(quantised_names(args.model_path, model.weights), FP8_BLOCKS)
+    return model.weights.held_formats()
 
 
 def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:

@@ -13,9 +13,11 @@ from typing import Literal
 
 import torch
 
+from rollout.core.errors import StartupError
 from rollout.kernels import plain
-from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
+from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace, W8Place
 from rollout.kernels.schemas import SCHEMAS
+from weight_sync.held_format import INT8_BLOCKS, HeldFormat
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
@@ -23,9 +25,13 @@ _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up pr
 
 
 class RowMajor:
-    """Plain row-major matrices: gate rows before up rows."""
+    """Plain row-major matrices: gate rows before up rows.
+
+    `experts_held`: how matrices of experts are held, None as they are sent.
+    """
 
     name = "row-major"
+    experts_held: HeldFormat | None = None
 
     def empty_matrix(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
@@ -102,6 +108,27 @@ class Packed(RowMajor):
         return AbsorbedPlace(weight, sizes)
 
 
+class PackedW8(Packed):
+    """Packed, the matrices of experts in 8 bits (`csrc/packed_w8.h`); for bfloat16."""
+
+    name = "packed-w8"
+    experts_held: HeldFormat | None = INT8_BLOCKS
+
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert dtype == torch.bfloat16, dtype
+        both, empty_packed = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), torch.ops.lockstep.empty_packed_w8
+        return empty_packed([experts], both, hidden), empty_packed([experts], hidden, inner)
+
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        if part == "down_proj":
+            return W8Place(w2[physical_id], hidden, inner)
+        return W8Place(w13[physical_id], inner, hidden, step=2, offset=int(part == "up_proj"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
@@ -132,14 +159,24 @@ def plain_ops() -> Ops:
     return Ops(storage=RowMajor(), batch_invariant=False, **{name: getattr(plain, name) for name in SCHEMAS})
 
 
-def compiled_ops() -> Ops:
+def compiled_ops(storage: RowMajor | None = None) -> Ops:
     """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
     operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
-    return Ops(storage=Packed(), batch_invariant=True, **operators)
+    return Ops(storage=storage or Packed(), batch_invariant=True, **operators)
 
 
-def select_ops(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Ops:
-    """The compiled operators where they exist for this dtype and device, else plain torch."""
-    if kernels_available and dtype in COMPILED_DTYPES and torch.device(device).type == "cpu":
+def select_ops(
+    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, weight_format: str = "plain"
+) -> Ops:
+    """The compiled operators where they exist for this dtype and device, else plain torch.
+
+    `weight_format`: "plain", or "w8" for experts in 8 bits.  Raises `StartupError` where there is no such thing.
+    """
+    compiled = kernels_available and dtype in COMPILED_DTYPES and torch.device(device).type == "cpu"
+    if weight_format == "w8":
+        if not compiled or dtype != torch.bfloat16:
+            raise StartupError("--cpu-weight-format w8 needs the compiled CPU operators and --dtype bfloat16")
+        return compiled_ops(PackedW8())
+    if compiled:
         return compiled_ops()
     return plain_ops()

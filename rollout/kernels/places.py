@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_sync.errors import ContentError
+from weight_sync.int8_blocks import BLOCK
 from weight_sync.tensor_meta import Place, Region
 
-__all__ = ["AbsorbedPlace", "LatentSizes", "PackedPlace", "Place", "ReorderedPlace", "ShardPlace", "ViewPlace"]
+__all__ = [
+    "AbsorbedPlace",
+    "LatentSizes",
+    "PackedPlace",
+    "Place",
+    "ReorderedPlace",
+    "ShardPlace",
+    "ViewPlace",
+    "W8Place",
+]
 
 
 class ViewPlace:
@@ -25,8 +36,8 @@ class ViewPlace:
         return self._view
 
     @property
-    def numel(self) -> int:
-        return self._view.numel()
+    def num_bytes(self) -> int:
+        return self._view.nbytes
 
     def rebind(self, storage: torch.Tensor) -> ViewPlace:
         return ViewPlace(storage)
@@ -60,8 +71,8 @@ class PackedPlace:
         return self._packed
 
     @property
-    def numel(self) -> int:
-        return len(self._rows) * self._in_features
+    def num_bytes(self) -> int:
+        return len(self._rows) * self._in_features * self._packed.itemsize
 
     def rebind(self, storage: torch.Tensor) -> PackedPlace:
         return PackedPlace(storage, self._rows, self._in_features, *self._layout)
@@ -74,6 +85,47 @@ class PackedPlace:
     def read(self) -> torch.Tensor:
         rows = self._rows
         return torch.ops.lockstep.unpack_rows(self._packed, self._in_features, rows.start, len(rows), *self._layout)
+
+    def restore(self, content: torch.Tensor) -> None:
+        self.write(content)
+
+
+class W8Place:
+    """Rows of a bfloat16 matrix packed in 8 bits (`kernels/csrc/packed_w8.h`), quantised as they are written.
+
+    Its content is the values (`weight_sync.int8_blocks`), which may be written again without a change.  `step` and
+    `offset` as of `PackedPlace`.
+    """
+
+    region: Region | None = None
+
+    def __init__(self, packed: torch.Tensor, rows: int, in_features: int, step: int = 1, offset: int = 0) -> None:
+        self._packed = packed
+        self._rows = rows
+        self._in_features = in_features
+        self._layout = (step, offset)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self._packed
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rows * (self._in_features + -(-self._in_features // BLOCK))
+
+    def rebind(self, storage: torch.Tensor) -> W8Place:
+        return W8Place(storage, self._rows, self._in_features, *self._layout)
+
+    def write(self, source: torch.Tensor) -> None:
+        """Raises `ContentError` for a value that is not finite."""
+        assert source.shape == (self._rows, self._in_features), source.shape
+        values = source.to(device=self._packed.device, dtype=torch.bfloat16)
+        if not bool(values.isfinite().all()):
+            raise ContentError("values that are not finite cannot be quantised")
+        torch.ops.lockstep.pack_rows_w8(self._packed, values, 0, *self._layout)
+
+    def read(self) -> torch.Tensor:
+        return torch.ops.lockstep.unpack_rows_w8(self._packed, self._in_features, 0, self._rows, *self._layout)
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
@@ -115,9 +167,9 @@ class AbsorbedPlace:
         return self._packed_HN
 
     @property
-    def numel(self) -> int:
+    def num_bytes(self) -> int:
         sizes = self._sizes
-        return self._packed_HN.shape[0] * (sizes.nope + sizes.value) * sizes.rank
+        return self._packed_HN.shape[0] * (sizes.nope + sizes.value) * sizes.rank * self._packed_HN.itemsize
 
     def rebind(self, storage: torch.Tensor) -> AbsorbedPlace:
         return AbsorbedPlace(storage, self._sizes)
@@ -161,8 +213,8 @@ class ReorderedPlace:
         return self._inner.storage
 
     @property
-    def numel(self) -> int:
-        return self._inner.numel
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
 
     def rebind(self, storage: torch.Tensor) -> ReorderedPlace:
         return ReorderedPlace(self._inner.rebind(storage), self._order)
@@ -193,8 +245,8 @@ class ShardPlace:
         return self._inner.storage
 
     @property
-    def numel(self) -> int:
-        return self._inner.numel
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
 
     def rebind(self, storage: torch.Tensor) -> ShardPlace:
         region = self.region

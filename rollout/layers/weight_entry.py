@@ -9,6 +9,7 @@ import torch
 
 from rollout.kernels.places import Place
 from rollout.layers.layer import Layer
+from weight_sync.held_format import HeldFormat
 from weight_sync.tensor_meta import Piece
 
 
@@ -19,7 +20,8 @@ class WeightEntry:
     `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now;
     none where all of it lives on other ranks.
     It is called for each write and never cached, because the places of an expert follow the current placement.
-    `proposed()`: the same under the proposed placement; None for a tensor that no placement concerns.
+    `proposed()`: the same under the proposed placement; None for a tensor that no placement concerns.  `held`: what its
+    places make of what is written to them; None: they hold it as it is.
     """
 
     name: str
@@ -27,6 +29,7 @@ class WeightEntry:
     dtype: torch.dtype
     places: Callable[[], Sequence[Place]]
     proposed: Callable[[], Sequence[Place]] | None = None
+    held: HeldFormat | None = None
 
 
 @dataclass(frozen=True)

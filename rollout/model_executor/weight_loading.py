@@ -16,6 +16,7 @@ import torch
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
+from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
@@ -70,6 +71,10 @@ class WeightIndex:
         if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
             raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
         raise UnknownTensorError(self._unknown(wire.name))
+
+    def held_formats(self) -> HeldFormats:
+        """Of the tensors that this model quantises as they are written."""
+        return {name: entry.held for name, entry in self._entries.items() if entry.held is not None}
 
     def write(self, name: str, source: torch.Tensor) -> None:
         """Copy `source` to every place of the logical tensor, cast to its dtype.

@@ -13,6 +13,7 @@ from tests.fp8_reference import fp8_checkpoint, set_config, stored_tensors, valu
 from tests.loopback_updater import LoopbackUpdater
 from tests.model_zoo import load_tiny
 from weight_sync.checker import live_fingerprints
+from weight_sync.held_format import FP8_BLOCKS
 
 pytestmark = pytest.mark.full
 DTYPE = torch.bfloat16
@@ -44,4 +45,5 @@ def test_all_ways_lead_to_the_same_bits(family: str, tmp_path: Path) -> None:
 def updater_over_other_weights(folder: Path, family: str, quantised: frozenset[str]) -> LoopbackUpdater:
     path = folder / f"other {len(quantised)}"
     weights = load_tiny(family_checkpoint(path, family, 2, DTYPE), DTYPE).weights
-    return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, quantised=quantised)
+    formats = dict.fromkeys(quantised, FP8_BLOCKS)
+    return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, quantised=formats)

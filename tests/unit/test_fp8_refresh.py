@@ -27,6 +27,7 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.held_format import FP8_BLOCKS
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.staging import StagingMode
@@ -56,7 +57,10 @@ def newer(moe: Fp8Case) -> tuple[Named, Named, Named]:
 def updater_of(case: Fp8Case, *, quantises: bool = False, mode: StagingMode = "host") -> LoopbackUpdater:
     weights = load_tiny(case.fp8, DTYPE).weights
     names = quantised_names(case.fp8, weights) if quantises else frozenset()
-    return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=names)
+    formats = dict.fromkeys(names, FP8_BLOCKS)
+    return LoopbackUpdater(
+        weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=formats
+    )
 
 
 @pytest.fixture

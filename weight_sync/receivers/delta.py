@@ -8,7 +8,8 @@ A rank needs no more of a tensor than its part, and nothing is delivered before 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -22,6 +23,7 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
+from weight_sync.held_format import HeldFormats
 from weight_sync.loading import ProvenPart, split_wire
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
@@ -43,7 +45,7 @@ class DeltaSource(BucketSource):
         weights: LogicalWeights,
         target: LogicalWeights | None = None,
         exchange: Exchange = alone,
-        quantised: Collection[str] = frozenset(),
+        quantised: HeldFormats = MappingProxyType({}),
     ) -> None:
         self._inner = inner
         self._quantised = quantised
@@ -86,10 +88,10 @@ class DeltaSource(BucketSource):
         for meta in frame.metas:
             if kind_of(self._weights, meta) != "plain":
                 raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {advice}")
-            if meta.name in self._quantised:
+            if (held := self._quantised.get(meta.name)) is not None:
                 raise TransactionStateError(
                     f"{meta.name}: a delta is over what was sent, and this engine holds what it quantised of that "
-                    f"(--quantize-weight-updates); {advice}"
+                    f"({held.flag}); {advice}"
                 )
 
     def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:

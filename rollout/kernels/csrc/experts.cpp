@@ -20,6 +20,7 @@
 #include <torch/library.h>
 
 #include "matmul.h"
+#include "packed_w8.h"
 
 namespace lockstep {
 namespace {
@@ -99,12 +100,11 @@ struct Extras {
   }
 };
 
-// `kPlain`: SwiGLU without biases; `extras` is not read.
-template <class T, bool kPlain>
+// `kPlain`: SwiGLU without biases; `extras` is not read.  `Panels`: of the weights, in T or in 8 bits.
+template <class T, bool kPlain, class Panels>
 struct Experts {
   const T* hidden;
-  const T* w13;
-  const T* w2;
+  Panels w13, w2;
   const T* weights;  // [T, K], or null: leave the slots unweighted
   T* slots;          // [T, K, D]
   T* out;            // [T, D], or null
@@ -117,6 +117,8 @@ struct Experts {
   int64_t hidden_groups() const { return groups_of<T>(hidden_size); }
   int64_t inner_groups() const { return groups_of<T>(inner_size); }
   int64_t inner_panels() const { return (inner_size + kLanes - 1) / kLanes; }
+
+  int64_t num_tiles(int64_t used) const { return sorted.first_tiles[used + 1] - sorted.first_tiles[used]; }
 
   // `body(tile)` for the tiles of the `used`-th expert.
   template <class F>
@@ -141,11 +143,11 @@ struct Experts {
     }
     const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
     const int64_t end = block + 1 == inner_panels() ? inner_groups() : last;  // of the step that it is in
+    const auto matrix = w13.panel(panel, hidden_size, num_tiles(used));
     each_tile(used, [&](const ExpertTile& tile) {
       uint32_t* place = packed_inner + tile.begin * inner_groups();
       F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(),
-                     w13 + panel * panel_numel<T>(hidden_size), hidden_groups(), sums);
+      multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(), matrix, hidden_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
         const F32x16 gate = round_to<T>(sums[t][0]), up = round_to<T>(sums[t][1]);
         T columns[kLanes];  // zeros beyond I, as the weights and biases are zeros there
@@ -168,10 +170,10 @@ struct Experts {
     for (int v = 0; v < kPanelVectors && !kPlain; ++v) {
       biases[v] = extras.down_bias(expert, hidden_size, block * kPanelRows + v * kLanes);
     }
+    const auto matrix = w2.panel(panel, inner_size, num_tiles(used));
     each_tile(used, [&](const ExpertTile& tile) {
       F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), w2 + panel * panel_numel<T>(inner_size),
-                     inner_groups(), sums);
+      multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), matrix, inner_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
         T* row = slots + sorted.order[tile.begin + t] * hidden_size;
         for (int v = 0; v < kPanelVectors; ++v) {
@@ -228,16 +230,20 @@ void check_extras(const at::Tensor& hidden, int64_t num_experts, int64_t inner_s
 
 void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::optional<at::Tensor>& weights,
                    const at::Tensor& w13, const at::Tensor& w2, int64_t inner_size) {
-  TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() == 5 && w2.dim() == 5, "wrong number of dimensions");
+  TORCH_CHECK(hidden.dim() == 2 && ids.dim() == 2 && w13.dim() >= 2 && w2.dim() >= 2, "wrong number of dimensions");
   TORCH_CHECK(ids.size(0) == hidden.size(0) && ids.scalar_type() == at::kLong, "ids must be [T, K] int64");
   TORCH_CHECK(w13.is_contiguous() && w2.is_contiguous(), "expert weights must be contiguous");
   TORCH_CHECK(!weights || weights->sizes() == ids.sizes(), "weights must be [T, K]");
-  check_same_dtype(hidden, {w13, w2, weights ? *weights : hidden});
+  const bool is_w8 = w13.scalar_type() == at::kChar;
+  check_same_dtype(hidden, {is_w8 ? hidden : w13, is_w8 ? hidden : w2, weights ? *weights : hidden});
+  TORCH_CHECK(!is_w8 || (w2.scalar_type() == at::kChar && hidden.scalar_type() == at::kBFloat16),
+              "weights in 8 bits go with bfloat16 rows");
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
     const int64_t hidden_size = hidden.size(1), inner_panels = (inner_size + kLanes - 1) / kLanes;
-    TORCH_CHECK(w13.size(0) == w2.size(0) && w13.numel() == w13.size(0) * inner_panels * panel_numel<T>(hidden_size) &&
-                    w2.numel() == w2.size(0) * panels_of(hidden_size) * panel_numel<T>(inner_size),
+    const auto numel = [&](int64_t depth) { return is_w8 ? w8_panel_bytes(depth) : panel_numel<T>(depth); };
+    TORCH_CHECK(w13.size(0) == w2.size(0) && w13.numel() == w13.size(0) * inner_panels * numel(hidden_size) &&
+                    w2.numel() == w2.size(0) * panels_of(hidden_size) * numel(inner_size),
                 "w13 must be the packed gate and up rows [P, 2I, D] and w2 the packed [P, D, I]");
   });
 }
@@ -272,11 +278,11 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
     for (int64_t first = 0; first < num_tokens; first += kMaxTokens) {
       const int64_t count = std::min(kMaxTokens, num_tokens - first);
       const SortedAssignments<T> sorted(pick + first * num_slots, count * num_slots, num_experts);
-      const auto run = [&](auto plain) {
-        const Experts<T, decltype(plain)::value> experts{
+      const auto run = [&](auto plain, auto w13_panels, auto w2_panels) {
+        const Experts<T, decltype(plain)::value, decltype(w13_panels)> experts{
             .hidden = rows.const_data_ptr<T>() + first * hidden_size,
-            .w13 = w13.const_data_ptr<T>(),
-            .w2 = w2.const_data_ptr<T>(),
+            .w13 = w13_panels,
+            .w2 = w2_panels,
             .weights = weights ? factors.const_data_ptr<T>() + first * num_slots : nullptr,
             .slots = slots.mutable_data_ptr<T>() + (weights ? 0 : first * num_slots * hidden_size),
             .out = weights ? out.mutable_data_ptr<T>() + first * hidden_size : nullptr,
@@ -291,7 +297,16 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
         };
         experts.run();
       };
-      extras.any() ? run(std::false_type()) : run(std::true_type());
+      const auto run_on = [&](auto w13_panels, auto w2_panels) {
+        extras.any() ? run(std::false_type(), w13_panels, w2_panels) : run(std::true_type(), w13_panels, w2_panels);
+      };
+      if constexpr (std::is_same_v<T, bf16>) {
+        if (w13.scalar_type() == at::kChar) {
+          run_on(W8Panels{w13.const_data_ptr<int8_t>()}, W8Panels{w2.const_data_ptr<int8_t>()});
+          continue;
+        }
+      }
+      run_on(PlainPanels<T>{w13.const_data_ptr<T>()}, PlainPanels<T>{w2.const_data_ptr<T>()});
     }
   });
   return out;

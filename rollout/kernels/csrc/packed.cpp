@@ -1,18 +1,37 @@
 // The register tile of packed.h, once for every number of tokens, and that of matrix tiles.
-#include "packed.h"
+#include "packed_w8.h"
 
 #include <vector>
 
 namespace lockstep {
 namespace {
 
-// Where weights are fetched to, ahead of their use.  Past the caches is faster on AMD (sse4a is theirs alone); on an
-// Intel Xeon it halves what a core reads, as such fetches wait in the few line buffers of the first level.
-#if defined(__SSE4A__)
-constexpr int kLocality = 0;
-#else
-constexpr int kLocality = 3;
-#endif
+// Where a register tile finds `count` groups of a panel from group `first` on, a multiple of sixteen.
+template <class T>
+struct PlainSource {
+  static constexpr bool kStreams = true;  // what comes next is fetched ahead
+  using Element = T;
+  const T* panel;
+
+  const T* groups(int64_t first, int64_t) const { return panel + first * kPanelRows * kGroup<T>; }
+};
+
+struct W8Source {
+  static constexpr bool kStreams = false;
+  using Element = bf16;
+  const W8Panel& panel;
+  explicit W8Source(const W8Panel& from) : panel(from) {}
+  alignas(64) bf16 values[kBlockGroups * kPanelRows * kGroup<bf16>];
+
+  const bf16* groups(int64_t first, int64_t count) {
+    const int64_t begin = first * kGroup<bf16> / kW8Step, end = w8_steps_of((first + count) * kGroup<bf16>);
+    for (int64_t s = begin; s < end; ++s) {
+      dequantise_step(panel.integers + s * kW8StepBytes, panel.exponents + s * kPanelRows,
+                      values + (s - begin) * kW8StepNumel);
+    }
+    return values;
+  }
+};
 
 // One group: `weights` is a vector of 16 rows, `token` the group of one token.
 template <class T>
@@ -57,7 +76,7 @@ struct Groups<bf16> {
 };
 
 // sums[token][vector] += panel . tokens over `groups` groups.
-template <int M, class T>
+template <int M, bool kStreams, class T>
 [[gnu::always_inline]] inline void multiply_block(const uint32_t* tokens, const T* panel, int64_t groups,
                                                   F32x16 (*sums)[kPanelVectors]) {
   using G = Groups<T>;
@@ -74,7 +93,7 @@ template <int M, class T>
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVectors; ++v) {
       w[v] = G::weights(panel + v * kVector);
-      __builtin_prefetch(panel + v * kVector + kAhead, 0, kLocality);
+      if constexpr (kStreams) __builtin_prefetch(panel + v * kVector + kAhead, 0, kStreamLocality);
     }
 #pragma GCC unroll 12
     for (int t = 0; t < M; ++t) {
@@ -91,28 +110,29 @@ template <int M, class T>
 }
 
 // sums[token][vector] = panel . tokens over all groups.
-template <int M, class T>
-[[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, const T* panel, int64_t groups,
+template <int M, class Source>
+[[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, Source& source, int64_t groups,
                                                  F32x16 (*sums)[kPanelVectors]) {
   for (int t = 0; t < M; ++t) {
     for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = splat(0.0f);
   }
   for (int64_t g = 0; g < groups; g += kBlockGroups) {
-    multiply_block<M, T>(tokens + g * M, panel + g * kPanelRows * kGroup<T>, std::min(kBlockGroups, groups - g), sums);
+    const int64_t count = std::min(kBlockGroups, groups - g);
+    multiply_block<M, Source::kStreams>(tokens + g * M, source.groups(g, count), count, sums);
   }
 }
 
-template <class T, int M = 1>
-void choose_tile(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
+template <class Source, int M = 1>
+void choose_tile(int rows, const uint32_t* tokens, Source& source, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
   if constexpr (M < kVectorTokens) {
-    if (rows > M) return choose_tile<T, M + 1>(rows, tokens, panel, groups, sums);
+    if (rows > M) return choose_tile<Source, M + 1>(rows, tokens, source, groups, sums);
   }
-  multiply_tile<M, T>(tokens, panel, groups, sums);
+  multiply_tile<M>(tokens, source, groups, sums);
 }
 
 // Tiles: 0 to 3 hold the sums, [half of the tokens][half of the panel]; 4 and 5 tokens; 6 and 7 weights.
-template <class Unit, bool kBothHalves>
-void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, int64_t groups,
+template <class Unit, bool kBothHalves, class Source>
+void multiply_matrix_tiles(int rows, const uint32_t* tokens, Source& source, int64_t groups,
                            F32x16 (*sums)[kPanelVectors]) {
   constexpr int64_t kPanelStride = kPanelRows * sizeof(uint32_t), kTokenStride = kTileRows * sizeof(uint32_t);
   constexpr int64_t kStepElements = kTileRows * kPanelRows * kGroup<bf16>, kAhead = 2 * kStepElements;
@@ -124,8 +144,11 @@ void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, 
     unit.template zero<2>();
     unit.template zero<3>();
   }
-  for (int64_t g = 0; g < groups; g += kTileRows, panel += kStepElements, tokens += rows * kTileRows) {
-    for (int64_t i = 0; i < kStepElements; i += kLine) __builtin_prefetch(panel + kAhead + i, 0, kLocality);
+  for (int64_t g = 0; g < groups; g += kTileRows, tokens += rows * kTileRows) {
+    const bf16* panel = source.groups(g, kTileRows);
+    for (int64_t i = 0; Source::kStreams && i < kStepElements; i += kLine) {
+      __builtin_prefetch(panel + kAhead + i, 0, kStreamLocality);
+    }
     unit.template load<6>(panel, kPanelStride);
     unit.template load<7>(panel + kLanes * kGroup<bf16>, kPanelStride);
     unit.template load<4>(tokens, kTokenStride);
@@ -146,22 +169,35 @@ void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, 
   }
 }
 
-template <class Unit>
-void multiply_matrix_tiles(int rows, const uint32_t* tokens, const bf16* panel, int64_t groups,
+template <class Unit, class Source>
+void multiply_matrix_tiles(int rows, const uint32_t* tokens, Source& source, int64_t groups,
                            F32x16 (*sums)[kPanelVectors]) {
-  if (rows > kTileRows) return multiply_matrix_tiles<Unit, true>(rows, tokens, panel, groups, sums);
-  multiply_matrix_tiles<Unit, false>(rows, tokens, panel, groups, sums);
+  if (rows > kTileRows) return multiply_matrix_tiles<Unit, true>(rows, tokens, source, groups, sums);
+  multiply_matrix_tiles<Unit, false>(rows, tokens, source, groups, sums);
+}
+
+template <class Source>
+void multiply_from(Source& source, int rows, const uint32_t* tokens, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
+  if constexpr (kTiled<typename Source::Element>) {
+    multiply_matrix_tiles<PanelTiles>(rows, tokens, source, groups, sums);
+  } else {
+    choose_tile(rows, tokens, source, groups, sums);
+  }
 }
 
 }  // namespace
 
 template <class T>
 void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
-  if constexpr (kTiled<T>) {
-    multiply_matrix_tiles<PanelTiles>(rows, tokens, panel, groups, sums);
-  } else {
-    choose_tile<T>(rows, tokens, panel, groups, sums);
-  }
+  PlainSource<T> source{panel};
+  multiply_from(source, rows, tokens, groups, sums);
+}
+
+void multiply_panel(int rows, const uint32_t* tokens, const W8Panel& panel, int64_t groups,
+                    F32x16 (*sums)[kPanelVectors]) {
+  if (panel.whole != nullptr) return multiply_panel(rows, tokens, panel.whole, groups, sums);
+  W8Source source(panel);
+  multiply_from(source, rows, tokens, groups, sums);
 }
 
 bool tiles_agree() {
@@ -178,7 +214,7 @@ bool tiles_agree() {
     }
   }
   F32x16 sums[2][kTileTokens<bf16>][kPanelVectors] = {};
-  const bf16* weights = reinterpret_cast<const bf16*>(panel.data());
+  PlainSource<bf16> weights{reinterpret_cast<const bf16*>(panel.data())};
   {
     const PanelScope scope;
     multiply_matrix_tiles<PanelTiles>(kRows, tokens.data(), weights, kGroups, sums[0]);

@@ -21,6 +21,14 @@
 
 namespace lockstep {
 
+// Where weights are fetched to, ahead of their use.  Past the caches is faster on AMD (sse4a is theirs alone); on an
+// Intel Xeon it halves what a core reads, as such fetches wait in the few line buffers of the first level.
+#if defined(__SSE4A__)
+inline constexpr int kStreamLocality = 0;
+#else
+inline constexpr int kStreamLocality = 3;
+#endif
+
 inline constexpr int kPanelVectors = 2;                          // vectors of rows in a panel
 inline constexpr int64_t kPanelRows = kPanelVectors * kLanes;
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from eplb.placement import ExpertPlacement
+from rollout.core.errors import StartupError
 from rollout.core.layer_specs import MoESpec
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
@@ -23,6 +24,8 @@ from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.fused_experts import fused_pieces
+from weight_sync.held_format import HeldFormat
+from weight_sync.int8_blocks import BLOCK
 
 SlotsOf = Callable[[int, int], list[int]]  # of a layer and a logical expert
 
@@ -54,6 +57,9 @@ class Experts(WeightLayer):
         self.inner = Shard.equal(spec.inner, position.moe_tp_rank, layout.moe_tp_size, what)
         stored = placement.num_local_experts
         sizes = (stored, self.inner.length, hidden_size)
+        self._dtype, self._held = build.dtype, build.ops.storage.experts_held
+        if self._held is not None and not self.inner.is_whole and self.inner.length % BLOCK:
+            raise StartupError(f"{self._held.flag}: {what} over the ranks must be multiples of {BLOCK}")
         self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
         self._fused = spec.fused
         self.has_bias = spec.bias
@@ -112,13 +118,19 @@ class Experts(WeightLayer):
         for logical_expert in range(self.num_logical_experts):
             for part, shape in parts.items():
                 name = f"{prefix}.{logical_expert}.{part}"
-                yield self._entry(f"{name}.weight", shape, partial(self._places, part, logical_expert))
+                yield self._entry(f"{name}.weight", shape, partial(self._places, part, logical_expert), self._held)
                 if self.has_bias:
                     yield self._entry(f"{name}.bias", shape[:1], partial(self._bias_places, part, logical_expert))
 
-    def _entry(self, name: str, shape: tuple[int, ...], places_in: Callable[[SlotsOf], list[Place]]) -> WeightEntry:
+    def _entry(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        places_in: Callable[[SlotsOf], list[Place]],
+        held: HeldFormat | None = None,
+    ) -> WeightEntry:
         places, proposed = self.placement.local_slots, self.placement.proposed_slots
-        return WeightEntry(name, shape, self.w13.dtype, partial(places_in, places), partial(places_in, proposed))
+        return WeightEntry(name, shape, self._dtype, partial(places_in, places), partial(places_in, proposed), held)
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """`gate_up_proj` and `down_proj` of all experts, in the family's layout."""

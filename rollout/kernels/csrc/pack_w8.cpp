@@ -1,0 +1,118 @@
+// Between logical rows of bf16 and packed 8-bit weights (packed_w8.h): quantising, and reading values back.
+//
+// Blocks of sixteen logical rows alternate as in pack.cpp.
+//
+// Shapes: N rows, K their elements.
+#include <cmath>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "packed_w8.h"
+#include "parallel.h"
+
+namespace lockstep {
+namespace {
+
+// Of one logical row: the integer of its first element and the exponent of its first step.
+struct W8Row {
+  int8_t* integers;
+  uint8_t* exponents;
+
+  W8Row(int8_t* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
+    const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
+    int8_t* panel = packed + half / kPanelVectors * w8_panel_bytes(depth);
+    integers = panel + lane;
+    exponents = reinterpret_cast<uint8_t*>(panel + w8_steps_of(depth) * kW8StepBytes) + lane;
+  }
+
+  // Element k of the row; pairs of elements lie two panel rows apart.
+  int8_t& integer(int64_t k) const { return integers[k * kPanelRows]; }
+  uint8_t& exponent(int64_t k) const { return exponents[k / kW8Step * kPanelRows]; }
+};
+
+// 127 more than the exponent of a block's power of two: seven bits below that of its largest magnitude.
+uint8_t exponent_of(float largest) {
+  if (largest == 0.0f) return 0;
+  return static_cast<uint8_t>(std::max(std::ilogb(largest) - 6 + 127, 1));
+}
+
+float power_of(uint8_t exponent) { return exponent == 0 ? 0.0f : std::ldexp(1.0f, exponent - 127); }
+
+void quantise_row(const bf16* source, int64_t depth, const W8Row& row) {
+  for (int64_t begin = 0; begin < depth; begin += kW8Step) {
+    const int64_t end = std::min(begin + kW8Step, depth);
+    float largest = 0.0f;
+    for (int64_t k = begin; k < end; ++k) largest = std::max(largest, std::fabs(static_cast<float>(source[k])));
+    const uint8_t exponent = exponent_of(largest);
+    row.exponent(begin) = exponent;
+    const float inverse = exponent == 0 ? 0.0f : std::ldexp(1.0f, 127 - exponent);
+    for (int64_t k = begin; k < end; ++k) {
+      const float quotient = std::nearbyint(static_cast<float>(source[k]) * inverse);
+      row.integer(k) = static_cast<int8_t>(std::clamp(quotient, -127.0f, 127.0f));
+    }
+  }
+}
+
+void check_w8(const at::Tensor& packed, int64_t depth, int64_t last_row, int64_t step, int64_t offset) {
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kChar, "packed weights must be contiguous int8");
+  TORCH_CHECK(step >= 1 && 0 <= offset && offset < step, "offset must be in 0..step - 1");
+  const int64_t half = last_row < 0 ? -1 : last_row / kLanes * step + offset;
+  const int64_t panels = half < 0 ? 0 : half / kPanelVectors + 1;
+  TORCH_CHECK(panels * w8_panel_bytes(depth) <= packed.numel(), "rows lie outside the packed weights");
+}
+
+at::Tensor empty_packed_w8(at::IntArrayRef lead, int64_t rows, int64_t depth) {
+  std::vector<int64_t> shape(lead.begin(), lead.end());
+  shape.insert(shape.end(), {panels_of(rows), w8_panel_bytes(depth)});
+  return at::zeros(shape, at::TensorOptions().dtype(at::kChar));
+}
+
+void pack_rows_w8(at::Tensor& packed, const at::Tensor& source, int64_t first_row, int64_t step, int64_t offset) {
+  TORCH_CHECK(source.dim() == 2 && first_row >= 0 && source.scalar_type() == at::kBFloat16,
+              "the source must be [N, K] bfloat16");
+  const int64_t num_rows = source.size(0), depth = source.size(1);
+  check_w8(packed, depth, first_row + num_rows - 1, step, offset);
+  const at::Tensor rows = source.contiguous();
+  const bf16* from = rows.const_data_ptr<bf16>();
+  int8_t* to = packed.mutable_data_ptr<int8_t>();
+  for_spans(num_rows, kLanes, num_rows * depth, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      quantise_row(from + n * depth, depth, W8Row(to, depth, first_row + n, step, offset));
+    }
+  });
+}
+
+at::Tensor unpack_rows_w8(const at::Tensor& packed, int64_t depth, int64_t first_row, int64_t num_rows, int64_t step,
+                          int64_t offset) {
+  TORCH_CHECK(first_row >= 0 && num_rows >= 0, "rows must not be negative");
+  check_w8(packed, depth, first_row + num_rows - 1, step, offset);
+  at::Tensor out = at::empty({num_rows, depth}, packed.options().dtype(at::kBFloat16));
+  int8_t* from = const_cast<int8_t*>(packed.const_data_ptr<int8_t>());  // only read
+  bf16* to = out.mutable_data_ptr<bf16>();
+  for_spans(num_rows, kLanes, num_rows * depth, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const W8Row row(from, depth, first_row + n, step, offset);
+      for (int64_t k = 0; k < depth; ++k) {
+        to[n * depth + k] = static_cast<bf16>(static_cast<float>(row.integer(k)) * power_of(row.exponent(k)));
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+TORCH_LIBRARY_FRAGMENT(lockstep, m) {
+  m.def("empty_packed_w8(int[] lead, int rows, int depth) -> Tensor", &lockstep::empty_packed_w8);
+  m.def("pack_rows_w8(Tensor(a!) packed, Tensor source, int first_row, int step, int offset) -> ()");
+  m.def("unpack_rows_w8(Tensor packed, int depth, int first_row, int num_rows, int step, int offset) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
+  m.impl("pack_rows_w8", &lockstep::pack_rows_w8);
+  m.impl("unpack_rows_w8", &lockstep::unpack_rows_w8);
+}
