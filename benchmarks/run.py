@@ -26,6 +26,7 @@ from benchmarks import (
     scoring,
     sessions,
     throughput,
+    weight_formats,
     weight_refresh,
 )
 from rollout.entrypoints.checkpoint_spec import FAMILIES
@@ -33,6 +34,7 @@ from rollout.entrypoints.checkpoint_spec import FAMILIES
 PARTS = (
     "throughput",
     "families",
+    "formats",
     "grpo",
     "capture",
     "scoring",
@@ -77,6 +79,9 @@ def main() -> None:
             if args.markdown is not None:
                 args.markdown.mkdir(parents=True, exist_ok=True)
                 (args.markdown / f"families_{shape}.md").write_text(families.markdown(measured))
+        if "formats" in args.only:
+            batches = [batch for batch in args.batches if batch <= 32]
+            rows += weight_formats.run(shape, batches, args.rounds, args.new_tokens, console)
         if "grpo" in args.only:
             rows += grpo.run(shape, args.rounds, console, args.against, args.prompts)
         if "capture" in args.only:
@@ -100,6 +105,8 @@ def main() -> None:
             rows += weight_refresh.run(shape, args.rounds, console)
         if "delta" in args.only:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
+    if "formats" in args.only:
+        rows += weight_formats.mismatch(console)
     if "fingerprint" in args.only:
         rows += fingerprint.run(FINGERPRINT_BYTES, args.rounds, console)
     if "planners" in args.only:

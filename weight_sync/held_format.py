@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -27,3 +28,4 @@ FP8_BLOCKS = HeldFormat(requantised, of_pairs=False, flag="--quantize-weight-upd
 INT8_BLOCKS = HeldFormat(held_values, of_pairs=True, flag="--cpu-weight-format w8")
 HeldFormats = Mapping[str, HeldFormat]
 """By the names of logical tensors; the others are held as they were sent."""
+AS_SENT: HeldFormats = MappingProxyType({})

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 
@@ -22,7 +21,7 @@ from weight_sync.errors import ContentError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.fp8_blocks import scales_of
 from weight_sync.fp8_wire import SCALE_SUFFIX, Pair, PairedTensors, value_metas
-from weight_sync.held_format import HeldFormats
+from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.loading import (
     Announced,
     Arrival,
@@ -43,9 +42,7 @@ class Intake:
     `quantised`: logical tensors that are held quantised.  `contents`: of what came.
     """
 
-    def __init__(
-        self, weights: LogicalWeights, stated: Mapping[str, int], quantised: HeldFormats = MappingProxyType({})
-    ) -> None:
+    def __init__(self, weights: LogicalWeights, stated: Mapping[str, int], quantised: HeldFormats = AS_SENT) -> None:
         self.contents: dict[str, Content] = {}
         self.pairs = PairedTensors(weights)
         self._weights = weights

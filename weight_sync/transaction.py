@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import parse_fingerprint
 from weight_sync.fp8_wire import SCALE_SUFFIX, weight_name, whole_metas
-from weight_sync.held_format import HeldFormats
+from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
@@ -89,7 +88,7 @@ class WeightTransaction:
         is_implicit: bool = False,
         update_id: str | None = None,
         is_bound: bool = False,
-        quantised: HeldFormats = MappingProxyType({}),
+        quantised: HeldFormats = AS_SENT,
     ) -> None:
         self.lease = Lease(math.inf) if lease is None else lease
         self.is_implicit, self.update_id, self.is_bound = is_implicit, update_id, is_bound

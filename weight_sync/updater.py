@@ -20,14 +20,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.held_format import HeldFormats
+from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.loading import Coverage
 from weight_sync.process_group import WeightUpdateGroups
@@ -73,7 +72,7 @@ class WeightUpdater:
         pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
-        quantised: HeldFormats = MappingProxyType({}),
+        quantised: HeldFormats = AS_SENT,
     ) -> None:
         self.patience = Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
@@ -86,8 +85,7 @@ class WeightUpdater:
         self.exchange = exchange
         self._target = target or (lambda _: weights)
         self.content = ContentBook(weights.metas())
-        self._staging = staging
-        self._journal_dir = journal_dir
+        self._staging, self._journal_dir = staging, journal_dir
         self._clock, self.quantised = clock, quantised
         self._transaction: WeightTransaction | None = None
         self.book = UpdateBook()

@@ -106,8 +106,12 @@ def _source(name: str, shape: torch.Size, parts: Sequence[_Part]) -> _Source:
         inside, there = part.piece.of(whole), part.place.storage
         as_it_is = type(part.place) is ViewPlace and (inside.size(), inside.stride()) == (there.size(), there.stride())
         shifts.add(int(there.storage_offset() - inside.storage_offset()) if as_it_is else None)
-    start = shifts.pop() if len(shifts) == 1 and sum(part.place.num_bytes for part in parts) == _bytes(shape, parts) else None
+    start = shifts.pop() if len(shifts) == 1 and sum(map(_numel, parts)) == shape.numel() else None
     return _Source(name, shape, tuple(parts) if start is None else (), start)
+
+
+def _numel(part: _Part) -> int:
+    return part.place.num_bytes // part.place.storage.itemsize
 
 
 def _tensor_pairs(one: Layer, other: Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -56,11 +56,8 @@ def newer(moe: Fp8Case) -> tuple[Named, Named, Named]:
 
 def updater_of(case: Fp8Case, *, quantises: bool = False, mode: StagingMode = "host") -> LoopbackUpdater:
     weights = load_tiny(case.fp8, DTYPE).weights
-    names = quantised_names(case.fp8, weights) if quantises else frozenset()
-    formats = dict.fromkeys(names, FP8_BLOCKS)
-    return LoopbackUpdater(
-        weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=formats
-    )
+    held = dict.fromkeys(quantised_names(case.fp8, weights) if quantises else (), FP8_BLOCKS)
+    return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=held)
 
 
 @pytest.fixture

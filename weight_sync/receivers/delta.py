@@ -9,7 +9,6 @@ A rank needs no more of a tensor than its part, and nothing is delivered before 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
@@ -23,7 +22,7 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
-from weight_sync.held_format import HeldFormats
+from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.loading import ProvenPart, split_wire
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
@@ -45,7 +44,7 @@ class DeltaSource(BucketSource):
         weights: LogicalWeights,
         target: LogicalWeights | None = None,
         exchange: Exchange = alone,
-        quantised: HeldFormats = MappingProxyType({}),
+        quantised: HeldFormats = AS_SENT,
     ) -> None:
         self._inner = inner
         self._quantised = quantised
