@@ -26,7 +26,7 @@ MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
         *("add_rms_norm", "silu_and_mul", "sigmoid_gate", "sample_rows", "score_rows"),
-        *("isa", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
+        *("isa", "tiles_agree", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
     )
 }
 
