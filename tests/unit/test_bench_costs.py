@@ -27,6 +27,7 @@ MOVES_WHAT_IT_IS_GIVEN = {
     for name in (
         *("add_rms_norm", "silu_and_mul", "sigmoid_gate", "sample_rows", "score_rows"),
         *("isa", "tiles_agree", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
+        *("empty_packed_w8", "pack_rows_w8", "unpack_rows_w8"),
     )
 }
 

@@ -51,8 +51,9 @@ def test_emulated_tiles_compute_what_they_say() -> None:
         # A token that is alone is multiplied by vectors: as exact, but not the same.
         (
             "packed.cpp",
-            "if constexpr (kTiled<T>) {",
-            "if constexpr (kTiled<T>) { if (rows == 1) return choose_tile<T>(rows, tokens, panel, groups, sums);",
+            "if constexpr (kTiled<typename Source::Element>) {",
+            "if constexpr (kTiled<typename Source::Element>) {"
+            " if (rows == 1) return choose_tile(rows, tokens, source, groups, sums);",
         ),
         # No whole steps: what lies behind the last group of a token is multiplied, too.
         ("packed.h", "uint32_t last[kStep] = {};", "uint32_t last[kStep]; std::memset(last, 0xff, sizeof last);"),
@@ -70,8 +71,8 @@ def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str
         ("packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
         (
             "simd.h",
-            "_mm512_set1_epi32(static_cast<int>(0xffff0000))",
-            "_mm512_set1_epi32(static_cast<int>(0xfffe0000))",
+            "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
+            "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xfffe0000)))",
         ),
         ("simd.h", "1.0f / 24", "1.0f / 25"),
     ],

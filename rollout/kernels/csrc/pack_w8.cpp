@@ -16,21 +16,19 @@
 namespace lockstep {
 namespace {
 
-// Of one logical row: the integer of its first element and the exponent of its first step.
+// Of one logical row: where its first element lies.
 struct W8Row {
-  int8_t* integers;
-  uint8_t* exponents;
+  int8_t* first;
 
   W8Row(int8_t* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
     const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
-    int8_t* panel = packed + half / kPanelVectors * w8_panel_bytes(depth);
-    integers = panel + lane;
-    exponents = reinterpret_cast<uint8_t*>(panel + w8_steps_of(depth) * kW8StepBytes) + lane;
+    first = packed + half / kPanelVectors * w8_panel_bytes(depth) + lane;
   }
 
-  // Element k of the row; pairs of elements lie two panel rows apart.
-  int8_t& integer(int64_t k) const { return integers[k * kPanelRows]; }
-  uint8_t& exponent(int64_t k) const { return exponents[k / kW8Step * kPanelRows]; }
+  int8_t& integer(int64_t k) const { return first[k / kW8Step * kW8StepBytes + k % kW8Step * kPanelRows]; }
+  uint8_t& exponent(int64_t k) const {
+    return reinterpret_cast<uint8_t&>(first[k / kW8Step * kW8StepBytes + kW8StepNumel]);
+  }
 };
 
 // 127 more than the exponent of a block's power of two: seven bits below that of its largest magnitude.

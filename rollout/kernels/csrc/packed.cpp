@@ -6,33 +6,6 @@
 namespace lockstep {
 namespace {
 
-// Where a register tile finds `count` groups of a panel from group `first` on, a multiple of sixteen.
-template <class T>
-struct PlainSource {
-  static constexpr bool kStreams = true;  // what comes next is fetched ahead
-  using Element = T;
-  const T* panel;
-
-  const T* groups(int64_t first, int64_t) const { return panel + first * kPanelRows * kGroup<T>; }
-};
-
-struct W8Source {
-  static constexpr bool kStreams = false;
-  using Element = bf16;
-  const W8Panel& panel;
-  explicit W8Source(const W8Panel& from) : panel(from) {}
-  alignas(64) bf16 values[kBlockGroups * kPanelRows * kGroup<bf16>];
-
-  const bf16* groups(int64_t first, int64_t count) {
-    const int64_t begin = first * kGroup<bf16> / kW8Step, end = w8_steps_of((first + count) * kGroup<bf16>);
-    for (int64_t s = begin; s < end; ++s) {
-      dequantise_step(panel.integers + s * kW8StepBytes, panel.exponents + s * kPanelRows,
-                      values + (s - begin) * kW8StepNumel);
-    }
-    return values;
-  }
-};
-
 // One group: `weights` is a vector of 16 rows, `token` the group of one token.
 template <class T>
 struct Groups {
@@ -53,6 +26,7 @@ struct Groups<bf16> {
   using Weights = __m512i;
   using Token = __m512i;
   static Weights weights(const bf16* p) { return _mm512_loadu_si512(p); }
+  static Weights weights(const EvenOdd& values) { return pair_bits(values); }
   static Token token(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
   static F32x16 add_product(F32x16 sums, Weights w, Token x) {
     return {_mm512_dpbf16_ps(sums.v, (__m512bh)w, (__m512bh)x)};
@@ -63,6 +37,7 @@ struct Groups<bf16> {
     F32x16 even, odd;
   };
   static Weights weights(const bf16* p) { return load_even_odd(p); }
+  static Weights weights(const EvenOdd& values) { return values; }
   static Token token(uint32_t bits) {
     const uint32_t halves[2] = {bits << 16, bits & 0xffff0000u};
     float values[2];
@@ -75,55 +50,106 @@ struct Groups<bf16> {
 #endif
 };
 
-// sums[token][vector] += panel . tokens over `groups` groups.
-template <int M, bool kStreams, class T>
-[[gnu::always_inline]] inline void multiply_block(const uint32_t* tokens, const T* panel, int64_t groups,
-                                                  F32x16 (*sums)[kPanelVectors]) {
-  using G = Groups<T>;
-  constexpr int64_t kVector = kLanes * kGroup<T>;
-  constexpr int64_t kAhead = 24 * kPanelRows * kGroup<T>;  // elements; the panels of a matrix are one stream
-  F32x16 block[M][kPanelVectors];
-#pragma GCC unroll 12
-  for (int t = 0; t < M; ++t) {
+// Where a register tile finds a panel.  `run(g)` holds `kRun` groups from a multiple of it on, and loads each of them;
+// matrix tiles read from memory, `kTileRows` groups at a time.
+template <class T>
+struct PlainSource {
+  using Element = T;
+  static constexpr int64_t kRun = kBlockGroups;
+  const T* panel;
+
+  struct Run {
+    const T* first;
+
+    void load(int64_t g, typename Groups<T>::Weights (&w)[kPanelVectors]) const {
+      constexpr int64_t kVector = kLanes * kGroup<T>;
+      constexpr int64_t kAhead = 24 * kPanelRows * kGroup<T>;  // elements; the panels of a matrix are one stream
+      const T* group = first + g * kPanelVectors * kVector;
 #pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) block[t][v] = splat(0.0f);
-  }
-  for (int64_t g = 0; g < groups; ++g, panel += kPanelVectors * kVector, tokens += M) {
-    typename G::Weights w[kPanelVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) {
-      w[v] = G::weights(panel + v * kVector);
-      if constexpr (kStreams) __builtin_prefetch(panel + v * kVector + kAhead, 0, kStreamLocality);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        w[v] = Groups<T>::weights(group + v * kVector);
+        __builtin_prefetch(group + v * kVector + kAhead, 0, kStreamLocality);
+      }
     }
-#pragma GCC unroll 12
-    for (int t = 0; t < M; ++t) {
-      const typename G::Token x = G::token(tokens[t]);
+  };
+
+  Run run(int64_t g) const { return {panel + g * kPanelRows * kGroup<T>}; }
+
+  const T* tile(int64_t g) const {
+    constexpr int64_t kNumel = kTileRows * kPanelRows * kGroup<T>, kAhead = 2 * kNumel, kLine = 64 / sizeof(T);
+    const T* groups = panel + g * kPanelRows * kGroup<T>;
+    for (int64_t i = 0; i < kNumel; i += kLine) __builtin_prefetch(groups + kAhead + i, 0, kStreamLocality);
+    return groups;
+  }
+};
+
+struct W8Source {
+  using Element = bf16;
+  static constexpr int64_t kRun = kW8Step / kGroup<bf16>;
+  static_assert(kRun == kTileRows && kBlockGroups % kRun == 0);
+  const W8Panel& panel;
+  explicit W8Source(const W8Panel& from) : panel(from) {}
+  alignas(64) bf16 values[kW8StepNumel];
+
+  struct Run {
+    W8Step step;
+
+    void load(int64_t g, Groups<bf16>::Weights (&w)[kPanelVectors]) const {
 #pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) block[t][v] = G::add_product(block[t][v], w[v], x);
+      for (int v = 0; v < kPanelVectors; ++v) w[v] = Groups<bf16>::weights(step.pairs(g, v));
+      step.prefetch(g);
     }
+  };
+
+  Run run(int64_t g) const { return {panel.step(g / kRun)}; }
+
+  const bf16* tile(int64_t g) {
+    panel.step(g / kRun).store(values);
+    return values;
   }
-#pragma GCC unroll 12
-  for (int t = 0; t < M; ++t) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = sums[t][v] + block[t][v];
-  }
-}
+};
 
 // sums[token][vector] = panel . tokens over all groups.
 template <int M, class Source>
-[[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, Source& source, int64_t groups,
+[[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, const Source& source, int64_t groups,
                                                  F32x16 (*sums)[kPanelVectors]) {
+  using G = Groups<typename Source::Element>;
   for (int t = 0; t < M; ++t) {
     for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = splat(0.0f);
   }
-  for (int64_t g = 0; g < groups; g += kBlockGroups) {
-    const int64_t count = std::min(kBlockGroups, groups - g);
-    multiply_block<M, Source::kStreams>(tokens + g * M, source.groups(g, count), count, sums);
+  for (int64_t begin = 0; begin < groups; begin += kBlockGroups) {
+    const int64_t end = std::min(begin + kBlockGroups, groups);
+    F32x16 block[M][kPanelVectors];
+#pragma GCC unroll 12
+    for (int t = 0; t < M; ++t) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) block[t][v] = splat(0.0f);
+    }
+    for (int64_t first = begin; first < end; first += Source::kRun) {
+      const auto run = source.run(first);
+      const int64_t count = std::min(Source::kRun, end - first);
+      for (int64_t g = 0; g < count; ++g, tokens += M) {
+        typename G::Weights w[kPanelVectors];
+        run.load(g, w);
+#pragma GCC unroll 12
+        for (int t = 0; t < M; ++t) {
+          const typename G::Token x = G::token(tokens[t]);
+#pragma GCC unroll 2
+          for (int v = 0; v < kPanelVectors; ++v) block[t][v] = G::add_product(block[t][v], w[v], x);
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int t = 0; t < M; ++t) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = sums[t][v] + block[t][v];
+    }
   }
 }
 
 template <class Source, int M = 1>
-void choose_tile(int rows, const uint32_t* tokens, Source& source, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
+void choose_tile(int rows, const uint32_t* tokens, const Source& source, int64_t groups,
+                 F32x16 (*sums)[kPanelVectors]) {
   if constexpr (M < kVectorTokens) {
     if (rows > M) return choose_tile<Source, M + 1>(rows, tokens, source, groups, sums);
   }
@@ -135,8 +161,6 @@ template <class Unit, bool kBothHalves, class Source>
 void multiply_matrix_tiles(int rows, const uint32_t* tokens, Source& source, int64_t groups,
                            F32x16 (*sums)[kPanelVectors]) {
   constexpr int64_t kPanelStride = kPanelRows * sizeof(uint32_t), kTokenStride = kTileRows * sizeof(uint32_t);
-  constexpr int64_t kStepElements = kTileRows * kPanelRows * kGroup<bf16>, kAhead = 2 * kStepElements;
-  constexpr int64_t kLine = 64 / sizeof(bf16);
   Unit unit(std::min(rows, kTileRows));
   unit.template zero<0>();
   unit.template zero<1>();
@@ -145,10 +169,7 @@ void multiply_matrix_tiles(int rows, const uint32_t* tokens, Source& source, int
     unit.template zero<3>();
   }
   for (int64_t g = 0; g < groups; g += kTileRows, tokens += rows * kTileRows) {
-    const bf16* panel = source.groups(g, kTileRows);
-    for (int64_t i = 0; Source::kStreams && i < kStepElements; i += kLine) {
-      __builtin_prefetch(panel + kAhead + i, 0, kStreamLocality);
-    }
+    const bf16* panel = source.tile(g);
     unit.template load<6>(panel, kPanelStride);
     unit.template load<7>(panel + kLanes * kGroup<bf16>, kPanelStride);
     unit.template load<4>(tokens, kTokenStride);

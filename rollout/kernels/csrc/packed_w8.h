@@ -4,10 +4,10 @@
 // bit for bit, and values that are quantised again stay as they are.  A block's power is the largest one with which the
 // largest magnitude is below 128; quotients are rounded to nearest even, and 128 becomes 127.
 //
-//   panel   int8 [step][group][element in group][32 rows]   then   uint8 [step][32 rows], filled up to a cache line
+//   panel   [step]: int8 [group][element in group][32 rows], then uint8 [32 rows]          filled up to a cache line
 //
-// A step is 32 elements of K, sixteen groups.  The bytes behind the integers are exponents, 127 more than what they are,
-// 0 for a block of zeros.
+// A step is 32 elements of K, sixteen groups.  The bytes behind its integers are exponents, 127 more than what they are,
+// 0 for a block of zeros; there, and not in a table of their own, as a panel is then read as one stream.
 #pragma once
 
 #include <cstdint>
@@ -18,36 +18,49 @@
 namespace lockstep {
 
 inline constexpr int64_t kW8Step = 32;                                  // elements of K that share an exponent
-inline constexpr int64_t kW8StepBytes = kW8Step * kPanelRows;           // of their integers, in a panel
-inline constexpr int64_t kW8StepNumel = kW8Step * kPanelRows;           // of the bf16 values that they become
+inline constexpr int64_t kW8StepNumel = kW8Step * kPanelRows;           // of a panel
+inline constexpr int64_t kW8StepBytes = kW8StepNumel + kPanelRows;
 
 inline int64_t w8_steps_of(int64_t depth) { return (depth + kW8Step - 1) / kW8Step; }
 
 inline int64_t w8_panel_bytes(int64_t depth) {
-  return (w8_steps_of(depth) * (kW8StepBytes + kPanelRows) + 63) / 64 * 64;
+  return (w8_steps_of(depth) * kW8StepBytes + 63) / 64 * 64;
 }
 
-// Integers and exponents of one step -> their values, as packed.h has them: [16 groups][32 rows][2].
-inline void dequantise_step(const int8_t* integers, const uint8_t* exponents, bf16* out) {
-  constexpr int64_t kAhead = 24 * 64;
-  const F32x16 powers[kPanelVectors] = {load_powers(exponents), load_powers(exponents + kLanes)};
-#pragma GCC unroll 4
-  for (int64_t g = 0; g < kW8Step / 2; ++g, integers += 2 * kPanelRows, out += 2 * kPanelRows) {
-    __builtin_prefetch(integers + kAhead, 0, kStreamLocality);
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) {
-      const F32x16 even = load_integers(integers + v * kLanes) * powers[v];
-      const F32x16 odd = load_integers(integers + kPanelRows + v * kLanes) * powers[v];
-      store_pairs(out + v * 2 * kLanes, even, odd);
+// One step of a panel: its integers, and the powers of its 32 rows.
+struct W8Step {
+  const int8_t* integers;
+  F32x16 powers[kPanelVectors];
+
+  explicit W8Step(const int8_t* from)
+      : integers(from), powers{load_powers(from + kW8StepNumel), load_powers(from + kW8StepNumel + kLanes)} {}
+
+  // The values of group `g`, sixteen rows.
+  EvenOdd pairs(int64_t g, int vector) const {
+    const int8_t* even = integers + 2 * g * kPanelRows + vector * kLanes;
+    return {load_integers(even) * powers[vector], load_integers(even + kPanelRows) * powers[vector]};
+  }
+
+  void prefetch(int64_t g) const {
+    constexpr int64_t kAhead = 48 * 2 * kPanelRows;
+    __builtin_prefetch(integers + 2 * g * kPanelRows + kAhead, 0, kStreamLocality);
+  }
+
+  // All values, as packed.h has them: [16 groups][32 rows][2].
+  void store(bf16* out) const {
+    for (int64_t g = 0; g < kW8Step / 2; ++g, out += 2 * kPanelRows) {
+      prefetch(g);
+      for (int v = 0; v < kPanelVectors; ++v) store_pairs(out + v * 2 * kLanes, pairs(g, v));
     }
   }
-}
+};
 
 // One panel.  `whole`: its values, where they were computed before; else they are as they are needed.
 struct W8Panel {
-  const int8_t* integers;
-  const uint8_t* exponents;
+  const int8_t* steps;
   const bf16* whole;
+
+  W8Step step(int64_t s) const { return W8Step(steps + s * kW8StepBytes); }
 };
 
 struct W8Panels {
@@ -56,15 +69,13 @@ struct W8Panels {
   // Panel `i` of matrices of `depth` columns, for `num_tiles` tiles of tokens; valid until the thread's next one.
   W8Panel panel(int64_t i, int64_t depth, int64_t num_tiles) const {
     const int64_t steps = w8_steps_of(depth);
-    const int8_t* integers = first + i * w8_panel_bytes(depth);
-    const uint8_t* exponents = reinterpret_cast<const uint8_t*>(integers + steps * kW8StepBytes);
-    if (num_tiles <= 1) return {integers, exponents, nullptr};
+    W8Panel found{first + i * w8_panel_bytes(depth), nullptr};
+    if (num_tiles <= 1) return found;
     thread_local std::vector<bf16> values;
     values.resize(steps * kW8StepNumel);
-    for (int64_t s = 0; s < steps; ++s) {
-      dequantise_step(integers + s * kW8StepBytes, exponents + s * kPanelRows, values.data() + s * kW8StepNumel);
-    }
-    return {integers, exponents, values.data()};
+    for (int64_t s = 0; s < steps; ++s) found.step(s).store(values.data() + s * kW8StepNumel);
+    found.whole = values.data();
+    return found;
   }
 };
 

@@ -126,17 +126,18 @@ inline F32x16 load_integers(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 // Powers of two by their exponents plus 127; 0 for 0.
-inline F32x16 load_powers(const uint8_t* p) {
+inline F32x16 load_powers(const int8_t* p) {
   const __m512i exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(exponents, 23))};
 }
-// Thirty-two neighbouring elements, from numbers that are exact in bf16.
-inline void store_pairs(bf16* p, F32x16 even, F32x16 odd) {
+// Thirty-two neighbouring elements of bf16, from numbers that are exact in it.
+inline __m512i pair_bits(const EvenOdd& pairs) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(pairs.even.v), 16);
   // low | (odd & high)
-  _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd.v), high, 0xf8));
+  return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(pairs.odd.v), high, 0xf8);
 }
+inline void store_pairs(bf16* p, const EvenOdd& pairs) { _mm512_storeu_si512(p, pair_bits(pairs)); }
 
 // The sums of four vectors.  Each is ((0+2)+(1+3)) within every quarter, then the quarters as ((0+2)+(1+3)).
 inline void sum4(const F32x16 (&x)[4], float* out) {
@@ -272,17 +273,17 @@ inline F32x16 load_integers(const int8_t* p) {
   for (int i = 0; i < kLanes; ++i) buffer[i] = static_cast<float>(p[i]);
   return load(static_cast<const float*>(buffer));
 }
-inline F32x16 load_powers(const uint8_t* p) {
+inline F32x16 load_powers(const int8_t* p) {
   uint32_t bits[kLanes];
   float buffer[kLanes];
-  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(p[i]) << 23;
+  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(static_cast<uint8_t>(p[i])) << 23;
   std::memcpy(buffer, bits, sizeof bits);
   return load(static_cast<const float*>(buffer));
 }
-inline void store_pairs(bf16* p, F32x16 even, F32x16 odd) {
+inline void store_pairs(bf16* p, const EvenOdd& pairs) {
   uint32_t low[kLanes], high[kLanes];
-  std::memcpy(low, &even, sizeof low);
-  std::memcpy(high, &odd, sizeof high);
+  std::memcpy(low, &pairs.even, sizeof low);
+  std::memcpy(high, &pairs.odd, sizeof high);
   for (int i = 0; i < kLanes; ++i) low[i] = low[i] >> 16 | (high[i] & 0xffff0000u);
   std::memcpy(static_cast<void*>(p), low, sizeof low);
 }
