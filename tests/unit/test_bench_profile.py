@@ -75,7 +75,7 @@ def unit(forward: float, operator: float | None) -> Step:
 
 def test_summary_takes_medians_and_keeps_the_two_kinds_apart() -> None:
     units = [unit(2.0, None), unit(3.0, None), unit(50.0, None), unit(9.0, 1.0), unit(9.0, 1.5), unit(9.0, 70.0)]
-    profile = summarise("decode", 4, 4, units)
+    profile = summarise("decode", 4, 4, units, (3e9, 4e9))
     assert profile.seconds == 3.0 and profile.operator_seconds == 1.5
     assert profile.tokens_per_s == pytest.approx(4 / 3)
     (forward,) = [phase for phase in profile.phases if phase.name == "forward"]
