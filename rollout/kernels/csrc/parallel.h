@@ -21,6 +21,18 @@ class ItemQueue {
     for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < size_;) work(item);
   }
 
+  // In runs of neighbours that get shorter towards the end (guided self-scheduling, Polychronopoulos and Kuck, 1987):
+  // what is fetched ahead of an item's end is the beginning of the next one, and the threads end together.
+  template <class F>
+  void drain_runs(int threads, F&& work) {
+    for (int64_t first = next_.load(std::memory_order_relaxed); first < size_;) {
+      const int64_t last = first + std::max<int64_t>(1, (size_ - first) / (2 * threads));
+      if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+      for (int64_t item = first; item < last; ++item) work(item);
+      first = next_.load(std::memory_order_relaxed);
+    }
+  }
+
  private:
   std::atomic<int64_t> next_{0};
   const int64_t size_;
@@ -43,9 +55,9 @@ struct Phase {
   ItemQueue& queue;
   F& work;
 
-  void drain() {
+  void drain(int threads) {
     const Scope scope;
-    queue.drain(work);
+    queue.drain_runs(threads, work);
   }
 };
 template <class F>
@@ -55,13 +67,13 @@ Phase(ItemQueue&, F&) -> Phase<F>;
 template <class... P>
 inline void run_phases(int threads, P... phases) {
   if (threads <= 1) {
-    (phases.drain(), ...);
+    (phases.drain(1), ...);
     return;
   }
 #pragma omp parallel num_threads(threads)
   {
-    const auto run = [](auto& phase) {
-      phase.drain();
+    const auto run = [threads](auto& phase) {
+      phase.drain(threads);
 #pragma omp barrier
     };
     (run(phases), ...);
@@ -75,7 +87,7 @@ inline void for_spans(int64_t size, int64_t span, int64_t nanoseconds, F&& body)
   const int threads = static_cast<int>(std::min<int64_t>(items, team_size(nanoseconds)));
   ItemQueue queue(items);
   const auto drain = [&] {
-    queue.drain([&](int64_t item) { body(item * span, std::min(size, (item + 1) * span)); });
+    queue.drain_runs(threads, [&](int64_t item) { body(item * span, std::min(size, (item + 1) * span)); });
   };
   if (threads <= 1) {
     drain();
