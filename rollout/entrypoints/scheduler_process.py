@@ -21,10 +21,10 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
 _OTHERS_END_S = 5.0
-# How long an idle compute thread spins before it sleeps, about 0.4 ms: enough to bridge the gap between two steps, for
-# waking a thread of a virtual machine costs more than a small operator, and little enough that a trainer on the same
-# cores is not held up.  OpenMP's own default is milliseconds.
-SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+# How long an idle compute thread spins before it sleeps, some 20 microseconds: enough to bridge the gap between two
+# operators, for waking a thread of a virtual machine costs more than a small one, and little enough that a step does
+# not collapse where another process wants the cores (docs/benchmarks.md).  OpenMP's own default is milliseconds.
+SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 
 
 class SchedulerProcesses:
