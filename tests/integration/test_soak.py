@@ -23,7 +23,7 @@ from tests.soak.judge import JudgeProcess
 from tests.soak.known import Known
 from tests.soak.picture import draw
 from tests.soak.play import LAYOUTS, Played, Soak, play
-from tests.soak.reading import Reading
+from tests.soak.reading import Explanation, Reading
 from tests.soak.report import complaints, print_report
 from tests.soak.samples import Sample, Span, Violation, samples_of
 from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
@@ -104,9 +104,11 @@ def test_wrong_variants_are_caught(soaked: tuple[Played, KeepingJudge], model: P
         if faulty is None:
             continue
         (found,) = Explainer(load_model_config(model), faulty[1]).explain([faulty[0]])
+        if isinstance(found, Explanation) and not found.decided:
+            continue  # two experts too close behind a retraction: the judge passes nothing, and counts the sample
         assert isinstance(found, Violation), f"{name} of {sample.rid} is not noticed: {found}"
         caught += 1
-    assert caught, f"no sample to which {name} applies"
+    assert caught, f"no sample to which {name} applies and that can be decided"
 
 
 # --- lives that retractions hide -------------------------------------------------------------------------------------

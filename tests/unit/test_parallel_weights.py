@@ -221,7 +221,7 @@ def test_a_shard_takes_its_part_of_the_whole_and_gives_it_back() -> None:
         elsewhere = place.rebind(torch.zeros_like(storage))
         elsewhere.restore(place.read())
         assert torch.equal(elsewhere.read(), storage)
-        assert (elsewhere.numel, elsewhere.region) == (storage.numel(), Region(dim, start, length))
+        assert (elsewhere.num_bytes, elsewhere.region) == (storage.nbytes, Region(dim, start, length))
         assert place.storage is storage
 
 
