@@ -25,6 +25,7 @@ from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
+from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
@@ -77,6 +78,7 @@ def build_scheduler(
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     _set_threads(args, parallel)
+    keep_freed_memory()
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
