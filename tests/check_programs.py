@@ -37,19 +37,20 @@ def headers_with(mistake: tuple[str, str, str], folder: Path) -> Path:
 
 
 def _compiled(program: Path, headers: Path, flags: tuple[str, ...]) -> Path:
-    folder = cache_folder() / f"check-{cache_key(headers, (*find_compiler(), *flags, program.read_text()))}"
+    torch_root = Path(torch.__file__).parent  # the binary finds torch's library there: part of what it is
+    words = (*find_compiler(), *flags, str(torch_root), program.read_text())
+    folder = cache_folder() / f"check-{cache_key(headers, words)}"
     binary = folder / program.stem
     if binary.exists():
         return binary
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    torch_root = Path(torch.__file__).parent
     usual = [flag for flag in FLAGS if not flag.startswith("-march")]
-    words = [*find_compiler(), *usual, *flags, f"-I{headers}", f"-I{torch_root / 'include'}", str(program)]
+    command = [*find_compiler(), *usual, *flags, f"-I{headers}", f"-I{torch_root / 'include'}", str(program)]
     libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-lc10"]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch) / program.stem
         subprocess.run(
-            [*words, *libraries, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+            [*command, *libraries, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
         )
         target.replace(binary)
     return binary

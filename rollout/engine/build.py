@@ -78,7 +78,6 @@ def build_scheduler(
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     _set_threads(args, parallel)
-    keep_freed_memory()
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
@@ -129,6 +128,7 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
+    keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
         max_running_requests=args.max_running_requests,

@@ -6,15 +6,24 @@ import os
 import subprocess
 import sys
 
+# Straight from the C library: a tensor's bookkeeping would lie between its buffers, now here and now there.
 PROGRAM = """
-import resource, sys, torch
+import ctypes, resource, sys
 from rollout.engine.allocator import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
 
-def step():
-    buffers = [torch.ones(5 << 20) for _ in range(6)]  # 20 MB each, together more than glibc keeps unasked
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+
+def step(size=20 << 20):
+    buffers = [libc.malloc(size) for _ in range(6)]  # together more than glibc keeps unasked
+    for buffer in buffers:
+        libc.memset(buffer, 1, size)
+    for buffer in buffers:
+        libc.free(buffer)
 
 step(); step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
