@@ -32,7 +32,7 @@ RouteObserver = Callable[[ForwardBatch, ServingEpoch, torch.Tensor], None]
 
 
 class StepRoutes(NamedTuple):
-    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the device."""
+    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the same device."""
 
     slots: torch.Tensor
     rows_TLK: torch.Tensor
@@ -68,8 +68,8 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
         """Hidden states [T, D] of the step, and its routes where they are recorded: for `keep_routes`, in order.
 
-        Reads nothing back from the device.  The weight epochs of the step's tokens are noted by KV slot.  Ranks that
-        share tokens all have all rows, also where each of them routed a slice.
+        Reads nothing back from the device.  Ranks that share tokens all have all rows, also where each of them routed a
+        slice.
         """
         model = self.state.model
         wants_routes = self.route_store is not None or bool(self.route_observers)
@@ -97,11 +97,10 @@ class ModelRunner:
         routes = None
         if wants_routes:
             routes = self._note_routes(batch, self._capturer.finish_step() if slices is None else slices.routes())
-        self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
         return hidden_TD, routes
 
     def keep_routes(self, routes: StepRoutes) -> None:
-        """Bring the routes of a step to the host: its rows can be read by KV slot from now on."""
+        """Enter the routes of a step, once they are on the host: its rows can be read by KV slot from now on."""
         if self.route_store is not None:
             self.route_store.write(routes.slots, routes.rows_TLK)
 

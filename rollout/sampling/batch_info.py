@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from rollout.core.host_copy import to_device
 from rollout.core.sampling_params import SamplingParams
 
 _SPANS = ("chosen", "bias", "ends", "prompt", "output")  # entries begin .. end - 1 of a list of the batch
@@ -219,7 +220,7 @@ class SamplingBatchInfo:
         table = self.settings
         filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
         rows = np.flatnonzero((table["is_greedy"] == 0) & filters)
-        return torch.from_numpy(rows).to(self.device) if len(rows) else None
+        return to_device(torch.from_numpy(rows), self.device) if len(rows) else None
 
     @cached_property
     def top_k(self) -> torch.Tensor:
@@ -238,4 +239,4 @@ class SamplingBatchInfo:
         return self._column("min_p", torch.float64)[self.filtered_rows]
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(self.settings[name].copy()).to(dtype).to(self.device)
+        return to_device(torch.from_numpy(self.settings[name].copy()).to(dtype), self.device)

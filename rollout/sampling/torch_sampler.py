@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rollout.core.host_copy import to_device
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
@@ -52,7 +53,7 @@ class TorchSampler(Sampler):
     ) -> ScoredTokens:
         logits_NV = _widened(logits_NV)
         logprobs = RowLogprobs(logits_NV / temperature if temperature != 1.0 else logits_NV)
-        chosen = torch.tensor(chosen_ids, dtype=torch.int64, device=logits_NV.device)
+        chosen = to_device(torch.tensor(chosen_ids, dtype=torch.int64), logits_NV.device)
         return ScoredTokens(
             logprobs.of(target_ids_N.to(logits_NV.device)[:, None]).squeeze(1),
             *logprobs.best(top_n),
@@ -151,8 +152,8 @@ class RowLogprobs:
     def of_each(self, token_ids: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
         """[C] of the tokens of some rows, given as (index, token ids), one row after the other."""
         device = self._logits_NV.device
-        rows = torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64, device=device)
-        flat = torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64, device=device)
+        rows = to_device(torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64), device)
+        flat = to_device(torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64), device)
         return self._logits_NV[rows, flat] - self._normaliser[rows, 0]
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +182,7 @@ def _draw(
     logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for every row [N], as if none were greedy, and the weights [N, V] that it was drawn by."""
-    noise = torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())).to(info.device)
+    noise = to_device(torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())), info.device)
     weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
         rows = info.filtered_rows
