@@ -73,20 +73,23 @@ def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: t
 
 
 def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
-    params = row.params
+    params, device = row.params, logits_V.device
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
+        ids = to_device(torch.tensor(list(params.logit_bias)), device)
+        values = to_device(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), device)
         logits_V[ids] += values.to(logits_V.dtype)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor([*row.prompt_ids, *row.output_ids], device=logits_V.device, dtype=torch.int64).unique()
-        values, penalty = logits_V[seen], params.repetition_penalty
+        seen = torch.tensor([*row.prompt_ids, *row.output_ids], dtype=torch.int64).unique()
+        seen, penalty = to_device(seen, device), params.repetition_penalty
+        values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-        seen, counts = torch.tensor(row.output_ids, device=logits_V.device).unique(return_counts=True)
-        logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        seen, counts = torch.tensor(row.output_ids).unique(return_counts=True)
+        lowered_by = params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        logits_V[to_device(seen, device)] -= to_device(lowered_by, device)
     if position < params.min_new_tokens:
-        logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf
+        ends = torch.tensor(row.end_ids_below(logits_V.shape[0]), dtype=torch.int64)
+        logits_V.index_fill_(0, to_device(ends, device), -torch.inf)
 
 
 def filtered_candidates(
