@@ -18,7 +18,12 @@ from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 
 PROMPTS = [[5, 6, 7], [300] * 40, [8, 9, 10, 11], list(range(100, 190)), [5, 6, 7, 1]]
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 2048, "chunked_prefill_size": 32}
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_total_tokens": 2048,
+    "chunked_prefill_size": 32,
+    "enable_return_routed_experts": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +33,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        folder, disable_overlap_schedule=False, enable_return_routed_experts=True, **SETTINGS
-    ) as running:
+    with ServerProcess(folder, disable_overlap_schedule=False, **SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[tuple[Any, ...]]:
-    with ServerProcess(folder, enable_return_routed_experts=True, **SETTINGS) as running:
-        assert running.http.get("/server_info").json()["overlap_schedule"] is False
+    with ServerProcess(folder, **SETTINGS) as running:
+        assert not overlaps(running)
         return everything(running)
+
+
+def overlaps(server: ServerProcess) -> bool:
+    return server.http.get("/server_info").json()["internal_states"][0]["overlap_schedule"]
 
 
 def everything(server: ServerProcess) -> list[tuple[Any, ...]]:
@@ -59,7 +66,7 @@ def everything(server: ServerProcess) -> list[tuple[Any, ...]]:
 
 
 def test_the_same_as_in_turns(server: ServerProcess, expected: list[tuple[Any, ...]]) -> None:
-    assert server.http.get("/server_info").json()["overlap_schedule"] is True
+    assert overlaps(server)
     for _ in range(2):  # prefixes are found the second time
         assert everything(server) == expected
 
