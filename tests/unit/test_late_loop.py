@@ -158,7 +158,11 @@ def tokens_of_the_list(patch: pytest.MonkeyPatch) -> None:
 def enters_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """Wrong: what a step computed for a request that has ended meanwhile is entered."""
     finish = StepRunner.finish
-    patch.setattr(StepRunner, "finish", lambda self, step: finish(self, step._replace(num_ended=self._num_ended)))
+
+    def entered(self: StepRunner, step: InFlight, *rest: Any) -> Any:
+        return finish(self, step._replace(num_ended=self._num_ended), *rest)
+
+    patch.setattr(StepRunner, "finish", entered)
 
 
 def stale_histories(patch: pytest.MonkeyPatch) -> None:
@@ -262,8 +266,8 @@ def test_stamps_of_what_is_in_force_at_the_end_of_a_step_are_noticed(
     """Wrong: a step is labelled when its results are processed.  Only a late loop shows it."""
     finish = StepRunner.finish
 
-    def stamped_late(self: StepRunner, step: InFlight) -> Any:
-        return finish(self, step._replace(epoch=self._runner.state.epoch))
+    def stamped_late(self: StepRunner, step: InFlight, *rest: Any) -> Any:
+        return finish(self, step._replace(epoch=self._runner.state.epoch), *rest)
 
     monkeypatch.setattr(StepRunner, "finish", stamped_late)
     if is_late:
