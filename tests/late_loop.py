@@ -12,6 +12,7 @@ import pytest
 
 from rollout.engine import build
 from rollout.scheduler.scheduler import Scheduler
+from tests.graph_loop import captured_engines
 
 
 class LateScheduler(Scheduler):
@@ -25,9 +26,16 @@ class LateScheduler(Scheduler):
         return had_step or step is not None
 
 
-@pytest.fixture(params=["sequential", pytest.param("late", marks=pytest.mark.full)], autouse=True)
+@pytest.fixture(
+    params=["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in ("late", "graphs"))], autouse=True
+)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the two the engines have that a test builds."""
+    """Which of the loops the engines have that a test builds; "graphs": the late one, over captured steps."""
+    if request.param == "graphs":
+        with captured_engines() as patch:
+            patch.setattr(build, "Scheduler", LateScheduler)
+            yield request.param
+        return
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
             patch.setattr(build, "Scheduler", LateScheduler)

@@ -79,6 +79,8 @@ class ServerArgs:
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
     attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
+    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
+    cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
@@ -255,6 +257,7 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
+        _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
         _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")

@@ -27,6 +27,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
+from rollout.engine.build_graphs import capture_all
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
@@ -128,6 +129,7 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
+    capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,

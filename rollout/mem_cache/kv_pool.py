@@ -138,8 +138,8 @@ class NewestTokens:
 class ReqToTokenPool:
     """A row belongs to one request while it holds KV.
 
-    `table` [max_requests + 1, max_context] int64: the KV slot of each position.  The last row, `padding_row`, is nobody's:
-    its one token has the KV slot `padding_slot`.
+    `table` [max_requests + 1, max_context] int64: the KV slot of each position.  The last row, `padding_row`, is
+    nobody's: its one token has the KV slot `padding_slot`.
     """
 
     def __init__(

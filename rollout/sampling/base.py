@@ -47,7 +47,6 @@ class SampledTokens:
     kept_ids: torch.Tensor
     kept_logprobs: torch.Tensor
 
-
     @classmethod
     def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
         """Of rows that ask for nothing else."""
@@ -99,7 +98,7 @@ class Sampler(ABC):
         """
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
-        """The rows for `sample_plain`, on `device`; None: one of them asks for more, or this sampler has no such way."""
+        """The rows for `sample_plain`, on `device`; None: one asks for more, or this sampler has no such way."""
         return None
 
     def sample_plain(

@@ -80,7 +80,7 @@ class _Held:
 
 
 class WindowPages:
-    """`table` [max requests + 1, positions] int64: as the slot table, of the layers with a window; the last row is padding.
+    """`table` [max requests + 1, positions] int64: as the slot table, of layers with a window; the last row is padding.
 
     `sizes` are so that a page which a request needs is always there: those of the tree go, pinned ones last.
     """
