@@ -111,7 +111,7 @@ class GraphRunner:
         step.forward()
         self._replayed = step, count
         outputs = self._buffers.outputs
-        return outputs.hidden[:count].clone(), outputs.routes[:count].clone() if with_routes else None
+        return _owned(outputs.hidden, count), _owned(outputs.routes, count) if with_routes else None
 
     def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
         """As `Sampler.sample`, for the step that `forward` was called for last.
@@ -126,7 +126,7 @@ class GraphRunner:
         self._buffers.fill_positions(positions_N)
         step.sample()
         outputs = self._buffers.outputs
-        return SampledTokens.plain(outputs.token_ids[:count].clone(), outputs.logprobs[:count].clone())
+        return SampledTokens.plain(_owned(outputs.token_ids, count), _owned(outputs.logprobs, count))
 
     def _takes(self, info: SamplingBatchInfo) -> bool:
         """Whether its rows are plain; they are in the buffers then."""
@@ -187,6 +187,11 @@ def graph_batch_sizes(most: int) -> list[int]:
     """
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
+
+
+def _owned(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first rows: the next replay overwrites the buffer, perhaps before this step is finished."""
+    return buffer[:count].clone()
 
 
 def _one_row(state: ModelState) -> SamplingBatchInfo:
