@@ -5,7 +5,8 @@ included:
 
 * A capture must not wait for the device: reading a tensor's numbers on the host raises, and so does what allocates by
   them (`nonzero`, a mask as an index) or brings host data along (`torch.tensor`).
-* A replay reads and writes the storages of the capture.  A tensor that took the place of an input is not seen.
+* A replay reads and writes the memory of the capture.  A tensor that took the place of an input is not seen, nor where
+  an input's tensor was moved to.
 * What a capture allocates lies in the pool's memory, which other captures use too: after a capture and after a replay
   it holds garbage.  Results are read from tensors that were there before.
 * Graphs of a pool do not run while one of them is captured, nor after the pool was closed.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 WAITS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "equal"}
 FROM_HOST = {"tensor", "from_numpy", "as_tensor", "pin_memory"}
@@ -52,7 +53,7 @@ def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class _Call:
-    """`fresh`: those of its results that lie in memory of the capture's pool."""
+    """`args` are the memory that it was given; `fresh`: those of its results that lie in memory of the pool."""
 
     operator: Any
     args: Any
@@ -106,7 +107,8 @@ class _Capture(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given
         ]
         if fresh or func._schema.is_mutable:  # a view is one still
-            self.calls.append(_Call(func, args, kwargs, fresh))
+            held = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            self.calls.append(_Call(func, *held, fresh))
         return result
 
 

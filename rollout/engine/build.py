@@ -27,7 +27,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
-from rollout.engine.build_graphs import capture_all
+from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
@@ -255,7 +255,7 @@ def _limits(
     available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
     if args.device == "cpu":
         available //= parallel.layout.world_size // args.nnodes
-    kept_bytes = _staging_bytes(args, model_bytes)
+    kept_bytes = _staging_bytes(args, model_bytes) + bytes_to_reserve(args, model)
     usable = int(available * args.mem_fraction_static) - kept_bytes
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:

@@ -9,6 +9,7 @@ import torch
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.console import say
+from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 from rollout.kernels.ops import Ops
 from rollout.mem_cache.memory import available_memory_bytes
@@ -27,7 +28,7 @@ DEFAULT_MAX_BS = 256
 def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
     """Give `runner` its graphs, all of them captured.  Called once weights, KV and observers of routes are there.
 
-    Raises what a capture raises: nothing serves then.
+    Raises `StartupError` where a capture fails.
     """
     device = torch.device(args.device)
     new_pool = None if args.disable_cuda_graph else graph_pools(device)
@@ -37,11 +38,16 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
     if reason is not None:
         say(f"steps are not captured, decoding is slower: {reason}", prefix="")
         return
-    sizes = graph_batch_sizes(min(args.cuda_graph_max_bs or DEFAULT_MAX_BS, args.max_running_requests))
+    sizes = _sizes(args)
     say(f"capturing steps of {_ranges(sizes)} requests", prefix="")
     before, began = available_memory_bytes(device), time.monotonic()
     graphs = runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
-    graphs.capture_all(runner.wants_routes)
+    try:
+        graphs.capture_all(runner.wants_routes)
+    except RuntimeError as error:
+        raise StartupError(
+            f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs, or --disable-cuda-graph"
+        ) from error
     taken, seconds = before - available_memory_bytes(device), time.monotonic() - began
     say(f"captured {len(sizes)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB", prefix="")
 
@@ -61,15 +67,21 @@ def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -
     return None
 
 
-def graph_reserve_bytes(model: DecoderForCausalLM, sizes: list[int]) -> int:
-    """About what `capture_all` takes on a device, for who sizes the KV pool before.
+def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
+    """About what `capture_all` will take of the device's memory, for who sizes the KV pool before; not measured so far.
 
-    What a step of the largest size computes on the way, several times its logits in float32, is held once for all
-    sizes; the driver holds each kernel of each graph, about 25 a layer.
+    What a step of the largest size computes on the way, its logits in float32 several times, is held once for all
+    sizes; the driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.
     """
-    config = model.config
+    if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
+        return 0
+    config, sizes = model.config, _sizes(args)
     kernels = (25 * len(config.layers) + 50) * len(sizes)
     return 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size) + kernels * 2048
+
+
+def _sizes(args: ServerArgs) -> list[int]:
+    return graph_batch_sizes(min(args.cuda_graph_max_bs or DEFAULT_MAX_BS, args.max_running_requests))
 
 
 def _graphs(

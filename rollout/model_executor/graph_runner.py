@@ -29,7 +29,7 @@ from rollout.core.sampling_params import SamplingParams
 from rollout.layers.context import ForwardContext
 from rollout.model_executor.graph_buffers import GraphBuffers
 from rollout.model_executor.memory_saver import weight_tensors
-from rollout.model_executor.model_state import ModelState
+from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
@@ -80,8 +80,8 @@ class GraphRunner:
         self._pool = new_pool()
         self._captured: dict[int, _Captured] = {}
         self._weights = weight_tensors(state.model)
-        self._seen: tuple[object, ...] = ()  # since when nothing that a recording holds for can have changed
-        self._held_for: Hashable = None  # what the recordings hold for
+        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # under which `_holds_for` was found
+        self._holds_for: Hashable = None  # what the recordings were made under
         self._replayed: tuple[_Captured, int] | None = None  # the last step, and its requests
         self._plain_of: SamplingBatchInfo | None = None  # whose rows are in the buffers
         self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
@@ -139,17 +139,16 @@ class GraphRunner:
         return True
 
     def _renew(self, with_routes: bool) -> None:
-        """Drop the recordings if they hold for something else than is there now."""
-        placement = self._state.placement
-        seen = (self._state.epoch, placement.epoch, with_routes)
-        if len(self._seen) == len(seen) and all(one is two or one == two for one, two in zip(self._seen, seen)):
+        """Drop the recordings if they hold for something else than is there now.  Looked up once for each epoch."""
+        epoch, placement = self._state.epoch, self._state.placement
+        if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
             return
-        self._seen = seen
-        holds_for = (with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights))
-        if holds_for != self._held_for:
+        self._seen = epoch, placement.epoch, with_routes
+        holds_for = with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights)
+        if holds_for != self._holds_for:
             self._captured.clear()
             self._pool = self._new_pool()
-            self._held_for = holds_for
+            self._holds_for = holds_for
 
     def _capture(self, size: int, with_routes: bool) -> _Captured:
         attention = self._attention.for_graph(size)

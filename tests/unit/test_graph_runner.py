@@ -15,6 +15,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from eplb.expert_location import ExpertLocationMetadata
+from eplb.load_dump import LoadDump
 from rollout.attention.native_cpu import _CapturedCpuBackend
 from rollout.core.expert_io_struct import (
     DumpExpertDistributionReqInput,
@@ -61,7 +62,7 @@ def prompt_of(index: int, length: int) -> list[int]:
 def asks() -> Iterator[tuple[list[int], dict[str, Any], dict[str, Any]]]:
     """Greedy and random ones of many lengths; some that ask for more than is captured."""
     for index in range(12):
-        params: dict[str, Any] = {"max_new_tokens": 3 + 5 * index % 13}
+        params: dict[str, Any] = {"max_new_tokens": 5 + 7 * index % 19}
         if index % 2:
             params |= {"temperature": 0.7 + 0.1 * index, "sampling_seed": index}
         if index == 9:
@@ -103,7 +104,6 @@ def test_replays_give_what_steps_in_python_give(folders: list[Path], graphs: Any
     captured = StandInGraphPool.num_captures
     assert captured == 8, "forward and sampling, for each size"
     assert play(harness) == expected
-    assert harness.scheduler.stats.num_retractions or harness.scheduler.stats.num_steps
     assert StandInGraphPool.num_replays > 30
     assert StandInGraphPool.num_captures == captured
 
@@ -153,7 +153,7 @@ def test_expert_loads_count_no_padding(folders: list[Path], graphs: Any, capture
         answer = harness.control(DumpExpertDistributionReqInput)
         assert harness.control(StopExpertDistributionReqInput).success
         harness.generate([prompt_of(index, 4) for index in range(3)], {"max_new_tokens": 9})
-        return answer.data["logical_count"]
+        return {name: counts.tolist() for name, counts in LoadDump.from_message(answer.data["dump"]).tensors.items()}
 
     assert counts() == counts(disable_cuda_graph=True)
     assert StandInGraphPool.num_replays
@@ -352,8 +352,9 @@ WRONG = [
 
 
 def is_right(folder: Path, expected: list[tuple]) -> bool:
+    """Without a prefix cache slots of KV are soon another request's."""
     try:
-        return play(Harness(folder, **SMALL)) == expected
+        return play(Harness(folder, **SMALL, disable_radix_cache=True)) == expected
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError):
         return False
 

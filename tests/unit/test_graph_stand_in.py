@@ -40,6 +40,22 @@ def test_a_replaced_input_is_not_seen() -> None:
     assert out.tolist() == [3.0, 3.0]
 
 
+def test_a_moved_input_is_not_seen() -> None:
+    given, out = torch.ones(2), torch.zeros(2)
+    old = given.detach()
+
+    def run() -> None:
+        out.copy_(given * 3)
+
+    replay = StandInGraphPool().capture(run)
+    given.set_(torch.full((2,), 5.0))
+    replay()
+    assert out.tolist() == [3.0, 3.0]
+    old.fill_(7.0)
+    replay()
+    assert out.tolist() == [21.0, 21.0]
+
+
 def test_memory_of_the_pool_is_garbage_afterwards() -> None:
     given, leaked = torch.ones(2), []
 
