@@ -1,0 +1,1 @@
+"""`rollout.kernels.gpu`."""
