@@ -1,4 +1,4 @@
-"""The residual sum and RMSNorm of a row, as one Triton kernel: `add_rms_norm` of `rollout.kernels.schemas`.
+"""The residual sum and RMSNorm of a row, as one Triton kernel: `add_rms_norm` of `rollout.kernels.schemas`, and `norm_linear`.
 
 One program a row.  A row's bits depend on that row alone: the sum of squares runs in one order for each D.
 
@@ -8,6 +8,7 @@ Shapes: T tokens, D hidden.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -91,6 +92,20 @@ def add_rms_norm(
         enable_fp_fusion=False,
     )
     return out
+
+
+def norm_linear(
+    residual: torch.Tensor,
+    hidden: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    out_size: int,
+    bias: torch.Tensor | None = None,
+    weight_offset: float | None = None,
+) -> torch.Tensor:
+    """The product is torch's: a row's bits may depend on the number of rows."""
+    return F.linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, bias)
 
 
 def _num_warps(block: int) -> int:
