@@ -1,1 +1,1 @@
-"""`rollout.kernels.gpu`."""
+"""Operators for CUDA: Triton kernels, and the functions of `rollout.kernels.schemas` that launch them."""
