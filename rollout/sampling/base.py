@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.batch_info import PlainRows, SamplingBatchInfo
+
+__all__ = ["PlainRows", "SampledTokens", "Sampler", "ScoredTokens"]
 
 
 @dataclass(slots=True)
@@ -69,6 +71,17 @@ class Sampler(ABC):
 
         `positions_N`: index of the output token that each row samples, int64 on the CPU.
         """
+
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        """What `sample_plain` takes for these rows, on `device`; None where it cannot sample them."""
+        return None
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_ids` and `logprobs` of `sample`, of every row, by tensors of one device alone: nothing is read on the
+        host, so that a CUDA graph can hold it.  Leaves the logits as they are."""
+        raise NotImplementedError(f"{type(self).__name__} has no plain rows")
 
     @abstractmethod
     def score(
