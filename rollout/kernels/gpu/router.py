@@ -122,7 +122,7 @@ def choose_kernel(
         choices = of_best_groups(choices, expert, group_size, NUM_GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_G)
     chosen = tl.zeros((BLOCK_K,), tl.int64)
     free = inside
-    for k in range(0, top_k):
+    for k in range(top_k):
         best = best_of(choices, free, expert, BLOCK_E)
         free = free & (expert != best)
         chosen = tl.where(slot == k, best.to(tl.int64), chosen)
