@@ -1,9 +1,9 @@
 """What the compiler makes of every Triton kernel, on a machine without a GPU: `python -m benchmarks.gpu_kernels_table`.
 
-Compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200) and prints the registers of
-a thread, bytes that it spills to memory, shared memory of a block, and which instructions multiply matrices: `wgmma`
-of Hopper, `mma` of all since Ampere, or none.  Registers and spills are what `cuobjdump`, which comes with triton, reads
-from the binary; another release of triton compiles to others.
+Compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200) and prints the registers
+of a thread, bytes that it spills to memory, shared memory of a block, and which instructions multiply matrices: `wgmma`
+of Hopper, `mma` of all since Ampere, or none.  Registers and spills are what `cuobjdump`, which comes with triton,
+reads from the binary; another release of triton compiles to others.
 
     python -m benchmarks.gpu_kernels_table [--only WORDS] [--json FILE]
 
@@ -27,13 +27,10 @@ import triton
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import rollout.kernels.gpu
-from rollout.kernels.gpu.compile_cases import CompileCase
+from rollout.kernels.gpu.compile_cases import HOPPER, CompileCase, compile_for
 
-TARGET = GPUTarget("cuda", 90, 32)
 DUMP_TIMEOUT_S = 60.0
 
 
@@ -60,24 +57,11 @@ def cases(only: str = "") -> list[CompileCase]:
 
 
 def compile_case(case: CompileCase) -> Compiled:
-    """Compile one, or take it from triton's cache.
-
-    As when it is launched for the published models, pointers and sizes are multiples of 16, and the compiler knows.
-    """
-    free = set(case.kernel.do_not_specialize or ())
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(case.signature.items())
-        if (kind.startswith("*") or kind in ("i32", "i64")) and not {name, place} & free
-    }
-    source = ASTSource(case.kernel, case.signature, case.constexprs, attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
-    kernel = triton.compile(source, target=TARGET, options=options)
+    """Compile one, or take it from triton's cache."""
+    kernel = compile_for(case)
     registers, spilled = _resources(kernel.asm["cubin"])
     instruction = next((word for word in ("wgmma", "mma") if f"{word}." in kernel.asm["ptx"]), "")
-    return Compiled(
-        case.name, registers, spilled, kernel.metadata.shared, instruction, case.num_warps, case.num_stages
-    )
+    return Compiled(case.name, registers, spilled, kernel.metadata.shared, instruction, case.num_warps, case.num_stages)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -107,7 +91,7 @@ def main() -> None:
         raise SystemExit(f"no kernel's name holds {args.only!r}")
     rows = [compile_case(case) for case in track(chosen, "compiling", console=console, transient=True)]
     columns = ("kernel", "registers", "spilled", "shared", "matrix product", "warps", "stages")
-    table = Table(*columns, title=f"sm_{TARGET.arch}, triton {triton.__version__}; bytes")
+    table = Table(*columns, title=f"sm_{HOPPER}, triton {triton.__version__}; bytes")
     for row in rows:
         table.add_row(*map(str, asdict(row).values()), style="red" if row.spilled_bytes else None)
     console.print(table)

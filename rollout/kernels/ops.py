@@ -185,7 +185,8 @@ def select_ops(
 ) -> Ops:
     """The kernels where they exist for this dtype and device, else plain torch.
 
-    `kernels_available`: those of this device are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.  Raises `StartupError` where there is no such thing.
+    `kernels_available`: those of this device are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
+    Raises `StartupError` where there is no such thing.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"

@@ -1,8 +1,8 @@
 """`Sampler` on CUDA: Triton kernels for batches of plain rows, plain torch for the others.
 
-A plain row (`PlainRows`) gets the token and the log-probability that the CPU samplers would give it, up to rounding, and
-the same bits in every batch.  In a batch with a row that is not plain all rows are sampled by `TorchSampler`.  There the
-host waits for the device where a row
+A plain row (`PlainRows`) gets the token and the log-probability that the CPU samplers would give it, up to rounding,
+and the same bits in every batch of such rows.  In a batch with a row that is not plain all rows are sampled by
+`TorchSampler`.  There the host waits for the device where a row
 
     has top-p or min-p, and top-k none or above 1024   whether a partial sort is enough
     has bias, penalties, a minimum length or chosen ids   they are copied to the device

@@ -116,8 +116,8 @@ def filtered_candidates(
 
     Order and meaning: keep the `top_k` most probable tokens and renormalise; keep the smallest set of the most probable
     whose mass reaches `top_p` and renormalise; drop what is under `min_p` times the most probable.  A full sort is
-    avoided where it can be.  `top_k_N` holds V where there is no limit; its maximum, where the caller knows it, can save a
-    wait for the device.
+    avoided where it can be.  `top_k_N` holds V where there is no limit; a caller that knows its maximum can save a wait
+    for the device.
     """
     vocab = probs_NV.shape[1]
     width = min(vocab, _FIRST_TRY)

@@ -24,15 +24,15 @@ def sigmoid(x):
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(gate_up, out, row_stride, I: tl.constexpr, BLOCK: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    inside = at < I
     gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + I + at, mask=inside, other=0.0).to(tl.float32)
     product = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype) * up
-    tl.store(out + row * size + at, product.to(dtype), mask=inside)
+    tl.store(out + row * I + at, product.to(dtype), mask=inside)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -43,20 +43,22 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up, out, gate_up.stride(0), size, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            gate_up, out, gate_up.stride(0), I=size, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
     return out
 
 
 @triton.jit
-def sigmoid_gate_kernel(hidden, gate, out, hidden_stride, gate_stride, size, group_size, BLOCK: tl.constexpr):
+def sigmoid_gate_kernel(
+    hidden, gate, out, hidden_stride, gate_stride, N: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    inside = at < N
     x = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_stride + at // group_size, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + at, (x * rounded(sigmoid(g), dtype)).to(dtype), mask=inside)
+    g = tl.load(gate + row * gate_stride + at // GROUP_SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + at, (x * rounded(sigmoid(g), dtype)).to(dtype), mask=inside)
 
 
 def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -71,8 +73,8 @@ def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             out,
             hidden.stride(0),
             gate.stride(0),
-            size,
-            size // gate.shape[1],
+            N=size,
+            GROUP_SIZE=size // gate.shape[1],
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,
@@ -82,11 +84,10 @@ def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 def compile_cases() -> list[CompileCase]:
     """Both kernels in bfloat16."""
-    block: dict[str, object] = {"BLOCK": _BLOCK}
-    silu = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32", "BLOCK": "constexpr"}
-    gated = dict.fromkeys(("hidden", "gate", "out"), "*bf16")
-    gated |= dict.fromkeys(("hidden_stride", "gate_stride", "size", "group_size"), "i32") | {"BLOCK": "constexpr"}
+    silu = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"}
+    gated = dict.fromkeys(("hidden", "gate", "out"), "*bf16") | dict.fromkeys(("hidden_stride", "gate_stride"), "i32")
+    sizes: dict[str, object] = {"N": 4096, "GROUP_SIZE": 128, "BLOCK": _BLOCK}
     return [
-        CompileCase("silu_and_mul", silu_and_mul_kernel, silu, block, _WARPS, 3),
-        CompileCase("sigmoid_gate", sigmoid_gate_kernel, gated, block, _WARPS, 3),
+        CompileCase("silu_and_mul I=768", silu_and_mul_kernel, silu, {"I": 768, "BLOCK": _BLOCK}, _WARPS, 3),
+        CompileCase("sigmoid_gate N=4096", sigmoid_gate_kernel, gated, sizes, _WARPS, 3),
     ]

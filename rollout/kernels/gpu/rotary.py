@@ -33,12 +33,12 @@ def qk_norm_rope_store_kernel(
     k_head_stride,
     v_slot_stride,
     v_head_stride,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    rotary_dim,
     eps,
     weight_offset,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    HD: tl.constexpr,
+    RD: tl.constexpr,
     NORMS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
@@ -48,32 +48,32 @@ def qk_norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, BLOCK_D)[None, :]
-    turned = num_heads + num_kv_heads  # heads before the values
-    inside = (head < turned + num_kv_heads) & (at < head_dim)
-    query_or_key = (head < turned) & (at < head_dim)
-    source = qkv + token * qkv_stride + head * head_dim
+    turned = H + HKV  # heads before the values
+    inside = (head < turned + HKV) & (at < HD)
+    query_or_key = (head < turned) & (at < HD)
+    source = qkv + token * qkv_stride + head * HD
     x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     # The element that each of the first rd turns with: half of them away.
-    half = rotary_dim // 2
+    half = RD // 2
     partner_at = tl.where(at < half, at + half, at - half)
-    rotates = query_or_key & (at < rotary_dim)
+    rotates = query_or_key & (at < RD)
     partner = tl.load(source + partner_at, mask=rotates, other=0.0).to(tl.float32)
     value = x
     if NORMS:
         squares = tl.sum(x * x, 1)[:, None]
-        row = weight + head * head_dim
+        row = weight + head * HD
         w = tl.load(row + at, mask=query_or_key, other=0.0).to(tl.float32)
-        x = normed(x, squares, head_dim, eps, w, weight_offset, HAS_OFFSET, dtype)
+        x = normed(x, squares, HD, eps, w, weight_offset, HAS_OFFSET, dtype)
         w = tl.load(row + partner_at, mask=rotates, other=0.0).to(tl.float32)
-        partner = normed(partner, squares, head_dim, eps, w, weight_offset, HAS_OFFSET, dtype)
-    angle = angles + token * 2 * rotary_dim + at
-    cos = tl.load(angle, mask=at < rotary_dim, other=0.0).to(tl.float32)
-    sin = tl.load(angle + rotary_dim, mask=at < rotary_dim, other=0.0).to(tl.float32)
+        partner = normed(partner, squares, HD, eps, w, weight_offset, HAS_OFFSET, dtype)
+    angle = angles + token * 2 * RD + at
+    cos = tl.load(angle, mask=at < RD, other=0.0).to(tl.float32)
+    sin = tl.load(angle + RD, mask=at < RD, other=0.0).to(tl.float32)
     x = tl.where(rotates, rounded(partner * sin, dtype) + rounded(x * cos, dtype), x).to(dtype)
-    tl.store(out + (token * num_heads + head) * head_dim + at, x, mask=query_or_key & (head < num_heads))
+    tl.store(out + (token * H + head) * HD + at, x, mask=query_or_key & (head < H))
     slot = tl.load(slots + token)
-    key_place = k_pool + slot * k_slot_stride + (head - num_heads) * k_head_stride + at
-    tl.store(key_place, x, mask=query_or_key & (head >= num_heads))
+    key_place = k_pool + slot * k_slot_stride + (head - H) * k_head_stride + at
+    tl.store(key_place, x, mask=query_or_key & (head >= H))
     value_place = v_pool + slot * v_slot_stride + (head - turned) * v_head_stride + at
     tl.store(value_place, value.to(dtype), mask=inside & (head >= turned))
 
@@ -111,12 +111,12 @@ def qk_norm_rope_store(
         qkv.stride(0),
         *k_pool.stride()[:2],
         *v_pool.stride()[:2],
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rotary_dim,
         eps,
         weight_offset or 0.0,
+        H=num_heads,
+        HKV=num_kv_heads,
+        HD=head_dim,
+        RD=rotary_dim,
         NORMS=weight is not None,
         HAS_OFFSET=weight_offset is not None,
         HEADS=_HEADS,
@@ -131,18 +131,17 @@ def compile_cases() -> list[CompileCase]:
     """Heads of 128 with and without a norm, and of 256 with an offset."""
     signature = dict.fromkeys(("qkv", "weight", "angles", "k_pool", "v_pool"), "*bf16")
     signature |= {"slots": "*i64", "out": "*bf16"}
-    numbers = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")
-    signature |= dict.fromkeys((*numbers, "num_heads", "num_kv_heads", "head_dim", "rotary_dim"), "i32")
-    signature |= dict.fromkeys(("eps", "weight_offset"), "fp32")
-    signature |= dict.fromkeys(("NORMS", "HAS_OFFSET", "HEADS", "BLOCK_D"), "constexpr")
+    strides = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")
+    signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
     return [
         CompileCase(
             f"qk_norm_rope_store hd={size}{' norm' if norms else ''}{' offset' if offset else ''}",
             qk_norm_rope_store_kernel,
             signature,
-            {"NORMS": norms, "HAS_OFFSET": offset, "HEADS": _HEADS, "BLOCK_D": size},
+            dict[str, object](H=32, HKV=4, HD=size, RD=rotated, NORMS=norms, HAS_OFFSET=offset)
+            | {"HEADS": _HEADS, "BLOCK_D": size},
             1,
             3,
         )
-        for size, norms, offset in ((128, True, False), (128, False, False), (256, True, True))
+        for size, rotated, norms, offset in ((128, 128, True, False), (128, 128, False, False), (256, 64, True, True))
     ]

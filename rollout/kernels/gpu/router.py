@@ -32,8 +32,8 @@ def logits_kernel(
     bias,
     logits,
     num_tokens,
-    num_experts,
-    depth,
+    E: tl.constexpr,
+    D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_E: tl.constexpr,
@@ -42,17 +42,17 @@ def logits_kernel(
     token = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
     expert = tl.program_id(1) * TILE_E + tl.arange(0, TILE_E)
     sums = tl.zeros((TILE_T, TILE_E), tl.float32)
-    for first in range(0, depth, TILE_D):
+    for first in range(0, D, TILE_D):
         at = first + tl.arange(0, TILE_D)
-        x_mask = (token < num_tokens)[:, None] & (at < depth)[None, :]
-        w_mask = (expert < num_experts)[None, :] & (at < depth)[:, None]
-        x = tl.load(hidden + token[:, None] * depth + at[None, :], mask=x_mask, other=0.0)
-        w = tl.load(weight + expert[None, :] * depth + at[:, None], mask=w_mask, other=0.0)
+        x_mask = (token < num_tokens)[:, None] & (at < D)[None, :]
+        w_mask = (expert < E)[None, :] & (at < D)[:, None]
+        x = tl.load(hidden + token[:, None] * D + at[None, :], mask=x_mask, other=0.0)
+        w = tl.load(weight + expert[None, :] * D + at[:, None], mask=w_mask, other=0.0)
         sums = tl.dot(x, w, sums, input_precision="ieee")
     if HAS_BIAS:
-        sums += tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
-    inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    place = logits + token[:, None] * num_experts + expert[None, :]
+        sums += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
+    inside = (token < num_tokens)[:, None] & (expert < E)[None, :]
+    place = logits + token[:, None] * E + expert[None, :]
     tl.store(place, sums.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -64,23 +64,32 @@ def best_of(values, free, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def of_best_groups(choices, expert, group_size, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_E, BLOCK_G):
+def of_best_groups(
+    choices,
+    expert,
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """-inf for experts outside of the best groups; a group counts as much as its two best choices together."""
     group = tl.arange(0, BLOCK_G)
     totals = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for g in tl.static_range(NUM_GROUPS):
-        mine = expert // group_size == g
+        mine = expert // GROUP_SIZE == g
         first = best_of(choices, mine, expert, BLOCK_E)
         rest = mine & (expert != first)
-        second = tl.max(tl.where(rest, choices, float("-inf")), 0)
-        total = tl.max(tl.where(mine, choices, float("-inf")), 0) + tl.where(group_size > 1, second, 0.0)
+        total = tl.max(tl.where(mine, choices, float("-inf")), 0)
+        if GROUP_SIZE > 1:
+            total += tl.max(tl.where(rest, choices, float("-inf")), 0)
         totals = tl.where(group == g, total, totals)
     free = group < NUM_GROUPS
     kept = expert < 0
     for _ in tl.static_range(TOP_GROUPS):
         g = best_of(totals, free, group, BLOCK_G)
         free = free & (group != g)
-        kept = kept | (expert // group_size == g)
+        kept = kept | (expert // GROUP_SIZE == g)
     return tl.where(kept, choices, float("-inf"))
 
 
@@ -91,10 +100,9 @@ def choose_kernel(
     forced_ids,
     weights,
     ids,
-    num_experts,
-    top_k,
-    group_size,
     scaling,
+    E: tl.constexpr,
+    K: tl.constexpr,
     SCORING: tl.constexpr,  # the numbers of SCORINGS
     NORMALISE: tl.constexpr,
     CORRECTS: tl.constexpr,
@@ -107,9 +115,9 @@ def choose_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
-    inside = expert < num_experts
+    inside = expert < E
     slot = tl.arange(0, BLOCK_K)
-    line = logits + row * num_experts
+    line = logits + row * E
     x = tl.load(line + expert, mask=inside, other=float("-inf")).to(tl.float32)
     choices = x
     if SCORING == 2:
@@ -119,33 +127,33 @@ def choose_kernel(
     choices = tl.where(inside & (choices == choices), choices, float("-inf"))
     largest = tl.max(choices, 0)
     if NUM_GROUPS > 1:
-        choices = of_best_groups(choices, expert, group_size, NUM_GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_G)
+        choices = of_best_groups(choices, expert, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_G)
     chosen = tl.zeros((BLOCK_K,), tl.int64)
     free = inside
-    for k in range(top_k):
+    for k in range(K):
         best = best_of(choices, free, expert, BLOCK_E)
         free = free & (expert != best)
         chosen = tl.where(slot == k, best.to(tl.int64), chosen)
     if FORCES:
-        given = tl.load(forced_ids + row * top_k + slot, mask=slot < top_k, other=0)
-        chosen = tl.where(tl.load(forced_ids + row * top_k) >= 0, given, chosen)
-    tl.store(ids + row * top_k + slot, chosen, mask=slot < top_k)
+        given = tl.load(forced_ids + row * K + slot, mask=slot < K, other=0)
+        chosen = tl.where(tl.load(forced_ids + row * K) >= 0, given, chosen)
+    tl.store(ids + row * K + slot, chosen, mask=slot < K)
 
     # An id that is no expert's has no logit: its weight is NaN.
-    known = (chosen >= 0) & (chosen < num_experts)
-    own = tl.load(line + chosen, mask=known & (slot < top_k), other=float("nan")).to(tl.float32)
+    known = (chosen >= 0) & (chosen < E)
+    own = tl.load(line + chosen, mask=known & (slot < K), other=float("nan")).to(tl.float32)
     least = 0.0
     if SCORING == 0:
         own = tl.div_rn(tl.exp(own - largest), tl.sum(tl.exp(x - largest), 0))
     elif SCORING == 1:
-        own = tl.exp(own - tl.max(tl.where(slot < top_k, own, float("-inf")), 0))
+        own = tl.exp(own - tl.max(tl.where(slot < K, own, float("-inf")), 0))
     else:
         own = sigmoid(own)
         least = 1e-20  # DeepSeek-V3's guard against a sum of nothing
-    own = tl.where(slot < top_k, own, 0.0)
+    own = tl.where(slot < K, own, 0.0)
     if NORMALISE or SCORING == 1:
         own = tl.div_rn(own, tl.sum(own, 0) + least)
-    tl.store(weights + row * top_k + slot, (own * scaling).to(weights.dtype.element_ty), mask=slot < top_k)
+    tl.store(weights + row * K + slot, (own * scaling).to(weights.dtype.element_ty), mask=slot < K)
 
 
 def norm_route(
@@ -182,10 +190,9 @@ def norm_route(
         ids_TK if forced_ids is None else forced_ids.contiguous(),
         weights_TK,
         ids_TK,
-        num_experts,
-        top_k,
-        num_experts // num_groups,
         scaling,
+        E=num_experts,
+        K=top_k,
         SCORING=SCORINGS[scoring],
         NORMALISE=normalise,
         CORRECTS=correction_bias is not None,
@@ -215,8 +222,8 @@ def router_logits(
         weight_ED if bias_E is None else bias_E,
         logits_TE,
         num_tokens,
-        num_experts,
-        depth,
+        E=num_experts,
+        D=depth,
         HAS_BIAS=bias_E is not None,
         TILE_T=_TILE_T,
         TILE_E=_TILE_E,
@@ -235,14 +242,12 @@ def _choose_warps(num_experts: int) -> int:
 def compile_cases() -> list[CompileCase]:
     """Logits of bfloat16 and float32 models; choices as Qwen3, GPT-OSS and DeepSeek-V3 make them."""
     cases = []
+    tiles: dict[str, object] = {"HAS_BIAS": False, "TILE_T": _TILE_T, "TILE_E": _TILE_E, "TILE_D": _TILE_D}
     for dtype in ("bf16", "fp32"):
-        signature = dict.fromkeys(("hidden", "weight", "bias", "logits"), f"*{dtype}")
-        signature |= dict.fromkeys(("num_tokens", "num_experts", "depth"), "i32")
-        tiles: dict[str, object] = {"HAS_BIAS": False, "TILE_T": _TILE_T, "TILE_E": _TILE_E, "TILE_D": _TILE_D}
-        signature |= dict.fromkeys(tiles, "constexpr")
-        cases.append(
-            CompileCase(f"router logits {dtype}", logits_kernel, signature, tiles, _LOGITS_WARPS, _LOGITS_STAGES)
-        )
+        signature = dict.fromkeys(("hidden", "weight", "bias", "logits"), f"*{dtype}") | {"num_tokens": "i32"}
+        sizes: dict[str, object] = {"E": 128, "D": 2048}
+        name = f"router logits {dtype}"
+        cases.append(CompileCase(name, logits_kernel, signature, sizes | tiles, _LOGITS_WARPS, _LOGITS_STAGES))
     for scoring, experts, groups, top_groups, top_k in (
         ("softmax", 128, 1, 1, 8),
         ("softmax", 512, 1, 1, 10),
@@ -250,22 +255,11 @@ def compile_cases() -> list[CompileCase]:
         ("sigmoid", 256, 8, 4, 8),
     ):
         is_sigmoid = scoring == "sigmoid"
-        constants: dict[str, object] = {
-            "SCORING": SCORINGS[scoring],
-            "NORMALISE": True,
-            "CORRECTS": is_sigmoid,
-            "FORCES": True,
-            "NUM_GROUPS": groups,
-            "TOP_GROUPS": top_groups,
-            "BLOCK_E": experts,
-            "BLOCK_G": groups,
-            "BLOCK_K": triton.next_power_of_2(top_k),
-        }
         signature = {"logits": "*fp32" if is_sigmoid else "*bf16", "correction_bias": "*fp32", "forced_ids": "*i64"}
         signature |= {"weights": "*bf16", "ids": "*i64", "scaling": "fp32"}
-        signature |= dict.fromkeys(("num_experts", "top_k", "group_size"), "i32") | dict.fromkeys(
-            constants, "constexpr"
-        )
+        constants: dict[str, object] = {"E": experts, "K": top_k, "SCORING": SCORINGS[scoring], "NORMALISE": True}
+        constants |= {"CORRECTS": is_sigmoid, "FORCES": True, "NUM_GROUPS": groups, "TOP_GROUPS": top_groups}
+        constants |= {"BLOCK_E": experts, "BLOCK_G": groups, "BLOCK_K": triton.next_power_of_2(top_k)}
         name = f"router {scoring} E={experts} G={groups} K={top_k}"
         cases.append(CompileCase(name, choose_kernel, signature, constants, _choose_warps(experts), 3))
     return cases

@@ -40,10 +40,10 @@ def uniform(seed, position):
 
 
 @triton.jit
-def scaled_chunk(logits, temperature, chunk, vocab, CHUNK: tl.constexpr):
+def scaled_chunk(logits, temperature, chunk, V: tl.constexpr, CHUNK: tl.constexpr):
     """Token ids and logits over the temperature; -inf past the end."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
     return token, tl.div_rn(x, temperature)
 
 
@@ -55,17 +55,25 @@ def chunk_weights(x, largest):
 
 @triton.jit
 def chunk_kernel(
-    logits, row_stride, vocab, temperatures, largest, best, totals, first_nan, num_chunks, CHUNK: tl.constexpr
+    logits,
+    row_stride,
+    temperatures,
+    largest,
+    best,
+    totals,
+    first_nan,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token, x = scaled_chunk(logits + row * row_stride, tl.load(temperatures + row), chunk, vocab, CHUNK)
+    token, x = scaled_chunk(logits + row * row_stride, tl.load(temperatures + row), chunk, V, CHUNK)
     numbers = tl.where(x == x, x, float("-inf"))
     most = tl.max(numbers, 0)
-    place = row * num_chunks + chunk
+    place = row * tl.cdiv(V, CHUNK) + chunk
     tl.store(largest + place, most)
-    tl.store(best + place, tl.min(tl.where(numbers == most, token, vocab), 0))
+    tl.store(best + place, tl.min(tl.where(numbers == most, token, V), 0))
     tl.store(totals + place, tl.sum(chunk_weights(numbers, most), 0))
-    tl.store(first_nan + place, tl.min(tl.where(x == x, vocab, token), 0))
+    tl.store(first_nan + place, tl.min(tl.where(x == x, V, token), 0))
 
 
 @triton.jit
@@ -82,7 +90,6 @@ def first_beyond(cumulative, weights, target, at, SIZE: tl.constexpr):
 def draw_kernel(
     logits,
     row_stride,
-    vocab,
     seeds,
     positions,
     temperatures,
@@ -93,19 +100,19 @@ def draw_kernel(
     first_nan,
     token_ids,
     logprobs,
-    num_chunks,
+    V: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
-    there = chunk < num_chunks
-    place = row * num_chunks + chunk
+    there = chunk < tl.cdiv(V, CHUNK)
+    place = row * tl.cdiv(V, CHUNK) + chunk
     maxima = tl.load(largest + place, mask=there, other=float("-inf"))
     most = tl.max(maxima, 0)
-    nan_token = tl.min(tl.load(first_nan + place, mask=there, other=vocab), 0)
-    best_token = tl.min(tl.where(maxima == most, tl.load(best + place, mask=there, other=vocab), vocab), 0)
-    is_distribution = (nan_token == vocab) & (most > float("-inf")) & (most < float("inf"))
+    nan_token = tl.min(tl.load(first_nan + place, mask=there, other=V), 0)
+    best_token = tl.min(tl.where(maxima == most, tl.load(best + place, mask=there, other=V), V), 0)
+    is_distribution = (nan_token == V) & (most > float("-inf")) & (most < float("inf"))
 
     # In units of the row's largest weight.
     scales = chunk_weights(maxima, most)
@@ -117,12 +124,12 @@ def draw_kernel(
     before = tl.sum(tl.where(chunk < drawn_chunk, weights, 0.0), 0)
     temperature = tl.load(temperatures + row)
     line = logits + row * row_stride
-    token, x = scaled_chunk(line, temperature, drawn_chunk, vocab, CHUNK)
+    _, x = scaled_chunk(line, temperature, drawn_chunk, V, CHUNK)
     mine = tl.sum(tl.where(chunk == drawn_chunk, scales, 0.0), 0)
     inner = chunk_weights(x, tl.max(tl.where(chunk == drawn_chunk, maxima, float("-inf")), 0)) * mine
     drawn = drawn_chunk * CHUNK + first_beyond(before + tl.cumsum(inner, 0), inner, target, tl.arange(0, CHUNK), CHUNK)
 
-    settled = tl.where(nan_token < vocab, nan_token, best_token)
+    settled = tl.where(nan_token < V, nan_token, best_token)
     sampled = tl.where(is_distribution & (tl.load(greedy + row) == 0), drawn, settled)
     own = tl.div_rn(tl.load(line + sampled).to(tl.float32), temperature)
     logprob = own.to(tl.float64) - most.to(tl.float64) - tl.log(total)
@@ -153,9 +160,9 @@ def sample_rows(
         return torch.empty((num_rows, num_chunks), dtype=dtype, device=device)
 
     facts = [of_chunks(dtype) for dtype in (torch.float32, torch.int32, torch.float64, torch.int32)]
-    rows = (logits_NV, logits_NV.stride(0), vocab)
+    rows = (logits_NV, logits_NV.stride(0))
     chunk_kernel[(num_rows, num_chunks)](
-        *rows, temperatures_N, *facts, num_chunks, CHUNK=_CHUNK, num_warps=_WARPS, enable_fp_fusion=False
+        *rows, temperatures_N, *facts, V=vocab, CHUNK=_CHUNK, num_warps=_WARPS, enable_fp_fusion=False
     )
     draw_kernel[(num_rows,)](
         *rows,
@@ -166,7 +173,7 @@ def sample_rows(
         *facts,
         token_ids,
         logprobs,
-        num_chunks,
+        V=vocab,
         CHUNK=_CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=_WARPS,
@@ -176,17 +183,15 @@ def sample_rows(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Vocabularies of up to 262,144, bfloat16 and float32 logits."""
+    """The vocabulary of Qwen3, bfloat16 and float32 logits."""
     facts = {"largest": "*fp32", "best": "*i32", "totals": "*fp64", "first_nan": "*i32"}
+    size: dict[str, object] = {"V": 151_936, "CHUNK": _CHUNK}
     cases = []
     for dtype in ("bf16", "fp32"):
-        rows = {"logits": f"*{dtype}", "row_stride": "i32", "vocab": "i32"}
-        chunk = rows | {"temperatures": "*fp32"} | facts | {"num_chunks": "i32", "CHUNK": "constexpr"}
-        draw = rows | {"seeds": "*i64", "positions": "*i64", "temperatures": "*fp32", "greedy": "*i8"} | facts
-        draw |= {"token_ids": "*i64", "logprobs": "*fp32", "num_chunks": "i32"}
-        draw |= dict.fromkeys(("CHUNK", "CHUNKS"), "constexpr")
+        rows = {"logits": f"*{dtype}", "row_stride": "i32", "temperatures": "*fp32"} | facts
+        draw = rows | {"seeds": "*i64", "positions": "*i64", "greedy": "*i8", "token_ids": "*i64", "logprobs": "*fp32"}
         cases += [
-            CompileCase(f"sample, chunks {dtype}", chunk_kernel, chunk, {"CHUNK": _CHUNK}, _WARPS, 3),
-            CompileCase(f"sample, draw {dtype}", draw_kernel, draw, {"CHUNK": _CHUNK, "CHUNKS": 128}, _WARPS, 3),
+            CompileCase(f"sample, chunks {dtype}", chunk_kernel, rows, size, _WARPS, 3),
+            CompileCase(f"sample, draw {dtype}", draw_kernel, draw, size | {"CHUNKS": 128}, _WARPS, 3),
         ]
     return cases
