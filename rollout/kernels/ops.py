@@ -8,7 +8,7 @@ Shapes: O output features, D input features, P physical experts, I expert interm
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -135,11 +135,13 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits in every batch and with any number of threads.
+    every result has the same bits in every batch and with any number of threads.  `takes_empty_slots`: ids of -1 are
+    slots of `fused_experts` without an expert, whose output is zero and whose weight is not used.
     """
 
     storage: RowMajor
     batch_invariant: bool
+    takes_empty_slots: bool = False
     gather_rows: Callable[..., torch.Tensor]
     matrix_rows: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -170,7 +172,7 @@ def gpu_ops() -> Ops:
 
     Not batch invariant: matrix products of dense layers are the library's.
     """
-    return _registry_ops(RowMajor(), batch_invariant=False)
+    return replace(_registry_ops(RowMajor(), batch_invariant=False), takes_empty_slots=True)
 
 
 def _registry_ops(storage: RowMajor, batch_invariant: bool) -> Ops:

@@ -43,9 +43,7 @@ def _plan_case(tokens: int, chunk: int) -> CompileCase:
     return CompileCase(name, kernels.plan_kernel, signature, constants, PLAIN_WARPS, _DEFAULT_STAGES)
 
 
-def _product_cases(
-    dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool
-) -> Iterator[CompileCase]:
+def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool) -> Iterator[CompileCase]:
     """Experts that clamp have biases."""
     own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
     pointers = {"w": f"*{_TYPES[weight_dtype]}", "scale_ptr": "*fp32" if scaled else None}

@@ -247,9 +247,8 @@ def _sums(
 def _activation(gate, up, limit, alpha, CLAMPED: tl.constexpr, dtype: tl.constexpr):
     """`silu_and_mul`, or `clamped_swiglu`, of float32 that holds numbers of `dtype`."""
     if CLAMPED:
-        limit = _rounded(limit, dtype)
-        gate = tl.where(gate > limit, limit, gate)  # not a number stays one
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        gate = _rounded(tl.where(gate > limit, limit, gate), dtype)  # what is no number stays so
+        up = _rounded(tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)), dtype)
         sigmoid = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, dtype))), dtype)
         return _rounded(up + 1.0, dtype) * _rounded(gate * sigmoid, dtype)
     return _rounded(gate / (1.0 + tl.exp(-gate)), dtype) * up
@@ -273,17 +272,16 @@ def weighted_sum_kernel(
 ):
     """sum [T, D] of out [T, K, D] times weights [T, K]: products rounded, added in float32 in slot order.
 
-    Neither outputs nor weights of empty slots are read.
+    Empty slots count as zero, whatever their outputs and weights hold.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for slot in range(K):
+    for slot in tl.static_range(K):  # unrolled, so that all loads are under way together
         assignment = token * K + slot
         expert = tl.load(ids_ptr + assignment)
-        filled = (expert >= 0) & (expert < P)
-        weight = tl.load(weights_ptr + assignment, mask=filled, other=0.0).to(tl.float32)
-        out = tl.load(out_ptr + assignment * D + feature, mask=filled & (feature < D), other=0.0).to(tl.float32)
-        total += _rounded(out * weight, dtype)
+        weight = tl.load(weights_ptr + assignment).to(tl.float32)
+        out = tl.load(out_ptr + assignment * D + feature, mask=feature < D, other=0.0).to(tl.float32)
+        total += tl.where((expert >= 0) & (expert < P), _rounded(out * weight, dtype), 0.0)
     tl.store(sum_ptr + token * D + feature, total.to(dtype), mask=feature < D)
