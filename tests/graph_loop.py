@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
 from rollout.attention.native_cpu import _CapturedCpuBackend
 from rollout.core.sampling_params import SamplingParams
 from rollout.engine import build, build_graphs
-from rollout.sampling.base import PlainRows, Sampler
-from rollout.sampling.batch_info import ROW_SETTINGS, SamplingBatchInfo, SamplingRow
+from rollout.sampling.base import Sampler
+from rollout.sampling.batch_info import ROW_SETTINGS, PlainRows, SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler
 from tests.graph_stand_in import StandInGraphPool, forbid_in_capture
 
@@ -35,10 +34,7 @@ class PlainNativeSampler(NativeSampler):
         self._rest = (none, none, torch.empty(0), none, none, 0)
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
-        if info.top_n or info.rows_with_lists or info.masked_rows or info.filtered_rows is not None:
-            return None
-        seeds = torch.from_numpy(info.settings["seed"].view(np.int64).copy())
-        return PlainRows(seeds, info.temperatures, info.greedy)
+        return info.plain_rows
 
     def sample_plain(
         self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor

@@ -29,6 +29,7 @@ from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -53,6 +54,8 @@ from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
+
+_LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def build_scheduler(
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {sizes}",
+        kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
@@ -169,9 +172,16 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
+    """The device's kernels unless they are switched off, do not apply, or cannot be had; a line says which are used."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
+    if device.type == "cuda":
+        status = load_gpu_kernels()
+        if status.available:
+            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
+        else:
+            say(f"running on plain torch, several times slower: {status.reason}", prefix="")
+        return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     isa = None if args.cpu_isa == "auto" else args.cpu_isa

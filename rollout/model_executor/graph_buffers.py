@@ -17,7 +17,7 @@ import torch
 
 from rollout.core.forward_batch import ForwardBatch, WindowOperands
 from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
-from rollout.sampling.base import PlainRows
+from rollout.sampling.batch_info import PlainRows
 
 
 @dataclass(frozen=True, kw_only=True)

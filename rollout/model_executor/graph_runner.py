@@ -126,7 +126,8 @@ class GraphRunner:
         self._buffers.fill_positions(positions_N)
         step.sample()
         outputs = self._buffers.outputs
-        return SampledTokens.plain(_owned(outputs.token_ids, count), _owned(outputs.logprobs, count))
+        logprobs = _owned(outputs.logprobs, count).masked_fill_(~info.wants_logprob, torch.nan)
+        return SampledTokens.plain(_owned(outputs.token_ids, count), logprobs)
 
     def _takes(self, info: SamplingBatchInfo) -> bool:
         """Whether its rows are plain; they are in the buffers then."""

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.batch_info import PlainRows, SamplingBatchInfo
+
+__all__ = ["PlainRows", "SampledTokens", "Sampler", "ScoredTokens"]
 
 
 @dataclass(slots=True)
@@ -63,17 +64,6 @@ class SampledTokens:
         )
 
 
-class PlainRows(NamedTuple):
-    """What rows ask for that have neither filters nor edits, masks, best or chosen tokens: tensors on one device.
-
-    `seeds` [N] int64, the bits of an unsigned number; `temperatures` [N] float32; `greedy` [N] bool.
-    """
-
-    seeds: torch.Tensor
-    temperatures: torch.Tensor
-    greedy: torch.Tensor
-
-
 @dataclass(slots=True)
 class ScoredTokens:
     """`logprobs` [N] of the given tokens, `top_ids` and `top_logprobs` [N, n], `chosen_logprobs` [N, C]."""
@@ -98,17 +88,15 @@ class Sampler(ABC):
         """
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
-        """The rows for `sample_plain`, on `device`; None: one asks for more, or this sampler has no such way."""
+        """What `sample_plain` takes for these rows, on `device`; None where it cannot sample them."""
         return None
 
     def sample_plain(
         self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [N] int64 and log-probabilities [N] float32, as `sample` gives them; of all rows.
-
-        All on one device: nothing is read on the host, so that it can be captured.  `positions_N` int64.
-        """
-        raise NotImplementedError(f"{type(self).__name__} gives no plain rows")
+        """`token_ids` and `logprobs` of `sample`, of every row, by tensors of one device alone: nothing is read on the
+        host, so that a CUDA graph can hold it.  Leaves the logits as they are."""
+        raise NotImplementedError(f"{type(self).__name__} has no plain rows")
 
     @abstractmethod
     def score(
