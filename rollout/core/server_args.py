@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-
-import httpx
 
 from eplb.algorithms.registry import PLANNERS
+from rollout.core.addresses import is_address, is_loopback, objection_to_base_url
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
 
@@ -96,6 +93,11 @@ class ServerArgs:
         "eight times as many in the compact form",
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    disable_overlap_schedule: bool | None = _arg(
+        None,
+        "finish each step before the next is launched; default: on a CPU, where a launch computes the step; "
+        "--no-disable-overlap-schedule: launch the next one first there, too",
+    )
     max_state_rows: int | None = _arg(
         None,
         "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
@@ -207,6 +209,12 @@ class ServerArgs:
         return self.enable_return_routed_experts or self.return_routed_experts_by_default
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the one before it is finished."""
+        disabled = self.disable_overlap_schedule
+        return not (self.device.startswith("cpu") if disabled is None else disabled)
+
+    @property
     def kv_events(self) -> KVEventsConfig | None:
         """Raises `StartupError`."""
         return parse_kv_events(self.kv_events_config, self.dp_size, self.allow_unauthenticated)
@@ -214,7 +222,7 @@ class ServerArgs:
     @property
     def is_local(self) -> bool:
         """Whether only programs on this machine can reach the server."""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def name(self) -> str:
@@ -226,7 +234,7 @@ class ServerArgs:
         _require(self.nnodes >= 1, "--nnodes must be at least 1")
         _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
         _require(
-            self.nnodes == 1 or _is_address(self.dist_init_addr),
+            self.nnodes == 1 or is_address(self.dist_init_addr),
             "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
         )
         for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
@@ -237,7 +245,7 @@ class ServerArgs:
             "@" not in (self.register_url or ""),  # which is not repeated here
             "--register-url must name no user and no password: it is logged, and shown by /server_info",
         )
-        objection = None if self.register_url is None else _objection_to_base_url(self.register_url)
+        objection = None if self.register_url is None else objection_to_base_url(self.register_url)
         _require(
             objection is None,
             f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}: {objection}",
@@ -366,33 +374,6 @@ def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, None
-
-
-def _is_address(text: str | None) -> bool:
-    host, colon, port = (text or "").rpartition(":")
-    return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
-
-
-def _objection_to_base_url(text: str) -> str | None:
-    """Why paths cannot be appended to `text` and called; None: they can."""
-    try:
-        parts, url = urlsplit(text), httpx.URL(text)
-        url.raw_host.decode().encode("idna")  # as the resolver does
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, httpx.InvalidURL) as error:
-        return str(error)
-    if not is_whole:
-        return "scheme, host or port is missing"
-    return "nothing may follow the path" if parts.query or parts.fragment else None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _require(holds: bool, message: str) -> None:

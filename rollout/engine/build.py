@@ -233,6 +233,7 @@ def _wire(
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
+        overlaps=args.overlaps,
         parallel=parallel,
         kv_events=events,
     )
@@ -331,6 +332,7 @@ def _static_state(
         "context_length": limits.context_length,
         "dtype": str(dtype).removeprefix("torch."),
         "device": args.device,
+        "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),

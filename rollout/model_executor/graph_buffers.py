@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.core.forward_batch import ForwardBatch, WindowOperands
+from rollout.core.host_copy import to_device
 from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
 from rollout.sampling.batch_info import PlainRows
 
@@ -131,7 +132,4 @@ class GraphBuffers:
     def fill_positions(self, positions_N: torch.Tensor) -> None:
         """`positions_N` int64 on the host, which may change once this has returned."""
         held = self._sample_positions[: len(positions_N)]
-        if held.is_cuda:  # torch keeps the pinned block until it was read: nobody waits
-            held.copy_(positions_N.pin_memory(), non_blocking=True)
-        else:
-            held.copy_(positions_N)
+        held.copy_(to_device(positions_N, held.device))

@@ -35,7 +35,7 @@ RouteObserver = Callable[[ForwardBatch, ServingEpoch, torch.Tensor], None]
 
 
 class StepRoutes(NamedTuple):
-    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the device."""
+    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the same device."""
 
     slots: torch.Tensor
     rows_TLK: torch.Tensor
@@ -81,14 +81,12 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
         """Hidden states [T, D] of the step, and its routes where they are recorded: for `keep_routes`, in order.
 
-        Reads nothing back from the device.  The weight epochs of the step's tokens are noted by KV slot.  Ranks that
-        share tokens all have all rows, also where each of them routed a slice.
+        Reads nothing back from the device.  Ranks that share tokens all have all rows, also where each of them routed a
+        slice.
         """
         replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
         hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
-        routes = None if ids_TLK is None else self._note_routes(batch, ids_TLK)
-        self.kv_pool.stamp(batch.out_cache_loc, self.state.epoch.weight_epoch)
-        return hidden_TD, routes
+        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
 
     def sample_replayed(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
         """As `Sampler.sample`, of the step that was forwarded last, where its sampling was captured; None elsewhere."""
@@ -124,7 +122,7 @@ class ModelRunner:
         return hidden_TD, self._capturer.finish_step() if slices is None else slices.routes()
 
     def keep_routes(self, routes: StepRoutes) -> None:
-        """Bring the routes of a step to the host: its rows can be read by KV slot from now on."""
+        """Enter the routes of a step, once they are on the host: its rows can be read by KV slot from now on."""
         if self.route_store is not None:
             self.route_store.write(routes.slots, routes.rows_TLK)
 

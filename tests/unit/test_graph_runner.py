@@ -31,7 +31,7 @@ from rollout.model_executor.graph_runner import GraphRunner, graph_batch_sizes
 from tests.graph_loop import captured_engines
 from tests.graph_stand_in import StandInGraphPool
 from tests.kernels import native_ops
-from tests.late_loop import LateScheduler
+from tests.late_loop import overlap
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
@@ -81,10 +81,6 @@ def play(harness: Harness, prefix: str = "") -> list[tuple]:
     return [(x.token_ids, x.logprobs, x.top, x.routes.tolist(), x.versions) for x in results]
 
 
-def late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(build, "Scheduler", LateScheduler)
-
-
 def runner_of(harness: Harness) -> GraphRunner:
     graphs = harness.scheduler.runner.graphs
     assert graphs is not None
@@ -98,7 +94,7 @@ def test_replays_give_what_steps_in_python_give(folders: list[Path], graphs: Any
         patch.setattr(build, "capture_all", lambda *args: None)
         expected = play(Harness(folders[0], **SMALL))
     if in_flight:
-        late(graphs)
+        overlap(graphs)
     harness = Harness(folders[0], **SMALL)
     assert runner_of(harness).sizes == [1, 2, 4, 7]
     captured = StandInGraphPool.num_captures
@@ -130,7 +126,7 @@ def test_padding_touches_nothing_of_anybody(folders: list[Path], graphs: Any) ->
     assert store is not None
     for tensor in (*pool.k, *pool.v):
         tensor.fill_(torch.nan)
-    pool._epoch.fill_(-1)
+    pool._epoch[:] = -1
     results = harness.generate([prompt_of(index, 4) for index in range(3)], {"max_new_tokens": 9})
     used = 3 * (4 + 8)
     written = [~tensor.isnan().any(-1).any(-1) for tensor in pool.k]
@@ -365,7 +361,7 @@ def test_a_wrong_runner_is_noticed(
     folders: list[Path], graphs: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     expected = play(Harness(folders[0], **SMALL | {"disable_cuda_graph": True}))
-    late(graphs)
+    overlap(graphs)
     assert is_right(folders[0], expected)
     wrong(graphs)
     assert not is_right(folders[0], expected)

@@ -16,7 +16,6 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.engine import build
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache.kv_pool import NewestTokens
 from rollout.model_executor import model_runner
@@ -24,7 +23,7 @@ from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
 from rollout.scheduler.step import InFlight, StepRunner
-from tests.late_loop import LateScheduler
+from tests.late_loop import overlap
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_spec
 from tests.scheduler_harness import Harness, Result
@@ -41,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(build, "Scheduler", LateScheduler)
+    return lambda: overlap(monkeypatch)
 
 
 ASKS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
