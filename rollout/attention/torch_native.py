@@ -130,7 +130,7 @@ def _plan_decode(batch: ForwardBatch, dtype: torch.dtype) -> list[_DecodeBucket]
     if num_requests == 0:
         return []
     first = batch.num_extend_tokens
-    lengths = lengths_B.tolist()
+    lengths = batch.decode_seq_lens_host.tolist()
     buckets = bucket_by_length(lengths)
     if len(buckets) == 1:
         rows = slice(first, first + num_requests)

@@ -35,6 +35,7 @@ MODELS = {
     ],
     "latents": [LayerCase(LatentKV(128, 64), 16, scale=0.1)],
 }
+DTYPES = [torch.float32, *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.bfloat16, torch.float16))]
 LAYOUTS = {
     "mixed": Layout([(0, 0, 9), (3, 17, 30), (2, 5, 1)], [(1, 1), (5, 70), (4, 8)]),
     "decodes": Layout(decodes=[(3, 12), (0, 7), (4, 8), (1, 96)]),
@@ -60,7 +61,7 @@ BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_against_float64(model: str, dtype: torch.dtype, backend: str) -> None:
     steps = AttentionSteps(MODELS[model], dtype)
