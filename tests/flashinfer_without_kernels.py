@@ -1,4 +1,4 @@
-"""The installed package `flashinfer` on CPU tensors: its own wrappers in Python, with the stand-in's kernels below them.
+"""The installed package `flashinfer` on CPU tensors: its own wrappers in Python, above the stand-in's kernels.
 
 All that the wrappers check, copy and pass on is the package's own; what they take for a device of sm_90 computes in
 float64.  For flashinfer-python 0.7.2.post1: other releases may load their modules elsewhere.
