@@ -66,7 +66,7 @@ def test_plans_for_another_dtype_are_noticed(model: str, library: Any) -> None:
     steps = AttentionSteps(MODELS[model], torch.bfloat16)
     backend = _backend(steps, library)
     backend._shared.dtype = torch.float16
-    with pytest.raises(ValueError, match="q_data_type|planned"):
+    with pytest.raises(ValueError, match=r"q_data_type|planned"):
         steps.check(backend, LAYOUTS[0])
 
 
