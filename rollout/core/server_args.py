@@ -75,7 +75,7 @@ class ServerArgs:
     disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
-    attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
+    attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
     cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
