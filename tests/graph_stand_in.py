@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 WAITS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "equal"}
@@ -51,6 +51,14 @@ def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def launch(kernel: Callable[[], None]) -> None:
+    """Run a kernel that is no operator of torch; one that is launched in a capture runs at every replay, too."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        kernel()
+    if _under_way:
+        _under_way[-1].calls.append(_Call(kernel, (), {}, []))
+
+
 @dataclass
 class _Call:
     """`args` are the memory that it was given; `fresh`: those of its results that lie in memory of the pool."""
@@ -75,6 +83,7 @@ class _Capture(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
+        self.allocated: list[torch.Tensor] = []
         self._traps = _HostTraps()
 
     @classmethod
@@ -106,6 +115,9 @@ class _Capture(TorchDispatchMode):
             for place, x in enumerate(tree_leaves(result))
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given
         ]
+        self.allocated += [x for _, x in fresh]
+        if name.startswith(("empty", "new_empty")):
+            return result
         if fresh or func._schema.is_mutable:  # a view is one still
             held = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (args, kwargs))
             self.calls.append(_Call(func, *held, fresh))
@@ -129,16 +141,16 @@ class StandInGraphPool:
         with _Capture() as capture:
             if run() is not None:
                 raise CaptureError("what a capture returns lies in the pool's memory: write it to a tensor of your own")
-        calls = capture.calls
+        calls, allocated = capture.calls, capture.allocated
         StandInGraphPool.num_captures += 1
-        _poison(calls)
+        _poison(allocated)
 
         def replay() -> None:
             if is_capturing():
                 raise CaptureError("a replay in a capture")
             StandInGraphPool.num_replays += 1
             _play(calls)
-            _poison(calls)
+            _poison(allocated)
 
         return replay
 
@@ -146,14 +158,11 @@ class StandInGraphPool:
 def _play(calls: list[_Call]) -> None:
     for call in calls:
         results = tree_leaves(call.operator(*call.args, **call.kwargs))
-        if "empty" in call.operator._schema.name:
-            continue
         for place, held in call.fresh:
             held.copy_(results[place])
 
 
-def _poison(calls: list[_Call]) -> None:
+def _poison(allocated: list[torch.Tensor]) -> None:
     """Garbage into what the capture allocated, as another graph of the pool would leave it."""
-    for call in calls:
-        for _, held in call.fresh:
-            held.fill_(torch.nan if held.is_floating_point() else 1 if held.dtype == torch.bool else 113)
+    for held in allocated:
+        held.fill_(torch.nan if held.is_floating_point() else 1 if held.dtype == torch.bool else 113)

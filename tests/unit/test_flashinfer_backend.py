@@ -286,7 +286,7 @@ def test_an_engine_answers_as_with_torch(family: str, engines: None, tmp_path: P
     answers = []
     for name in ("torch_native", "flashinfer"):
         harness = Harness(folder, attention_backend=name, disable_native_kernels=True, chunked_prefill_size=16)
-        assert (name == "flashinfer") == isinstance(harness.scheduler.runner._attention, OnStandIn)
+        assert (name == "flashinfer") == isinstance(harness.scheduler.runner.attention, OnStandIn)
         answers.append(harness.generate(prompts, {"max_new_tokens": 12}))
     for ours, theirs in zip(*answers):
         assert ours.token_ids == theirs.token_ids and len(ours.token_ids) == 12
