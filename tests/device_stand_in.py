@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from tests.streams_stand_in import Streams
 
-_NAME = "standin"
-_setup_privateuseone_for_python_backend(_NAME)  # once a process
+_NAME = "privateuseone"
 DEVICE = torch.device(_NAME, 0)
 
 # Their results, or the sizes of them, are needed on the host.
@@ -80,8 +80,9 @@ class Device(TorchDispatchMode):
     """Entered around everything that has tensors on `DEVICE`.  `num_waits` of the host so far."""
 
     def __init__(self, streams: Streams) -> None:
+        _register()
         super().__init__()
-        self._streams = streams
+        self.streams = streams
         self._refuses = False
         self.num_waits = 0
 
@@ -162,7 +163,7 @@ class Device(TorchDispatchMode):
             return target.copy_(source.content)
         value = source.content.clone()
         target.copy_(_garbage(target))
-        self._streams.current.enqueue(lambda: target.copy_(value))
+        self.streams.current.enqueue(lambda: target.copy_(value))
         return target
 
     def _send(self, source: torch.Tensor, sent: torch.Tensor, non_blocking: bool) -> torch.Tensor:
@@ -177,14 +178,20 @@ class Device(TorchDispatchMode):
             if not torch.equal(source, before):
                 raise RaceError("pinned memory was written while a copy from it was in flight")
 
-        self._streams.current.enqueue(read)
+        self.streams.current.enqueue(read)
         return sent
 
     def _wait(self, what: str) -> None:
         if self._refuses:
             raise HostWaitsError(f"the host waits for the device: {what}")
         self.num_waits += 1
-        self._streams.synchronize()
+        self.streams.synchronize()
+
+
+@cache
+def _register() -> None:
+    """Once a process, and not before it is needed: torch then has an accelerator."""
+    _setup_privateuseone_for_python_backend()
 
 
 def _content(value: Any) -> Any:
@@ -223,9 +230,3 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 def _garbage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 85)
-
-
-def call_in(device: Device, call: Callable[[], Any]) -> Any:
-    """`call()` with the device's tensors at hand, in inference mode, as a scheduler runs."""
-    with torch.inference_mode(), device:
-        return call()

@@ -1,4 +1,4 @@
-"""Streams and events as CUDA has them, without a device: what is enqueued happens when somebody waits for it, no sooner.
+"""Streams and events as CUDA has them, without a device: what is enqueued happens when somebody waits for it.
 
     stream A   work  work  event x  work         x.synchronize() does the first two; what is read before is what was
     stream B   wait for x, work                  there before them
@@ -20,8 +20,7 @@ import torch
 class Stream:
     """Work in its order, of which the first `done` was done."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._work: list[Callable[[], None]] = []
         self.done = 0
 
@@ -77,11 +76,11 @@ class Streams:
     """In the place of `torch.cuda`'s functions while `installed`."""
 
     def __init__(self) -> None:
-        self.all = [Stream(self)]
+        self.all = [Stream()]
         self.current = self.all[0]
 
     def new(self) -> Stream:
-        self.all.append(Stream(self))
+        self.all.append(Stream())
         return self.all[-1]
 
     def current_stream(self, device: torch.device | str | int | None = None) -> Stream:
