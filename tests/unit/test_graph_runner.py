@@ -6,6 +6,7 @@ Float32 on the compiled operators, where a row has the same bits in every batch:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from capture.capturer import RoutedExpertsCapturer
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_dump import LoadDump
 from rollout.attention.native_cpu import _CapturedCpuBackend
+from rollout.core.errors import StartupError
 from rollout.core.expert_io_struct import (
     DumpExpertDistributionReqInput,
     StartExpertDistributionReqInput,
@@ -24,10 +26,13 @@ from rollout.core.expert_io_struct import (
 )
 from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from rollout.engine import build
+from rollout.kernels.ops import plain_ops
 from rollout.layers.moe.experts import Experts
 from rollout.model_executor import graph_runner
 from rollout.model_executor.graph_buffers import GraphBuffers
 from rollout.model_executor.graph_runner import GraphRunner, graph_batch_sizes
+from rollout.scheduler.window_pages import WindowPages
+from tests.family_zoo import family_checkpoint
 from tests.graph_loop import captured_engines
 from tests.graph_stand_in import StandInGraphPool
 from tests.kernels import native_ops
@@ -177,6 +182,22 @@ def test_a_refresh_is_seen_without_a_new_capture(
     assert StandInGraphPool.num_captures == captured
 
 
+def test_windows_with_pages_of_their_own(graphs: Any, tmp_path: Path) -> None:
+    """Requests that pass from page to page; padding writes to the last slot of either pool."""
+    folder = family_checkpoint(tmp_path / "model", "gpt_oss", 3, max_position_embeddings=512)
+    settings = SMALL | {"max_total_tokens": 1200, "chunked_prefill_size": 64}
+    answers, prompts = [], [prompt_of(index, 100 + 9 * index) for index in range(3)]
+    for more in ({"disable_cuda_graph": True}, {}):
+        harness = Harness(folder, **settings | more)
+        assert isinstance(harness.scheduler.cache.states, WindowPages)
+        pool = harness.scheduler.runner.kv_pool
+        assert {len(k) for k in pool.k} == {pool.padding_slot + 1, pool.window_padding_slot + 1}
+        answers.append([(x.token_ids, x.logprobs) for x in harness.generate(prompts, {"max_new_tokens": 60})])
+        harness.check_idle()
+    assert answers[0] == answers[1]
+    assert StandInGraphPool.num_replays > 100
+
+
 def moved(harness: Harness, map_row: list[int]) -> None:
     """Put the experts where the map says, weights and tables."""
     state = harness.scheduler.runner.state
@@ -244,18 +265,27 @@ def test_released_memory_comes_back_under_the_recordings(folders: list[Path], gr
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind", "reason"),
+    ("family", "settings", "reason"),
     [
-        ({"disable_native_kernels": True}, "moe_dense_first", "plain torch"),
-        ({"attention_backend": "torch_native"}, "moe_dense_first", "TorchNativeBackend cannot be captured"),
+        ("qwen3_moe", {"disable_native_kernels": True}, "plain torch"),
+        ("qwen3_moe", {"attention_backend": "torch_native"}, "TorchNativeBackend cannot be captured"),
+        ("qwen3_next", {}, "recurrent layers"),
     ],
 )
 def test_what_cannot_be_captured_says_why(
-    tmp_path: Path, graphs: Any, capsys: pytest.CaptureFixture[str], settings: dict, kind: str, reason: str
+    tmp_path: Path, graphs: Any, capsys: pytest.CaptureFixture[str], family: str, settings: dict, reason: str
 ) -> None:
-    harness = Harness(tiny_checkpoint(tmp_path / "model", kind, seed=1), **SMALL, **settings)
+    harness = Harness(family_checkpoint(tmp_path / "model", family, 1), **SMALL, **settings)
     assert harness.scheduler.runner.graphs is None
-    assert reason in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "steps are not captured, decoding is slower: " in said and reason in said
+
+
+def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    """Wrong: operators that look at the routes on the host say that they can be captured."""
+    graphs.setattr(build, "select_ops", lambda *args: replace(plain_ops(), graph_safe=True))
+    with pytest.raises(StartupError, match=r"^capturing steps failed: .* give a smaller --cuda-graph-max-bs, or --dis"):
+        Harness(folders[0], **SMALL)
 
 
 def test_a_cpu_captures_nothing(folders: list[Path]) -> None:
