@@ -183,7 +183,7 @@ class GraphRunner:
 def graph_batch_sizes(most: int) -> list[int]:
     """The numbers of requests for which a step is captured, ascending, up to `most` and with it.
 
-    SGLang's default, closer together where a padding row costs a larger share of a step.
+    Close together where a padding row is a large share of a step.
     """
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
