@@ -220,7 +220,7 @@ class Scheduler:
     def _finish(self, step: InFlight) -> None:
         """The second half: records, finished requests, messages."""
         stats = self.stats
-        outgoing, num_sampled = self._steps.finish(step)
+        outgoing, num_sampled = self._steps.finish(step, stats.phase)
         if step.is_idle:
             stats.idle()
             return

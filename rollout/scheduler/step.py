@@ -102,7 +102,7 @@ class StepRunner:
     # --- first half -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
-        """Enqueue the step on the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
+        """Enqueue the step on the device.  `phase(name)`: a part of a phase of `StepStats` has ended."""
         step = self._enqueue(plan, global_num_tokens, phase)
         pool = self._cache.pool
         return step.brought(pool.device) if pool.is_apart else step
@@ -216,13 +216,14 @@ class StepRunner:
 
     # --- second half ----------------------------------------------------------------------------------------------
 
-    def finish(self, step: InFlight) -> tuple[list[Req], int]:
+    def finish(self, step: InFlight, phase: Callable[[str], None]) -> tuple[list[Req], int]:
         """Enter a step into the records, and set `req.finished` of requests that end with it.
 
         Returns the requests with something to send, those that ended or stream, and how many tokens were entered.
         """
         if step.copies is not None:
             step.copies.wait()
+            phase("forward")
         if step.routes is not None:
             self._runner.keep_routes(step.routes)
         for req, scored in step.scored:

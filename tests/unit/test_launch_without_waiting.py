@@ -16,6 +16,7 @@ import torch
 from rollout.attention import torch_native
 from rollout.core import host_copy
 from rollout.core.host_copy import HostCopies
+from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache import kv_pool
 from rollout.model_executor import input_builder
@@ -24,6 +25,7 @@ from rollout.sampling.torch_sampler import TorchSampler
 from rollout.scheduler.cache_manager import CacheManager
 from tests.device_engine import device_engine, stand_in_device
 from tests.device_stand_in import DEVICE, HostWaitsError
+from tests.family_zoo import FAMILIES, family_checkpoint, with_experts
 from tests.model_zoo import tiny_spec
 from tests.scheduler_harness import Harness, Result
 
@@ -112,6 +114,47 @@ def test_without_overlap_a_step_waits_for_its_own_results(folder: Path) -> None:
         harness = device_engine(folder, disable_overlap_schedule=True, **SETTINGS)
         with device.refusing():
             assert generate(harness, ["greedy"]) == want
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_waits(family: str, tmp_path: Path) -> None:
+    """Latent attention, windows, sinks, recurrent states: outside of their operators, of which nothing is seen."""
+    folder = family_checkpoint(tmp_path / "model", family, 1, torch.float32)
+    settings = {"enable_return_routed_experts": family in with_experts(), "chunked_prefill_size": 8}
+    on_cpu = Harness(folder, disable_native_kernels=True, disable_overlap_schedule=False, **settings)
+    want = [result.token_ids for result in on_cpu.generate(PROMPTS, {"max_new_tokens": 8})]
+    with stand_in_device() as device:
+        harness = device_engine(folder, **settings)
+        with device.refusing():
+            assert [result.token_ids for result in harness.generate(PROMPTS, {"max_new_tokens": 8})] == want
+
+
+def in_the_midst(harness: Harness) -> list[tuple]:
+    """Pauses in both modes, and an abort, each while a step is in flight."""
+    rids = [harness.submit(prompt, params={"max_new_tokens": 30}) for prompt in PROMPTS]
+    for mode in ("in_place", "retract"):
+        for _ in range(5):
+            harness.tick()
+        assert harness.scheduler._in_flight is not None
+        assert harness.control(PauseGenerationReqInput, mode=mode).success
+        assert harness.scheduler._in_flight is None
+        assert harness.control(ContinueGenerationReqInput).success
+    for _ in range(3):
+        harness.tick()
+    harness.channel.inbox.append(AbortReqInput(rids=rids[:1]))
+    harness.run()
+    harness.check_idle()
+    return [facts(harness.results[rid]) for rid in rids]
+
+
+def test_pauses_and_aborts_wait_for_the_step_in_flight_alone(folder: Path) -> None:
+    want = in_the_midst(Harness(folder, disable_native_kernels=True, disable_overlap_schedule=False))
+    assert [reason for *_, reason, _, _ in want] == ["abort", "length", "length", "length"]
+    with stand_in_device() as device:
+        harness = device_engine(folder)
+        with device.refusing():
+            assert in_the_midst(harness) == want
 
 
 # --- wrong engines ----------------------------------------------------------------------------------------------------
