@@ -27,7 +27,9 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
+from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -52,6 +54,8 @@ from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
+
+_LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,11 @@ def build_scheduler(
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {sizes}",
+        kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     build_control(args, scheduler, model, layout, channel.wake, static_state)
+    capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -167,9 +172,16 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
+    """The device's kernels unless they are switched off, do not apply, or cannot be had; a line says which are used."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
+    if device.type == "cuda":
+        status = load_gpu_kernels()
+        if status.available:
+            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
+        else:
+            say(f"running on plain torch, several times slower: {status.reason}", prefix="")
+        return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     isa = None if args.cpu_isa == "auto" else args.cpu_isa
@@ -221,6 +233,7 @@ def _wire(
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
+        overlaps=args.overlaps,
         parallel=parallel,
         kv_events=events,
     )
@@ -253,7 +266,7 @@ def _limits(
     available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
     if args.device == "cpu":
         available //= parallel.layout.world_size // args.nnodes
-    kept_bytes = _staging_bytes(args, model_bytes)
+    kept_bytes = _staging_bytes(args, model_bytes) + bytes_to_reserve(args, model)
     usable = int(available * args.mem_fraction_static) - kept_bytes
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:
@@ -319,6 +332,7 @@ def _static_state(
         "context_length": limits.context_length,
         "dtype": str(dtype).removeprefix("torch."),
         "device": args.device,
+        "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),
