@@ -31,7 +31,9 @@ from rollout.distributed.nccl import NcclTransport, connect
 from rollout.distributed.transport import gloo_transport
 
 GARBAGE = 0xA5
-_READS_ON_THE_HOST = frozenset({"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "equal"})
+# Operators that make the host wait for the device: for a value, or for the size of their result.
+_WAITS = frozenset({"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "equal"})
+_WAITS |= {"bincount", "nonzero", "masked_select", "unique", "repeat_interleave"}
 _READS_NOTHING = frozenset(
     {"__get__", "view", "new_empty", "numel", "unsqueeze", "is_contiguous", "dim", "size", "split"}
 )
@@ -92,7 +94,10 @@ class Event:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in device memory.  Operators on it run after the work that this thread's stream was made to wait for."""
+    """A tensor in device memory.  Operators on it run after the work that this thread's stream was made to wait for.
+
+    `local.host_waits`: the operators of this thread for which the host had to wait.
+    """
 
     local = threading.local()
 
@@ -108,7 +113,9 @@ class OnDevice(torch.Tensor):
         for work in cls.ordered():
             assert work.ended.wait(_MOST_S), "the stand-in hangs"
         cls.local.ordered = failed = [work for work in cls.ordered() if work.has_failed]
-        assert not (failed and name in _READS_ON_THE_HOST), f"{name} waits for a device that never comes to its end"
+        if name in _WAITS:
+            cls.local.host_waits = [*getattr(cls.local, "host_waits", []), name]
+        assert not (failed and name in _WAITS), f"{name} waits for a device that never comes to its end"
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -136,6 +143,10 @@ class Backend:
     def eager_connect_single_device(self, device: torch.device) -> None:
         assert device.type == "cuda" and device.index is not None
         self._connected = device
+
+    def _comm_ptr(self) -> int:
+        assert self._connected is not None
+        return id(self)
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Work:
         (tensor,) = tensors
