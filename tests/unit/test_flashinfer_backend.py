@@ -48,7 +48,7 @@ def on_stand_in(steps: AttentionSteps) -> tuple[FlashInferBackend, Any]:
 
 def test_a_batch_holds_the_lengths_on_the_host() -> None:
     """They are the live arrays themselves, so that nothing is copied for backends that do not ask."""
-    pool = ReqToTokenPool(4, 8)
+    pool = ReqToTokenPool(4, 8, 0)
     for _ in range(3):
         pool.alloc()
     arrays = [torch.tensor(x) for x in ([2, 0], [3, 5], [4, 6], [0, 1])]
@@ -286,7 +286,7 @@ def test_an_engine_answers_as_with_torch(family: str, engines: None, tmp_path: P
     answers = []
     for name in ("torch_native", "flashinfer"):
         harness = Harness(folder, attention_backend=name, disable_native_kernels=True, chunked_prefill_size=16)
-        assert (name == "flashinfer") == isinstance(harness.scheduler.runner._attention, OnStandIn)
+        assert (name == "flashinfer") == isinstance(harness.scheduler.runner.attention, OnStandIn)
         answers.append(harness.generate(prompts, {"max_new_tokens": 12}))
     for ours, theirs in zip(*answers):
         assert ours.token_ids == theirs.token_ids and len(ours.token_ids) == 12
