@@ -53,19 +53,22 @@ class Layout:
 
 @dataclass
 class AttentionSteps:
-    """`layers` over one pool."""
+    """`layers` over one pool on `device`; what is right is computed on the CPU."""
 
     layers: Sequence[LayerCase]
     dtype: torch.dtype
     max_requests: int = 6
     max_context: int = 96
     seed: int = 0
+    device: str = "cpu"
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
         self._num_slots = self.max_requests * self.max_context + 1  # nothing is ever kept in the last one
-        self.pool = KVPool(self._num_slots, [case.kind for case in self.layers], self.dtype, "cpu", self._num_slots)
+        self.pool = KVPool(
+            self._num_slots, [case.kind for case in self.layers], self.dtype, self.device, self._num_slots
+        )
         shape = (self.max_requests, self.max_context)
         self.req_to_token = torch.randperm(self._num_slots - 1, generator=self._generator).view(shape)
         self._window_slots = torch.randperm(self._num_slots - 1, generator=self._generator).view(shape)
@@ -91,29 +94,31 @@ class AttentionSteps:
         positions = torch.tensor([position for _, span in spans for position in span], dtype=torch.int64)
         requests = torch.tensor([request for request, _ in layout.decodes], dtype=torch.int64)
         lengths = torch.tensor([length for _, length in layout.decodes], dtype=torch.int64)
+        device, window_table = self.device, self.window_table.to(self.device)
         return ForwardBatch(
-            input_ids=torch.zeros_like(positions),
-            positions=positions,
-            out_cache_loc=self.req_to_token[rows, positions],
-            req_to_token=self.req_to_token,
+            input_ids=torch.zeros_like(positions, device=device),
+            positions=positions.to(device),
+            out_cache_loc=self.req_to_token[rows, positions].to(device),
+            req_to_token=self.req_to_token.to(device),
             extend_req_pool_indices=[request for request, _, _ in layout.extends],
             extend_prefix_lens=[cached for _, cached, _ in layout.extends],
             extend_lens=[new for _, _, new in layout.extends],
-            decode_req_pool_indices=requests,
-            decode_seq_lens=lengths,
+            decode_req_pool_indices=requests.to(device),
+            decode_seq_lens=lengths.to(device),
             decode_req_pool_indices_host=requests,
             decode_seq_lens_host=lengths,
-            logits_rows=torch.empty(0, dtype=torch.int64),
-            window=WindowOperands(self.window_table[rows, positions], self.window_table),
+            logits_rows=torch.empty(0, dtype=torch.int64, device=device),
+            window=WindowOperands(self.window_table[rows, positions].to(device), window_table),
         )
 
     def q(self, layer: int, layout: Layout) -> torch.Tensor:
         """[T, H, key size]"""
-        return torch.cat([self.queries[layer][r, span.start : span.stop] for r, span in layout.spans])
+        return torch.cat([self.queries[layer][r, span.start : span.stop] for r, span in layout.spans]).to(self.device)
 
     def attend(self, backend: AttentionBackend, layer: int, layout: Layout) -> torch.Tensor:
-        case = self.layers[layer]
-        return backend.attend(layer, self.q(layer, layout), case.scale, case.window, self.sinks[layer])
+        case, sinks = self.layers[layer], self.sinks[layer]
+        sinks = None if sinks is None else sinks.to(self.device)
+        return backend.attend(layer, self.q(layer, layout), case.scale, case.window, sinks)
 
     def check(self, backend: AttentionBackend, layout: Layout) -> None:
         """Plan the step, attend in every layer twice, and compare."""
@@ -124,7 +129,7 @@ class AttentionSteps:
     def compare(self, out: torch.Tensor, layer: int, layout: Layout) -> None:
         exact = self.exact(layer, layout)
         assert out.dtype == self.dtype and out.shape == exact.shape
-        found = error(out, exact)
+        found = error(out.cpu(), exact)
         assert found < TOLERANCES[self.dtype], f"layer {layer}: {found}"
 
     def exact(self, layer: int, layout: Layout) -> torch.Tensor:
@@ -159,4 +164,4 @@ class AttentionSteps:
                 if case.window is not None:
                     self.window_table[request, seen] = table[request, seen]
                 for pool, content in zip(pools, (self.keys[layer], self.values[layer])):
-                    pool[table[request, seen]] = content[request, seen]
+                    pool[table[request, seen].to(self.device)] = content[request, seen].to(self.device)

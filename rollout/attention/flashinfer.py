@@ -43,9 +43,8 @@ class _Shared:
     """
 
     def __init__(self, kv: KVPool, library: Any, new_event: Callable[[], Any]) -> None:
-        pool = next(pool for pool in kv.k if pool.numel())
         self.library, self.new_event = library, new_event
-        self.device, self.dtype = pool.device, pool.dtype
+        self.device, self.dtype = kv.k[0].device, kv.k[0].dtype
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.kinds: dict[LayerKind, None] = {}
         self._indices: dict[int | None, torch.Tensor] = {}
@@ -169,10 +168,10 @@ def _is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
 
 def _unsupported(kv: KVPool) -> str | None:
     for k, v in zip(kv.k, kv.v, strict=True):
-        if not k.numel():
-            continue
         if k.device.type != "cuda":
             return f"it runs on CUDA, not on {k.device.type}"
+        if not k.numel():
+            continue  # a layer that keeps nothing of a token
         if k.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, not {k.dtype}"
         if not _is_latent(k, v):

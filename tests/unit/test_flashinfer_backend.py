@@ -209,7 +209,7 @@ def test_the_workspace_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _pool(kind: KVKind, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
+def _pool(kind: KVKind | None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
     """What is asked of a pool on a device that is not here."""
     pool = KVPool(4, [None, kind], dtype)
 
@@ -223,7 +223,7 @@ def _pool(kind: KVKind, dtype: torch.dtype = torch.bfloat16, device: str = "cuda
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     obstacles = {
-        "not on cpu": _pool(FullKV(2, 128), device="cpu"),
+        "not on cpu": _pool(None, device="cpu"),
         "not torch.float32": _pool(FullKV(2, 128), torch.float32),
         "not of 96": _pool(FullKV(2, 96)),
         "not of 96 with 64": _pool(LatentKV(96, 64)),
