@@ -6,6 +6,7 @@ Interpreted products are numpy's: what these tests say of bits is about which su
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -348,6 +349,12 @@ def test_a_layer_hands_empty_slots_to_operators_that_take_them(weighted: bool) -
     taking = _layer(replace(ops, fused_experts=experts.fused_experts, takes_empty_slots=True))
     taking._of_filled_slots = None  # type: ignore[assignment, method-assign]
     torch.testing.assert_close(taking(work), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compute", [experts.fused_experts, grouped_experts])
+def test_arguments_are_those_of_the_operator(compute: Callable[..., torch.Tensor]) -> None:
+    schema = torch.ops.lockstep.fused_experts.default._schema
+    assert list(inspect.signature(compute).parameters) == [argument.name for argument in schema.arguments]
 
 
 def test_the_operators_of_a_gpu_take_empty_slots() -> None:
