@@ -372,12 +372,10 @@ def test_grouped_products_agree(name: str) -> None:
 def test_the_choice_is_by_load_and_by_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_plan, "EXPERT_CHOICE", ((4, "triton"), (float("inf"), "grouped_mm")))
     assert choose_implementation(16, 4) == "triton" and choose_implementation(17, 4) == "grouped_mm"
-    calls: list[str] = []
-    monkeypatch.setattr(experts, "grouped_experts", lambda *_: calls.append("grouped_mm"))
-    monkeypatch.setattr(experts, "_of_matrices", lambda *_: calls.append("triton"))
-    for case in (draw(8), draw(9), draw(9, hidden=37)):
-        run(case)
-    assert calls == ["triton", "grouped_mm", "triton"]  # rows of 148 bytes are not aligned
+    monkeypatch.setattr(experts, "grouped_experts", lambda *_: "grouped_mm")
+    monkeypatch.setattr(experts, "_of_matrices", lambda *_: "triton")
+    cases = (draw(8), draw(9), draw(9, hidden=37))  # rows of 148 bytes are not aligned
+    assert [run(case) for case in cases] == ["triton", "grouped_mm", "triton"]
 
 
 def test_tiles_grow_with_the_load_and_keep_the_depth() -> None:
