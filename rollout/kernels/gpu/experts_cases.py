@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, 
 
 
 def _case(
-    name: str, kernel: Any, types: dict[str, str | None], constants: dict[str, object], tiles: Tiles
+    name: str, kernel: Any, types: Mapping[str, str | None], constants: dict[str, object], tiles: Tiles
 ) -> CompileCase:
     """Pointers without a type are None."""
     given = {argument: kind for argument, kind in types.items() if kind is not None}
