@@ -173,7 +173,7 @@ def test_the_order_of_ties_is_that_of_the_cpu(spec: RouterSpec) -> None:
 
 
 def test_a_nan_is_never_chosen_over_a_number_and_ids_are_distinct() -> None:
-    for spec in SPECS.values():
+    for spec in (SPECS["softmax"], SPECS["groups"], SPECS["every expert"]):
         case = Case(spec)
         case.weight[1] = torch.nan
         ids = case.route(router.norm_route)[2]
