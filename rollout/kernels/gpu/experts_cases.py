@@ -82,6 +82,6 @@ def _case(
 def _sum_case(dtype: torch.dtype) -> CompileCase:
     own = f"*{_TYPES[dtype]}"
     signature = {"out_ptr": own, "ids_ptr": "*i64", "weights_ptr": own, "sum_ptr": own}
-    constants = {"D": _HIDDEN, "K": _TOP_K, "P": _EXPERTS, "BLOCK_D": SUM_WIDTH}
+    constants: dict[str, object] = {"D": _HIDDEN, "K": _TOP_K, "P": _EXPERTS, "BLOCK_D": SUM_WIDTH}
     name = f"experts weighted sum, {_TYPES[dtype]}"
     return CompileCase(name, kernels.weighted_sum_kernel, signature, constants, PLAIN_WARPS, _DEFAULT_STAGES)
