@@ -210,8 +210,8 @@ def _product_in_order(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
 def test_rows_do_not_depend_on_one_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 18 rows, so that a row is computed in a whole tile, in a part of one, and alone.
 
-    The interpreter's product of tiles is a library's, whose order of sums depends on a row's place in the tile; that of a
-    tensor core is taken not to.
+    The interpreter's product of tiles is a library's, whose order of sums depends on a row's place in the tile; that of
+    a tensor core is taken not to.
     """
     monkeypatch.setattr(np, "matmul", _product_in_order)
     assert _is_independent(router.norm_route, SPECS[name])
