@@ -53,7 +53,7 @@ def interpreted_ops() -> Ops:
     operators: dict[str, Callable[..., Any]] = {
         name: getattr(kernels(module), name) for name, module in TRITON_OPERATORS.items()
     }
-    return replace(plain_ops(), **operators)
+    return replace(plain_ops(), takes_empty_slots=True, **operators)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:
