@@ -24,8 +24,23 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
+import triton.language as tl
+from triton.runtime import interpreter
+
 from rollout.kernels.gpu.register import TRITON_OPERATORS
 from rollout.kernels.ops import Ops, plain_ops
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that a kernel calls.  Triton would make its language interpretable again each time, which takes longer
+    than the function does; once is enough."""
+    languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
+    if any(tl.core.is_builtin(language.full) for language in languages):
+        interpreter._patch_lang(self.fn)
+    return self.rewrite()(*args, **kwargs)
+
+
+interpreter.InterpretedFunction.__call__ = _call
 
 
 def kernels(module: str) -> Any:
@@ -38,7 +53,7 @@ def interpreted_ops() -> Ops:
     operators: dict[str, Callable[..., Any]] = {
         name: getattr(kernels(module), name) for name, module in TRITON_OPERATORS.items()
     }
-    return replace(plain_ops(), **operators)
+    return replace(plain_ops(), takes_empty_slots=True, **operators)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:

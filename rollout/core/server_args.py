@@ -73,7 +73,7 @@ class ServerArgs:
     device: str = _arg("cpu", "torch device")
     base_gpu_id: int = _arg(0, "with --device cuda: the first rank's device on each machine; the next ranks' follow it")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
-    disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
+    disable_native_kernels: bool = _arg(False, "run on plain torch even where compiled or Triton kernels exist")
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")

@@ -57,7 +57,8 @@ SCHEMAS = {
     # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
     "silu_and_mul": "(Tensor gate_up) -> Tensor",
     # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].
-    # Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, ClampedSwiGLU.
+    # Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, ClampedSwiGLU.  An id of -1 is a slot
+    # without an expert where `Ops.takes_empty_slots` says so: its output is zero, its weight is not used.
     "fused_experts": (
         "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, "
         "Tensor? w13_bias=None, Tensor? w2_bias=None, float? limit=None, float alpha=1.0) -> Tensor"

@@ -38,6 +38,7 @@ from rollout.kernels.gpu.experts_plan import (
 from weight_sync.fp8_blocks import QUANTISED
 
 SUM_WIDTH = 1024  # features that a program of the weighted sum takes
+_LANES = 32  # of a warp: bins of a histogram
 PLAIN_WARPS = 4  # of kernels without products
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -172,8 +173,8 @@ def _gate_up(
         held.w13_bias,
         inner_AI,
         *blocks,
-        0.0 if limit is None else limit,
-        alpha,
+        0.0 if limit is None else float(limit),
+        float(alpha),
         D=hidden_size,
         I=inner_size,
         K=top_k,
@@ -226,7 +227,7 @@ def _weighted_sum(out_TKD: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
 
 
 def plan_constants(experts: int, tokens: int, chunk: int) -> dict[str, object]:
-    bins = triton.next_power_of_2(experts + 1)
+    bins = max(_LANES, triton.next_power_of_2(experts + 1))
     return {"P": experts, "BINS": bins, "BLOCK_M": tokens, "CHUNK": chunk}
 
 

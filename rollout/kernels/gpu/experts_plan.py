@@ -1,7 +1,8 @@
 """Which implementation the experts of a step run on, and with which tiles: functions of shapes alone.
 
 A shape is known on the host without a look at the routes, so the choice costs no synchronisation and a CUDA graph of a
-batch size keeps its own.  Load is measured as assignments per stored expert, R.
+batch size keeps its own.  Load is measured as assignments per stored expert, R.  The two tables are read at each call:
+a benchmark may put others in their place, one row after the other, and write what it found here.
 
 No number here was measured on a GPU yet: tiles are chosen by arithmetic (below), and Triton serves every load, since
 one implementation for all loads keeps a token's bits the same in decode and prefill.
