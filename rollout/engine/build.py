@@ -27,6 +27,8 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
+from rollout.engine.build_graphs import bytes_to_reserve, capture_all
+from rollout.engine.device import claim_device
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
@@ -80,6 +82,7 @@ def build_scheduler(
     parallel = parallel or Parallel()
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
+    device = claim_device(args, parallel.position.world_rank)
     _set_threads(args, parallel)
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
@@ -93,7 +96,6 @@ def build_scheduler(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
-    device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
@@ -101,7 +103,7 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
     )
     model_bytes = _bytes_of(model)
-    limits = _limits(args, config, model, dtype, model_bytes, parallel)
+    limits = _limits(args, config, model, dtype, model_bytes, parallel, device)
     state = ModelState(model, placement, args.weight_version)
     window_slots = None if limits.window is None else limits.window.num_slots
     kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
@@ -130,7 +132,8 @@ def build_scheduler(
         kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
-    build_control(args, scheduler, model, layout, channel.wake, static_state)
+    build_control(args, scheduler, model, layout, channel.wake, static_state, device)
+    capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -155,7 +158,7 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
     """A step computes one chunk of prompts and a token of every running request."""
     tokens = _most_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
-    return MoeBackend(args.moe_a2a_backend, tokens)
+    return MoeBackend(args.moe_a2a_backend, tokens, args.deepep_mode)
 
 
 def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
@@ -231,6 +234,7 @@ def _wire(
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
+        overlaps=args.overlaps,
         parallel=parallel,
         kv_events=events,
     )
@@ -254,16 +258,17 @@ def _limits(
     dtype: torch.dtype,
     model_bytes: int,
     parallel: Parallel,
+    device: torch.device,
 ) -> Limits:
     """The same on all ranks; those of one machine share its memory.
 
     Recurrent states and pages of windows get theirs before the slots of all tokens do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
-    available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
-    if args.device == "cpu":
+    available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(device)]))
+    if device.type == "cpu":
         available //= parallel.layout.world_size // args.nnodes
-    kept_bytes = _staging_bytes(args, model_bytes)
+    kept_bytes = _staging_bytes(args, model_bytes) + bytes_to_reserve(args, model)
     usable = int(available * args.mem_fraction_static) - kept_bytes
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:
@@ -329,6 +334,7 @@ def _static_state(
         "context_length": limits.context_length,
         "dtype": str(dtype).removeprefix("torch."),
         "device": args.device,
+        "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),

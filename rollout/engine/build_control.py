@@ -41,6 +41,7 @@ def build_control(
     layout: ExpertLayout | None,
     wake: Callable[[], None],
     static_state: dict[str, Any],
+    device: torch.device,
 ) -> None:
     """Connect every verb's handler, and what runs between steps, in its order.
 
@@ -64,7 +65,7 @@ def build_control(
     held = HeldMemory(keep=args.keep_staging_memory)
     updater = WeightUpdater(
         model.weights,
-        device=torch.device(args.device),
+        device=device,
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
         commit_vote=consensus.commit_vote,

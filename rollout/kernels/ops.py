@@ -135,12 +135,15 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits in every batch and with any number of threads.  `takes_empty_slots`: ids of -1 are
-    slots of `fused_experts` without an expert, whose output is zero and whose weight is not used.
+    every result has the same bits in every batch and with any number of threads.  `graph_safe`: none of them waits for
+    the device, or allocates what depends on numbers there, so that a step can be captured (`gated_delta` apart).
+    `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
+    is not used.
     """
 
     storage: RowMajor
     batch_invariant: bool
+    graph_safe: bool = False
     takes_empty_slots: bool = False
     gather_rows: Callable[..., torch.Tensor]
     matrix_rows: Callable[..., torch.Tensor]
@@ -177,7 +180,7 @@ def gpu_ops() -> Ops:
 
 def _registry_ops(storage: RowMajor, batch_invariant: bool) -> Ops:
     operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
-    return Ops(storage=storage, batch_invariant=batch_invariant, **operators)
+    return Ops(storage=storage, batch_invariant=batch_invariant, graph_safe=True, **operators)
 
 
 def select_ops(

@@ -48,6 +48,21 @@ class SampledTokens:
     kept_ids: torch.Tensor
     kept_logprobs: torch.Tensor
 
+    @classmethod
+    def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
+        """Of rows that ask for nothing else."""
+        none = logprobs_N.new_empty(0)
+        return cls(
+            token_ids_N,
+            logprobs_N,
+            top_ids=token_ids_N.new_empty((len(token_ids_N), 0)),
+            top_logprobs=logprobs_N.new_empty((len(token_ids_N), 0)),
+            chosen_logprobs=none,
+            kept_counts=torch.zeros(len(token_ids_N), dtype=torch.int64),
+            kept_ids=torch.empty(0, dtype=torch.int32),
+            kept_logprobs=none,
+        )
+
 
 @dataclass(slots=True)
 class ScoredTokens:

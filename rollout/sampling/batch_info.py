@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout.core.host_copy import to_device
 from rollout.core.sampling_params import SamplingParams
 
 _SPANS = ("chosen", "bias", "ends", "prompt", "output")  # entries begin .. end - 1 of a list of the batch
@@ -237,7 +238,7 @@ class SamplingBatchInfo:
     def filtered_rows(self) -> torch.Tensor | None:
         """Indices [F] of the random rows with top-k, top-p or min-p; None if there are none."""
         rows = np.flatnonzero(self._has_filters)
-        return torch.from_numpy(rows).to(self.device) if len(rows) else None
+        return to_device(torch.from_numpy(rows), self.device) if len(rows) else None
 
     @cached_property
     def largest_top_k(self) -> int:
@@ -269,4 +270,4 @@ class SamplingBatchInfo:
         return (table["is_greedy"] == 0) & filters
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(self.settings[name].copy()).to(dtype).to(self.device)
+        return to_device(torch.from_numpy(self.settings[name].copy()).to(dtype), self.device)

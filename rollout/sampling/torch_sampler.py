@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rollout.core.host_copy import to_device
 from rollout.sampling.base import PlainRows, SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
@@ -67,7 +68,7 @@ class TorchSampler(Sampler):
     ) -> ScoredTokens:
         logits_NV = _widened(logits_NV)
         logprobs = RowLogprobs(logits_NV / temperature if temperature != 1.0 else logits_NV)
-        chosen = torch.tensor(chosen_ids, dtype=torch.int64, device=logits_NV.device)
+        chosen = to_device(torch.tensor(chosen_ids, dtype=torch.int64), logits_NV.device)
         return ScoredTokens(
             logprobs.of(target_ids_N.to(logits_NV.device)[:, None]).squeeze(1),
             *logprobs.best(top_n),
@@ -87,22 +88,23 @@ def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: t
 
 
 def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
-    params = row.params
+    params, device = row.params, logits_V.device
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
+        ids = to_device(torch.tensor(list(params.logit_bias)), device)
+        values = to_device(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), device)
         logits_V[ids] += values.to(logits_V.dtype)
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(np.array([*row.prompt_ids, *row.output_ids], np.int64))).to(logits_V.device)
-        values, penalty = logits_V[seen], params.repetition_penalty
+        seen = torch.tensor([*row.prompt_ids, *row.output_ids], dtype=torch.int64).unique()
+        seen, penalty = to_device(seen, device), params.repetition_penalty
+        values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-        # distinct ones are found on the host: a size that a device finds is a wait for it
-        distinct, times = np.unique(np.array(row.output_ids, np.int64), return_counts=True)
-        seen, counts = (torch.from_numpy(values).to(logits_V.device) for values in (distinct, times))
-        logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        seen, counts = torch.tensor(row.output_ids).unique(return_counts=True)
+        lowered_by = params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        logits_V[to_device(seen, device)] -= to_device(lowered_by, device)
     if position < params.min_new_tokens:
-        logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf
+        ends = torch.tensor(row.end_ids_below(logits_V.shape[0]), dtype=torch.int64)
+        logits_V.index_fill_(0, to_device(ends, device), -torch.inf)
 
 
 def filtered_candidates(
@@ -195,8 +197,8 @@ class RowLogprobs:
     def of_each(self, token_ids: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
         """[C] of the tokens of some rows, given as (index, token ids), one row after the other."""
         device = self._logits_NV.device
-        rows = torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64, device=device)
-        flat = torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64, device=device)
+        rows = to_device(torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64), device)
+        flat = to_device(torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64), device)
         return self._logits_NV[rows, flat] - self._normaliser[rows, 0]
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,7 +227,7 @@ def _draw(
     logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for every row [N], as if none were greedy, and the weights [N, V] that it was drawn by."""
-    noise = torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())).to(info.device)
+    noise = to_device(torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())), info.device)
     weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
         rows = info.filtered_rows
