@@ -102,8 +102,8 @@ def test_an_outcome_that_is_no_number_stays_one() -> None:
 
 @pytest.mark.full
 def test_rows_have_the_same_bits_in_every_batch() -> None:
-    case = with_empty_slots(draw(40, top_k=3, clamped=True))
-    assert rows_are_independent(lambda index: run(case.rows(index)), 40)
+    case = with_empty_slots(draw(20, top_k=3, clamped=True))
+    assert rows_are_independent(lambda index: run(case.rows(index)), 20)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
@@ -372,12 +372,10 @@ def test_grouped_products_agree(name: str) -> None:
 def test_the_choice_is_by_load_and_by_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_plan, "EXPERT_CHOICE", ((4, "triton"), (float("inf"), "grouped_mm")))
     assert choose_implementation(16, 4) == "triton" and choose_implementation(17, 4) == "grouped_mm"
-    calls: list[str] = []
-    monkeypatch.setattr(experts, "grouped_experts", lambda *_: calls.append("grouped_mm"))
-    monkeypatch.setattr(experts, "_of_matrices", lambda *_: calls.append("triton"))
-    for case in (draw(8), draw(9), draw(9, hidden=37)):
-        run(case)
-    assert calls == ["triton", "grouped_mm", "triton"]  # rows of 148 bytes are not aligned
+    monkeypatch.setattr(experts, "grouped_experts", lambda *_: "grouped_mm")
+    monkeypatch.setattr(experts, "_of_matrices", lambda *_: "triton")
+    cases = (draw(8), draw(9), draw(9, hidden=37))  # rows of 148 bytes are not aligned
+    assert [run(case) for case in cases] == ["triton", "grouped_mm", "triton"]
 
 
 def test_tiles_grow_with_the_load_and_keep_the_depth() -> None:

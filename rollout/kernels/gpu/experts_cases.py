@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,32 +46,26 @@ def _plan_case(tokens: int, chunk: int) -> CompileCase:
 def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool) -> Iterator[CompileCase]:
     """Experts that clamp have biases."""
     own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
-    pointers = {"w": f"*{_TYPES[weight_dtype]}", "scale_ptr": "*fp32" if scaled else None}
-    pointers["bias_ptr"] = own if clamped else None
-    shared: dict[str, Any] = {"D": _HIDDEN, "I": _INNER, "HAS_BIAS": clamped}
+    weight = f"*{_TYPES[weight_dtype]}"
+    beside = {"scale_ptr": "*fp32" if scaled else None, "bias_ptr": own if clamped else None}
+    plan = {"order_ptr": "*i32", "blocks_ptr": "*i32"}
+    shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "HAS_BIAS": clamped}
     shared |= product_constants(tiles, weight_dtype, scaled)
     name = f"{_TYPES[weight_dtype]}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
-    plan = {"order_ptr": "*i32", "blocks_ptr": "*i32"}
-    kinds = {"w13_ptr": pointers["w"], "scale_ptr": pointers["scale_ptr"], "bias_ptr": pointers["bias_ptr"]}
+    gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, "inner_ptr": own, **plan}
     yield _case(
         f"experts gate and up, {name}",
         kernels.gate_up_kernel,
-        {"hidden_ptr": own, **kinds, "inner_ptr": own, **plan, "limit": "fp32", "alpha": "fp32"},
+        gate_up_types | {"limit": "fp32", "alpha": "fp32"},
         shared | {"K": _TOP_K, "CLAMPED": clamped},
         tiles,
     )
-    kinds = {"w2_ptr": pointers["w"], "scale_ptr": pointers["scale_ptr"], "bias_ptr": pointers["bias_ptr"]}
-    yield _case(
-        f"experts down, {name}",
-        kernels.down_kernel,
-        {"inner_ptr": own, **kinds, "out_ptr": own, **plan},
-        shared,
-        tiles,
-    )
+    down_types = {"inner_ptr": own, "w2_ptr": weight, **beside, "out_ptr": own, **plan}
+    yield _case(f"experts down, {name}", kernels.down_kernel, down_types, shared, tiles)
 
 
 def _case(
-    name: str, kernel: Any, types: dict[str, str | None], constants: dict[str, object], tiles: Tiles
+    name: str, kernel: Any, types: Mapping[str, str | None], constants: dict[str, object], tiles: Tiles
 ) -> CompileCase:
     """Pointers without a type are None."""
     given = {argument: kind for argument, kind in types.items() if kind is not None}
