@@ -55,7 +55,7 @@ class Staging(WeightSink, Protocol):
         """All of `commit` that can be done ahead.  The model stays as it is."""
 
     def commit(self) -> None:
-        """Put everything written into the model; it is there when this returns.  Steps in flight read the old content."""
+        """Put everything written into the model: it is there when this returns.  Steps in flight read the old."""
 
     def undo(self) -> None:
         """Restore the old content, bit for bit, and release everything.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from weight_sync.content import Content, Digests
-from weight_sync.device_queue import DeviceQueue
+from weight_sync.device_queue import queue_of
 from weight_sync.errors import (
     CommitError,
     CoverageError,
@@ -363,13 +363,14 @@ def new_staging(
     mode: StagingMode,
     journal_dir: str | None = None,
     memory: Areas | None = None,
-    queue: DeviceQueue | None = None,
+    device: torch.device | str = "cpu",
 ) -> Staging:
     """For one transaction.
 
     `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
-    "device" take from; by default their own.  `queue`: of the device of the weights; by default a CPU's.
+    "device" take from; by default their own.  `device`: where the weights lie.
     """
+    queue = queue_of(device)
     if mode == "journal":
         return JournalStaging(weights, journal_dir, queue)
     if mode == "in_place":

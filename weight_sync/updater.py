@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import torch
 
 from weight_sync.content import ContentBook
-from weight_sync.device_queue import queue_of
 from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
@@ -122,8 +121,8 @@ class WeightUpdater:
             raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        lease, target, queue = Lease(lease_s, self._clock), self._target(coverage), queue_of(self._device)
-        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows, queue)
+        lease, target = Lease(lease_s, self._clock), self._target(coverage)
+        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows, self._device)
         flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
         flags["quantised"] = self.quantised
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
