@@ -66,13 +66,13 @@ def kv_pool_tokens(
     tokens = min((usable - kept.total) // bytes_per_token, context_length * max_running_requests)
     if tokens < _LEAST_TOKENS:
         raise StartupError(
-            f"not enough memory for a KV pool: beside weights of {_mib(weight_bytes)} there are {_mib(available_bytes)} "
-            f"free, of which --mem-fraction-static {mem_fraction:g} allows {_mib(usable)}; kept: {_mib(kept.staging)} "
-            f"for the next weights (--weight-staging), {_mib(kept.activations)} for the largest step, "
-            f"{_mib(kept.graphs)} for captured steps, {_mib(kept.tables)} for tables of requests, {_mib(kept.states)} for states and windows; "
-            f"left: {_mib(usable - kept.total)}, and a request of {_LEAST_TOKENS} tokens needs "
-            f"{_mib(_LEAST_TOKENS * bytes_per_token)}; raise --mem-fraction-static, lower --max-running-requests, "
-            "--context-length or --chunked-prefill-size, free memory, or serve a smaller model"
+            f"not enough memory for a KV pool: beside weights of {_mib(weight_bytes)} there are "
+            f"{_mib(available_bytes)} free, of which --mem-fraction-static {mem_fraction:g} allows {_mib(usable)}; "
+            f"kept: {_mib(kept.staging)} for the next weights (--weight-staging), {_mib(kept.activations)} for the "
+            f"largest step, {_mib(kept.graphs)} for captured steps, {_mib(kept.tables)} for tables of requests, "
+            f"{_mib(kept.states)} for states and windows; left: {_mib(usable - kept.total)}, and a request of "
+            f"{_LEAST_TOKENS} tokens needs {_mib(_LEAST_TOKENS * bytes_per_token)}; raise --mem-fraction-static, lower "
+            "--max-running-requests, --context-length or --chunked-prefill-size, free memory, or serve a smaller model"
         )
     return tokens
 
