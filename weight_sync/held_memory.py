@@ -107,8 +107,7 @@ def _new_bytes(num_bytes: int, device: torch.device, like: torch.Tensor | None) 
 
 
 def pinned_area(num_bytes: int) -> torch.Tensor:
-    """Host memory that a CUDA device copies to and from beside other work, uint8 [num_bytes]; it goes back with the last
-    view.
+    """Host memory that a CUDA device reaches beside other work, uint8 [num_bytes]; it goes with its last view.
 
     torch's own pinned memory takes the next power of two, and is kept by torch for ever.  It is taken for small areas,
     and where the driver registers no memory of others.
