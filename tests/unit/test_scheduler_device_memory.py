@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.weight_io_struct import BeginWeightUpdateReqInput
 from rollout.engine import build
 from rollout.model_executor.memory_pages import HostPages, MemoryTakenError, Span
 from tests.kernels import native_ops
@@ -92,7 +93,7 @@ def test_the_orders_of_slime_and_verl(folders: list[Path], pages: AbsentPages) -
 def test_a_refresh_before_the_weights_are_resumed_is_refused(folders: list[Path], pages: AbsentPages) -> None:
     harness = engine(folders[0])
     assert release(harness).success
-    answer = refresh(harness, logical_tensors(folders[1]), "v2")
+    answer = harness.control(BeginWeightUpdateReqInput, weight_version="v2")
     assert not answer.success and answer.status_code == 409 and "resume_memory_occupation" in answer.message
     assert memory(harness)["weights"] == "released"
     assert resume(harness).success and refresh(harness, logical_tensors(folders[1]), "v2").success
