@@ -300,7 +300,10 @@ def _limits(
         check_window_bytes(window.num_slots * window_bytes, usable)
         state_bytes += window.num_slots * window_bytes
         token_bytes -= window_bytes
-    num_slots = args.max_total_tokens or kv_pool_tokens(
+    wanted = args.max_total_tokens
+    if wanted and args.device == "cpu":  # memory that is not used is not taken
+        return Limits(context_length, wanted, num_rows, window)
+    num_slots = kv_pool_tokens(
         available,
         token_bytes,
         kept=replace(kept, states=state_bytes),
@@ -308,6 +311,7 @@ def _limits(
         mem_fraction=args.mem_fraction_static,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
+        wanted=wanted,
     )
     return Limits(context_length, num_slots, num_rows, window)
 

@@ -55,23 +55,26 @@ def kv_pool_tokens(
     mem_fraction: float,
     context_length: int,
     max_running_requests: int,
+    wanted: int | None = None,
 ) -> int:
     """KV slots that fit: `(available * mem_fraction - kept) / bytes_per_token`, at most what `max_running_requests`
-    requests of `context_length` could use.
+    requests of `context_length` could use; or as many as are `wanted`.
 
     `available_bytes`: with the weights there, which have `weight_bytes`.  Raises `StartupError` with all numbers when
-    not even one request of 16 tokens fits.
+    not even one request of 16 tokens fits, or not as many as are wanted.
     """
     usable = int(available_bytes * mem_fraction)
-    tokens = min((usable - kept.total) // bytes_per_token, context_length * max_running_requests)
-    if tokens < _LEAST_TOKENS:
+    fitting = (usable - kept.total) // bytes_per_token
+    tokens = min(fitting, context_length * max_running_requests) if wanted is None else wanted
+    if not _LEAST_TOKENS <= tokens <= fitting:
+        least = f"a request of {_LEAST_TOKENS} tokens" if wanted is None else f"--max-total-tokens {wanted}"
         raise StartupError(
             f"not enough memory for a KV pool: beside weights of {_mib(weight_bytes)} there are "
             f"{_mib(available_bytes)} free, of which --mem-fraction-static {mem_fraction:g} allows {_mib(usable)}; "
             f"kept: {_mib(kept.staging)} for the next weights (--weight-staging), {_mib(kept.activations)} for the "
             f"largest step, {_mib(kept.graphs)} for captured steps, {_mib(kept.tables)} for tables of requests, "
-            f"{_mib(kept.states)} for states and windows; left: {_mib(usable - kept.total)}, and a request of "
-            f"{_LEAST_TOKENS} tokens needs {_mib(_LEAST_TOKENS * bytes_per_token)}; raise --mem-fraction-static, lower "
+            f"{_mib(kept.states)} for states and windows; left: {_mib(usable - kept.total)}, and {least} "
+            f"needs {_mib((wanted or _LEAST_TOKENS) * bytes_per_token)}; raise --mem-fraction-static, lower "
             "--max-running-requests, --context-length or --chunked-prefill-size, free memory, or serve a smaller model"
         )
     return tokens

@@ -183,6 +183,12 @@ def test_a_pool_that_does_not_fit_tells_all_numbers() -> None:
     assert found == wanted
 
 
+def test_a_number_of_tokens_that_is_asked_for_must_fit() -> None:
+    assert kv_pool_tokens(1_000_000, 100, kept=Kept(staging=300_000), wanted=1999, **COMMON) == 1999
+    with pytest.raises(StartupError, match=r"--max-total-tokens 2001 needs 0\.2 MiB"):
+        kv_pool_tokens(1_000_000, 100, kept=Kept(staging=300_000), wanted=2001, **COMMON)
+
+
 @given(
     available=st.integers(0, 10**9),
     parts=st.lists(st.integers(0, 10**8), min_size=5, max_size=5),
