@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,15 @@ def test_memory_that_is_used_before_it_is_there_is_noticed(
     assert refresh(harness, logical_tensors(folders[1]), "v2").success
     resume(harness)
     assert pages.was_touched or pages.absent
+
+
+def test_updates_are_received_on_a_stream_of_their_own(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the I/O thread, and of no other: steps keep theirs."""
+    given: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        "rollout.control.weight_queue.use_own_stream",
+        lambda device: given.append((threading.current_thread().name, device)),
+    )
+    harness = Harness(folders[0], weight_version="v1")
+    assert refresh(harness, logical_tensors(folders[1]), "v2").success
+    assert given == [("weight-io_0", torch.device("cpu"))]

@@ -5,6 +5,7 @@ torch's part is played on the host: a storage that was opened counts its handle'
 
 from __future__ import annotations
 
+import inspect
 import io
 import weakref
 from collections.abc import Iterator
@@ -149,3 +150,14 @@ def test_a_device_is_found_by_its_uuid_whatever_its_number_there(prefix: str, mo
     for device in (2, f"{prefix}dead"):
         with pytest.raises(WeightRequestError, match=r"does not see|sees 2"):
             device_index(device)
+
+
+def test_torch_rebuilds_a_tensor_from_these_fifteen_arguments() -> None:
+    """What `CudaStorage` passes by position, and `torch_payload` reads: the same in torch 2.11 and 2.13."""
+    expected = (
+        *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),
+        *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
+        *("ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"),
+    )
+    assert tuple(inspect.signature(rebuild_cuda_tensor).parameters) == expected
+    assert hasattr(torch.UntypedStorage, "_release_ipc_counter")
