@@ -63,15 +63,16 @@ class DevicePages:
     def __init__(self, library: ctypes.CDLL, *, wait: Callable[[], object], trim: Callable[[], object]) -> None:
         self._library = library
         self._wait, self._trim = wait, trim
-        self._pools: dict[str, torch.cuda.MemPool] = {}
+        self._pools: dict[str, tuple[torch.cuda.memory.CUDAPluggableAllocator, torch.cuda.MemPool]] = {}
+        """The allocator must live as long as its pool."""
         self._gaps: dict[int, list[tuple[int, bytes]]] = {}
         """Of each area without memory, by its first address: where bytes of others lay, and which."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         if tag not in self._pools:
             allocator = torch.cuda.memory.CUDAPluggableAllocator(self._library._name, _ALLOC, _FREE)
-            self._pools[tag] = torch.cuda.MemPool(allocator.allocator())
-        return torch.cuda.use_mem_pool(self._pools[tag])
+            self._pools[tag] = allocator, torch.cuda.MemPool(allocator.allocator())
+        return torch.cuda.use_mem_pool(self._pools[tag][1])
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

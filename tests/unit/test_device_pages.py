@@ -346,3 +346,26 @@ def test_a_cpu_keeps_its_way() -> None:
     saver.discard("weights")
     assert saver.is_provided("weights") and not tensor.any()
     assert HostPages().is_provided([])
+
+
+def test_each_tag_has_a_pool_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's part is noted: an allocator by the names of two functions, a pool that must not outlive it."""
+    made: list[tuple[str, str]] = []
+    entered: list[object] = []
+
+    class Allocator:
+        def __init__(self, path: str, alloc: str, free: str) -> None:
+            assert Path(path).exists() and getattr(machine.library, alloc) and getattr(machine.library, free)
+            made.append((alloc, free))
+
+        def allocator(self) -> Allocator:
+            return self
+
+    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: [allocator])
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: entered.append(pool))
+    pages = machine.pages()
+    for tag in ("weights", "kv_cache", "weights"):
+        pages.pool(tag)
+    assert made == [("lockstep_pages_alloc", "lockstep_pages_free")] * 2
+    assert entered[0] is entered[2] is not entered[1]

@@ -73,6 +73,7 @@ def test_any_shard_at_any_offset(width: int, offset: int, numel: int, seed: int)
     assert value & MASK == prints._contiguous(words, offset)
 
 
+@pytest.mark.full(but="torch.float8_e4m3fn")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_value_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dtype, on_gpu: None) -> None:
     tensors = [finite_values(dtype, numel, numel) for numel in (7, BLOCK, BLOCK + 3)]
