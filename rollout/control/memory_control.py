@@ -26,7 +26,7 @@ from rollout.core.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeReply,
 )
-from rollout.model_executor.memory_saver import TAGS, MemorySaver
+from rollout.model_executor.memory_saver import TAGS, KeptCopyError, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
@@ -117,14 +117,18 @@ class MemoryControl:
         tags, saver = self._resumable(verb), self._require_saver()
         restores = "weights" in tags and saver.has_copy("weights")
 
-        def io() -> None:
-            saver.provide(tags)
-            if restores:
-                saver.restore("weights")
-
         def give_back(_: str) -> None:
             for tag in self._released.intersection(tags):
                 saver.discard(tag)
+
+        def io() -> None:
+            saver.provide(tags)
+            if restores:
+                try:
+                    saver.restore("weights")
+                except KeptCopyError as error:
+                    give_back(str(error))
+                    raise
 
         def step(_: None) -> tuple[str, ResumeReply]:
             if restores:

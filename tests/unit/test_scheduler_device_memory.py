@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from tests.unit.test_scheduler_memory import ALL, answers, memory, refusal, release, resume, storages
+from weight_sync.unnamed_file import UnnamedFile
 
 
 class AbsentPages(HostPages):
@@ -113,6 +115,18 @@ def test_memory_that_others_hold_is_a_503_and_stays_released(folders: list[Path]
     pages.is_full = False
     assert resume(harness).success
     assert answers(harness) == old and not pages.was_touched
+
+
+def test_a_damaged_copy_leaves_the_memory_to_others(folders: list[Path], pages: AbsentPages) -> None:
+    harness = engine(folders[0], enable_weights_cpu_backup=True)
+    assert release(harness, "weights").success
+    with mock.patch.object(UnnamedFile, "read", side_effect=OSError("it is damaged")):
+        answer = resume(harness, "weights")
+    assert not answer.success and "damaged" in answer.message
+    assert memory(harness)["weights"] == "released" and pages.absent
+    assert resume(harness).success and memory(harness)["weights"] == "awaiting_refresh"
+    assert refresh(harness, logical_tensors(folders[1]), "v2").success
+    assert answers(harness) == answers(Harness(folders[1], weight_version="v1"))
 
 
 @pytest.mark.mutant
