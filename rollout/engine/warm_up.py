@@ -110,7 +110,7 @@ def run_largest_step(
 
 def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> ForwardBatch:
     """Sequences that reach to the longest context; as many as it takes."""
-    counts = []
+    counts: list[int] = []
     while sum(counts) < size.num_tokens:
         counts.append(min(size.num_tokens - sum(counts), size.context_length))
     pool = ReqToTokenPool(len(counts), size.context_length, device)
