@@ -2,8 +2,8 @@
 
 Stands in for the streams of a CUDA device behind `weight_sync.device_queue.DeviceQueue`.  Its traps are a GPU's: a call
 that returned has done nothing yet; threads' streams are in no order with each other; a step that was launched reads the
-weights when it runs, not when it was launched.  Work that is still pending when its memory is reused reads what is there
-then.
+weights when it runs, not when it was launched.  Work that is still pending when its memory is reused reads what is
+there then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A loop that finishes every step one turn late, after the launch of the next: what an engine on a GPU will do.
+"""Engines under both loops: each step finished before the next is launched, and after it, as on a GPU.
 
-It is made of the same two halves as the real one, so that a test that passes under both shows that nothing depends on
-their order.  Every test of a module that imports `loop` runs under both, in the gate under the sequential one.
+On a CPU a launch computes its step, so that the loop that overlaps hides no time there; but what leaves the engine must
+be the same.  Every test of a module that imports `loop` runs under both, in the gate under the sequential one.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.engine import build
-from rollout.scheduler.scheduler import Scheduler
+from rollout.core.server_args import ServerArgs
+from tests.graph_loop import captured_engines
 
 
-class LateScheduler(Scheduler):
-    """Launches a step while the one before it is in flight, and finishes that one then."""
-
-    def _turn(self) -> bool:
-        had_step = self._in_flight is not None
-        step = self._launch()
-        self.finish_step()
-        self._in_flight = step
-        return had_step or step is not None
+def overlap(patch: pytest.MonkeyPatch) -> None:
+    """From now on engines are built with the loop that overlaps, whatever their settings."""
+    patch.setattr(ServerArgs, "overlaps", True)
 
 
-@pytest.fixture(params=["sequential", pytest.param("late", marks=pytest.mark.full)], autouse=True)
+@pytest.fixture(
+    params=["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in ("late", "graphs"))], autouse=True
+)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the two the engines have that a test builds."""
+    """Which of the loops the engines have that a test builds; "graphs": the late one, over captured steps."""
+    if request.param == "graphs":
+        with captured_engines() as patch:
+            overlap(patch)
+            yield request.param
+        return
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
-            patch.setattr(build, "Scheduler", LateScheduler)
+            overlap(patch)
         yield request.param

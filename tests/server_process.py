@@ -21,11 +21,11 @@ STOP_S = 30.0
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """`{"max_total_tokens": 64, "disable_radix_cache": True}` as command-line flags."""
+    """`{"max_total_tokens": 64, "disable_radix_cache": True}` as command-line flags; False: `--no-...`."""
     result = []
     for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        result += [flag] if value is True else [flag, str(value)]
+        flag = ("--no-" if value is False else "--") + name.replace("_", "-")
+        result += [flag] if isinstance(value, bool) else [flag, str(value)]
     return result
 
 

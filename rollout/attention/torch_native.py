@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.host_copy import to_device
 from rollout.mem_cache.kv_pool import KVPool
 
 # Below this many gathered KV rows one padded call is cheaper than several exact ones.
@@ -113,9 +114,9 @@ def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:
         rows: torch.Tensor | slice = slice(starts[0], starts[0] + extend_len * len(starts))
         if not contiguous:
             offsets = torch.arange(extend_len, device=device)
-            rows = (torch.tensor(starts, device=device)[:, None] + offsets).flatten()
+            rows = (to_device(torch.tensor(starts), device)[:, None] + offsets).flatten()
         length, mask = prefix_len + extend_len, None
-        requests = torch.tensor([request for _, request in group], device=device)
+        requests = to_device(torch.tensor([request for _, request in group]), device)
         slots = batch.req_to_token[requests, :length].flatten()
         if prefix_len > 0:
             mask = torch.ones(extend_len, length, dtype=torch.bool, device=device).tril(prefix_len)
@@ -130,14 +131,14 @@ def _plan_decode(batch: ForwardBatch, dtype: torch.dtype) -> list[_DecodeBucket]
     if num_requests == 0:
         return []
     first = batch.num_extend_tokens
-    lengths = lengths_B.tolist()
+    lengths = batch.decode_seq_lens_host.tolist()
     buckets = bucket_by_length(lengths)
     if len(buckets) == 1:
         rows = slice(first, first + num_requests)
         return [_decode_bucket(batch, batch.decode_req_pool_indices, lengths_B, lengths, rows, dtype)]
     result = []
     for bucket in buckets:
-        picks = torch.tensor(bucket, device=lengths_B.device)
+        picks = to_device(torch.tensor(bucket), lengths_B.device)
         requests, bucket_lengths = batch.decode_req_pool_indices[picks], [lengths[i] for i in bucket]
         result.append(_decode_bucket(batch, requests, lengths_B[picks], bucket_lengths, picks + first, dtype))
     return result

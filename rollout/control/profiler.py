@@ -3,7 +3,8 @@
     start_profile ... steps ... stop_profile, or the last of `num_steps` -> PREFIX-ID-rank-R.trace.json.gz
 
 A trace is held in memory until it is written, so it ends by itself after `MAX_PROFILED_STEPS`.  It is written beside
-the steps; a second one is refused until then.
+the steps; a second one is refused until then.  Steps count when they are finished: where they overlap, the launch of
+one more is in it.
 
 The ranks of an engine begin, end and have written in the same turns: what one of them cannot do has failed on all.
 """

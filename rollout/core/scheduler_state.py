@@ -70,6 +70,7 @@ class SchedulerState(Reply, kw_only=True):
     context_length: int
     dtype: str
     device: str
+    overlap_schedule: bool  # whether a step is launched before the one before it is finished
     model_bytes: Total
     kv_bytes: Total
     num_threads: int

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-
-import httpx
 
 from eplb.algorithms.registry import PLANNERS
+from rollout.core.addresses import is_address, is_loopback, objection_to_base_url
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import KVEventsConfig, parse_kv_events
 
@@ -74,11 +71,14 @@ class ServerArgs:
         "default: 1e-6, transformers', whatever rms_norm_eps is",
     )
     device: str = _arg("cpu", "torch device")
+    base_gpu_id: int = _arg(0, "with --device cuda: the first rank's device on each machine; the next ranks' follow it")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
-    attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
+    attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
+    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
+    cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
@@ -94,6 +94,11 @@ class ServerArgs:
         "eight times as many in the compact form",
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    disable_overlap_schedule: bool | None = _arg(
+        None,
+        "finish each step before the next is launched; default: on a CPU, where a launch computes the step; "
+        "--no-disable-overlap-schedule: launch the next one first there, too",
+    )
     max_state_rows: int | None = _arg(
         None,
         "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
@@ -194,6 +199,9 @@ class ServerArgs:
     moe_a2a_backend: Literal["none", "all_to_all", "deepep"] = _arg(
         "none", "how tokens reach their experts on other ranks; none: every rank sees all tokens"
     )
+    deepep_mode: Literal["auto", "normal", "low_latency"] = _arg(
+        "auto", "how deepep sends: normal for many tokens, low_latency for steps of few; auto: by the size of each step"
+    )
     nnodes: int = _arg(1, "machines of one engine; start the server on each of them")
     node_rank: int = _arg(0, "index of this machine; 0 serves HTTP")
     dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 at which the ranks of several machines meet")
@@ -205,6 +213,12 @@ class ServerArgs:
         return self.enable_return_routed_experts or self.return_routed_experts_by_default
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the one before it is finished."""
+        disabled = self.disable_overlap_schedule
+        return not (self.device.startswith("cpu") if disabled is None else disabled)
+
+    @property
     def kv_events(self) -> KVEventsConfig | None:
         """Raises `StartupError`."""
         return parse_kv_events(self.kv_events_config, self.dp_size, self.allow_unauthenticated)
@@ -212,7 +226,7 @@ class ServerArgs:
     @property
     def is_local(self) -> bool:
         """Whether only programs on this machine can reach the server."""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def name(self) -> str:
@@ -224,7 +238,7 @@ class ServerArgs:
         _require(self.nnodes >= 1, "--nnodes must be at least 1")
         _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
         _require(
-            self.nnodes == 1 or _is_address(self.dist_init_addr),
+            self.nnodes == 1 or is_address(self.dist_init_addr),
             "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
         )
         for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
@@ -235,7 +249,7 @@ class ServerArgs:
             "@" not in (self.register_url or ""),  # which is not repeated here
             "--register-url must name no user and no password: it is logged, and shown by /server_info",
         )
-        objection = None if self.register_url is None else _objection_to_base_url(self.register_url)
+        objection = None if self.register_url is None else objection_to_base_url(self.register_url)
         _require(
             objection is None,
             f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}: {objection}",
@@ -255,6 +269,16 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
+        _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
+        _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
+        _require(
+            not self.base_gpu_id or self.device == "cuda",
+            f"--base-gpu-id counts CUDA devices: it needs --device cuda, got --device {self.device}",
+        )
+        _require(
+            self.deepep_mode == "auto" or self.moe_a2a_backend == "deepep",
+            f"--deepep-mode {self.deepep_mode} needs --moe-a2a-backend deepep",
+        )
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
         _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
@@ -363,33 +387,6 @@ def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, None
-
-
-def _is_address(text: str | None) -> bool:
-    host, colon, port = (text or "").rpartition(":")
-    return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
-
-
-def _objection_to_base_url(text: str) -> str | None:
-    """Why paths cannot be appended to `text` and called; None: they can."""
-    try:
-        parts, url = urlsplit(text), httpx.URL(text)
-        url.raw_host.decode().encode("idna")  # as the resolver does
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, httpx.InvalidURL) as error:
-        return str(error)
-    if not is_whole:
-        return "scheme, host or port is missing"
-    return "nothing may follow the path" if parts.query or parts.fragment else None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _require(holds: bool, message: str) -> None:

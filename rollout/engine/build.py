@@ -28,8 +28,11 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
+from rollout.engine.build_graphs import bytes_to_reserve, capture_all
+from rollout.engine.device import claim_device
 from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
@@ -56,6 +59,8 @@ from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 
+_LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -80,6 +85,7 @@ def build_scheduler(
     parallel = parallel or Parallel()
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
+    device = claim_device(args, parallel.position.world_rank)
     _set_threads(args, parallel)
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
@@ -93,7 +99,6 @@ def build_scheduler(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
-    device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
@@ -116,7 +121,7 @@ def build_scheduler(
         kernels_available=kernels.available,
         wants_routes=args.captures_routes,
     )
-    limits = _limits(args, config, model, dtype, model_bytes, parallel, largest)
+    limits = _limits(args, config, model, dtype, model_bytes, parallel, device, largest)
     window_slots = None if limits.window is None else limits.window.num_slots
     with nullcontext() if pages is None else pages.pool("kv_cache"):
         kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
@@ -141,10 +146,11 @@ def build_scheduler(
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {sizes}",
+        kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
-    build_control(args, scheduler, model, layout, channel.wake, static_state, pages)
+    build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
+    capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -169,7 +175,7 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
     """A step computes one chunk of prompts and a token of every running request."""
     tokens = _most_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
-    return MoeBackend(args.moe_a2a_backend, tokens)
+    return MoeBackend(args.moe_a2a_backend, tokens, args.deepep_mode)
 
 
 def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
@@ -184,9 +190,16 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
+    """The device's kernels unless they are switched off, do not apply, or cannot be had; a line says which are used."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
+    if device.type == "cuda":
+        status = load_gpu_kernels()
+        if status.available:
+            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
+        else:
+            say(f"running on plain torch, several times slower: {status.reason}", prefix="")
+        return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     isa = None if args.cpu_isa == "auto" else args.cpu_isa
@@ -238,6 +251,7 @@ def _wire(
         stop=stop,
         max_queued_requests=args.max_queued_requests,
         random_seed=args.random_seed,
+        overlaps=args.overlaps,
         parallel=parallel,
         kv_events=events,
     )
@@ -261,6 +275,7 @@ def _limits(
     dtype: torch.dtype,
     model_bytes: int,
     parallel: Parallel,
+    device: torch.device,
     largest_step: Callable[[StepSize], int],
 ) -> Limits:
     """The same on all ranks; those of one machine share its memory.
@@ -272,14 +287,19 @@ def _limits(
     most_tokens = _most_prompt_tokens(args, context_length) + args.max_running_requests
     activations = largest_step(StepSize(most_tokens, args.max_running_requests, context_length))
     # What is free is read after the first step: libraries take memory of their own at their first call.
-    memory = parallel.world.gather_ints([available_memory_bytes(args.device), activations])
+    memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
     table_bytes = 0
-    if args.device == "cpu":
+    if device.type == "cpu":
         available //= parallel.layout.world_size // args.nnodes
     else:
         table_bytes = args.max_running_requests * context_length * torch.int64.itemsize
-    kept = Kept(staging=_staging_bytes(args, model_bytes), activations=activations, tables=table_bytes)
+    kept = Kept(
+        staging=_staging_bytes(args, model_bytes),
+        activations=activations,
+        graphs=bytes_to_reserve(args, model),
+        tables=table_bytes,
+    )
     usable = int(available * args.mem_fraction_static) - kept.total
     state_bytes = 0
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
@@ -301,7 +321,7 @@ def _limits(
         state_bytes += window.num_slots * window_bytes
         token_bytes -= window_bytes
     wanted = args.max_total_tokens
-    if wanted and args.device == "cpu":  # memory that is not used is not taken
+    if wanted and device.type == "cpu":  # memory that is not used is not taken
         return Limits(context_length, wanted, num_rows, window)
     num_slots = kv_pool_tokens(
         available,
@@ -351,6 +371,7 @@ def _static_state(
         "context_length": limits.context_length,
         "dtype": str(dtype).removeprefix("torch."),
         "device": args.device,
+        "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
         "kv_bytes": kv_bytes,
         "num_threads": torch.get_num_threads(),

@@ -46,6 +46,7 @@ def build_control(
     layout: ExpertLayout | None,
     wake: Callable[[], None],
     static_state: dict[str, Any],
+    device: torch.device,
     pages: MemoryPages | None,
 ) -> None:
     """Connect every verb's handler, and what runs between steps, in its order.
@@ -71,7 +72,7 @@ def build_control(
     held = HeldMemory(keep=args.keep_staging_memory)
     updater = WeightUpdater(
         model.weights,
-        device=torch.device(args.device),
+        device=device,
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
         commit_vote=consensus.commit_vote,

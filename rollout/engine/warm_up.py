@@ -113,14 +113,12 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
     counts: list[int] = []
     while sum(counts) < size.num_tokens:
         counts.append(min(size.num_tokens - sum(counts), size.context_length))
-    pool = ReqToTokenPool(len(counts), size.context_length, device)
+    pool = ReqToTokenPool(len(counts), size.context_length, size.num_tokens, device)
     pool.table.zero_()
     extends, slot = [], 0
     for row, count in enumerate(counts):
         prefix_len = size.context_length - count
-        slots = torch.arange(slot, slot + count, device=device)
-        positions = torch.arange(prefix_len, size.context_length, device=device)
-        pool.enter(torch.tensor(row, device=device), positions, slots)
+        pool.table[row, prefix_len:] = torch.arange(slot, slot + count, device=device)
         extends.append(ExtendInput([0] * count, row, prefix_len, wants_logits=True))
         slot += count
     nothing = torch.empty(0, dtype=torch.int64)

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
         *("gpu_id_step", "nccl_port", "disable_custom_all_reduce", "enable_p2p_check", "enable_symm_mem"),
         *("trust_remote_code", "skip_server_warmup", "warmups", "numa_node", "watchdog_timeout", "dist_timeout"),
         *("schedule_policy", "schedule_conservativeness", "max_prefill_tokens", "num_continuous_decode_steps"),
-        *("disable_overlap_schedule", "disable_shared_experts_fusion", "disable_chunked_prefix_cache"),
+        *("disable_shared_experts_fusion", "disable_chunked_prefix_cache"),
         *("enable_deterministic_inference", "rl_on_policy_target", "enable_draft_weights_cpu_backup"),
         *("log_level_http", "log_requests", "log_requests_level", "show_time_cost", "decode_log_interval"),
         *("stream_interval", "collect_tokens_histogram", "crash_dump_folder", "engine_info_bootstrap_port"),

@@ -1,7 +1,8 @@
 """The operators that models compute with: a schema each in torch's registry, and plain torch behind it on every device.
 
 `torch.ops.lockstep.NAME` runs what torch's dispatcher finds for the device of its arguments: the compiled CPU kernel
-where `load_kernels` loaded it, else the function of `plain` of the same name.
+where `load_kernels` loaded it, the Triton kernel where `load_gpu_kernels` did, else the function of `plain` of the same
+name.
 
 T tokens, D hidden, O output features, E logical experts, K top-k, I intermediate, H query heads, Hkv key/value heads,
 hd head size, rd of it that is rotated, S slots of the KV pool; of latent attention R latent, v value size of a head.

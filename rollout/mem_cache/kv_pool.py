@@ -13,14 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollout.core.host_copy import to_device
 from rollout.core.layer_specs import KVKind, WindowKV
 
 
 class KVPool:
-    """`k[layer]`: [S, H_kv, key size], `v[layer]`: [S, H_kv, value size].  They keep their addresses.
+    """`k[layer]`: [S + 1, H_kv, key size], `v[layer]`: [S + 1, H_kv, value size].  They keep their addresses.
 
     Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
-    `num_window_slots`, layers with a window have that many slots of their own instead.
+    `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
+    or `window_padding_slot`, is nobody's: rows that fill up a captured step write there.
     """
 
     def __init__(
@@ -31,11 +33,11 @@ class KVPool:
         device: torch.device | str = "cpu",
         num_window_slots: int | None = None,
     ) -> None:
-        apart = num_slots if num_window_slots is None else num_window_slots
-        both = [_empty(x, apart if isinstance(x, WindowKV) else num_slots, dtype, device) for x in layers]
+        self.padding_slot = num_slots
+        self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
+        both = [_empty(x, 1 + (apart if isinstance(x, WindowKV) else num_slots), dtype, device) for x in layers]
         self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
-        self._epoch = torch.empty(num_slots, dtype=torch.int32, device=device)
-        self._epoch_on_host = self._epoch.numpy() if self._epoch.is_cpu else None  # numpy sets few numbers sooner
+        self._epoch = np.empty(num_slots, dtype=np.int32)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -43,16 +45,13 @@ class KVPool:
         apart = [v for k, v in zip(self.k, self.v, strict=True) if v.data_ptr() != k.data_ptr()]
         return [tensor for tensor in (*self.k, *apart) if tensor.numel()]
 
-    def stamp(self, out_cache_loc: torch.Tensor, weight_epoch: int) -> None:
-        """Note that the forward that just wrote `out_cache_loc` [T] ran under `weight_epoch`."""
-        if self._epoch_on_host is not None:
-            self._epoch_on_host[out_cache_loc.numpy()] = weight_epoch
-        else:
-            self._epoch.index_fill_(0, out_cache_loc, weight_epoch)
+    def stamp(self, slots: torch.Tensor, weight_epoch: int) -> None:
+        """Note that the step being launched writes `slots` [T], on the host, under `weight_epoch`."""
+        self._epoch[slots.numpy()] = weight_epoch
 
     def epochs(self, slots: np.ndarray) -> np.ndarray:
         """The weight epochs int32 that wrote `slots`."""
-        return self._epoch.cpu().numpy()[slots]
+        return self._epoch[slots]
 
 
 def _empty(
@@ -73,14 +72,13 @@ def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> i
 
 
 class SlotAllocator:
-    """A stack of free slot numbers, preallocated, on the host; slots are handed out on `device`.
+    """A stack of free slot numbers, preallocated.  Slots are handed out, kept and returned on the host.
 
     Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.
     """
 
-    def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._device = torch.device(device)
         self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
 
@@ -92,13 +90,13 @@ class SlotAllocator:
         """`count` slots [count] int64.  The caller has checked `count <= num_free`."""
         assert 0 <= count <= self._num_free, (count, self._num_free)
         self._num_free -= count
-        return torch.from_numpy(self._stack[self._num_free : self._num_free + count].copy()).to(self._device)
+        return torch.from_numpy(self._stack[self._num_free : self._num_free + count].copy())
 
     def free(self, slots: torch.Tensor) -> None:
         """Return slots [n] int64 to the free list."""
         count = slots.shape[0]
         assert self._num_free + count <= self.num_slots, "more slots freed than exist"
-        self._stack[self._num_free : self._num_free + count] = slots.cpu().numpy()
+        self._stack[self._num_free : self._num_free + count] = slots.numpy()
         self._num_free += count
 
     def free_slots(self) -> torch.Tensor:
@@ -136,14 +134,27 @@ class NewestTokens:
 class ReqToTokenPool:
     """A row belongs to one request while it holds KV.
 
-    `table` [max_requests, max_context] int64: the KV slot of each position.
+    `table` [max_requests + 1, max_context] int64: the KV slot of each position, as a step on the device reads it.
+    `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.  The last
+    row, `padding_row`, is nobody's: its one token has the KV slot `padding_slot`.
     """
 
-    def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_requests: int, max_context: int, padding_slot: int, device: torch.device | str = "cpu"
+    ) -> None:
         # empty, not zeros: rows that are never used never take memory
-        self.table = torch.empty((max_requests, max_context), dtype=torch.int64, device=device)
+        self.host_table = torch.empty((max_requests + 1, max_context), dtype=torch.int64)
+        self.is_apart = torch.device(device).type != "cpu"
+        self.table = torch.empty_like(self.host_table, device=device) if self.is_apart else self.host_table
+        self.padding_row = max_requests
+        self._padding_slot = padding_slot
+        self.enter_padding()
         self.newest_tokens = NewestTokens(max_requests, device)
         self._free_rows = list(range(max_requests - 1, -1, -1))
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
 
     @property
     def num_free(self) -> int:
@@ -153,10 +164,23 @@ class ReqToTokenPool:
         """A free row.  The caller has checked `num_free`."""
         return self._free_rows.pop()
 
-    def enter(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`."""
-        device = self.table.device
-        self.table.index_put_((rows.to(device), positions.to(device)), slots)
+    def enter_padding(self) -> None:
+        """Set the slot of the padding row: at first, and after the table's memory was released."""
+        self.enter_span(self.padding_row, 0, torch.tensor([self._padding_slot]))
+
+    def enter_span(self, row: int, start: int, slots: torch.Tensor) -> None:
+        """Set the slots [n] of the positions `start ..` of a row, on the host and on the device."""
+        end = start + slots.shape[0]
+        self.host_table[row, start:end] = slots
+        if self.is_apart and end > start:
+            self.table[row, start:end] = to_device(slots, self.device)
+
+    def enter_ahead(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`.
+
+        For steps to come: each brings its own to the device.
+        """
+        self.host_table.index_put_((rows, positions), slots)
 
     def free(self, row: int) -> None:
         self._free_rows.append(row)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.host_copy import to_device
 from rollout.mem_cache.kv_pool import ReqToTokenPool
 
 
@@ -27,13 +28,15 @@ class ExtendInput:
 class DecodeInput:
     """The newest token of each request, int64 on the host [B].
 
-    A batch that only decodes on the CPU holds these very tensors.
+    A batch that only decodes on the CPU holds these very tensors.  `on_device`: pool indices and rows there, since the
+    first step; they stay the same tensors, so that one step's tokens are the next one's input as they are.
     """
 
     pool_indices: torch.Tensor
     positions: torch.Tensor
     seq_lens: torch.Tensor  # positions + 1
     rows: torch.Tensor  # 0 .. B - 1
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def build_forward_batch(
@@ -41,8 +44,8 @@ def build_forward_batch(
 ) -> ForwardBatch:
     """The step's batch.
 
-    `decode_slots` [B] are those of the decoding requests' tokens.  Slots of all tokens are entered in `pool`, which
-    also has the tokens that decode.
+    `decode_slots` [B], on the host, are those of the decoding requests' tokens.  Slots of all tokens are entered in
+    `pool`, which also has the tokens that decode.  On a device, a step that only decodes costs one transfer.
     """
     decode_batch = _decode_only(decode, decode_slots, pool)
     return _with_extends(extends, decode_batch) if extends else decode_batch
@@ -50,19 +53,26 @@ def build_forward_batch(
 
 def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool) -> ForwardBatch:
     pool_indices, positions, seq_lens, rows = decode.pool_indices, decode.positions, decode.seq_lens, decode.rows
-    if not pool.table.is_cpu:  # copies, in one transfer
-        tensors = torch.stack([pool_indices, positions, seq_lens, rows]).to(pool.table.device)
-        pool_indices, positions, seq_lens, rows = tensors.unbind()
+    slots = decode_slots
+    if pool.is_apart:
+        if decode.on_device is None:
+            indices, numbers = to_device(torch.stack([pool_indices, rows]), pool.device).unbind()
+            decode.on_device = indices, numbers
+        pool_indices, rows = decode.on_device
+        positions, seq_lens, slots = to_device(torch.stack([positions, seq_lens, slots]), pool.device).unbind()
+        pool.table.index_put_((pool_indices, positions), slots)
     return ForwardBatch(
         input_ids=pool.newest_tokens.get(pool_indices),
         positions=positions,
-        out_cache_loc=decode_slots,
+        out_cache_loc=slots,
         req_to_token=pool.table,
         extend_req_pool_indices=[],
         extend_prefix_lens=[],
         extend_lens=[],
         decode_req_pool_indices=pool_indices,
         decode_seq_lens=seq_lens,
+        decode_req_pool_indices_host=decode.pool_indices,
+        decode_seq_lens_host=decode.seq_lens,
         logits_rows=rows,
     )
 
@@ -75,9 +85,9 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
     token_ids = [token for item in extends for token in item.token_ids]
     positions = [torch.arange(x.prefix_len, x.prefix_len + count, device=device) for x, count in zip(extends, lens)]
     slots = [table[x.pool_index, x.prefix_len : x.prefix_len + count] for x, count in zip(extends, lens)]
-    wanted = torch.tensor(_logits_rows(extends), dtype=torch.int64, device=device)
+    wanted = to_device(torch.tensor(_logits_rows(extends), dtype=torch.int64), device)
     return ForwardBatch(
-        input_ids=torch.cat([torch.tensor(token_ids, dtype=torch.int64, device=device), decode.input_ids]),
+        input_ids=torch.cat([to_device(torch.tensor(token_ids, dtype=torch.int64), device), decode.input_ids]),
         positions=torch.cat([*positions, decode.positions]),
         out_cache_loc=torch.cat([*slots, decode.out_cache_loc]),
         req_to_token=table,
@@ -86,6 +96,8 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
         extend_lens=lens,
         decode_req_pool_indices=decode.decode_req_pool_indices,
         decode_seq_lens=decode.decode_seq_lens,
+        decode_req_pool_indices_host=decode.decode_req_pool_indices_host,
+        decode_seq_lens_host=decode.decode_seq_lens_host,
         logits_rows=torch.cat([wanted, decode.logits_rows + len(token_ids)]),
     )
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.core.host_copy import to_device
+from rollout.sampling.base import PlainRows, SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 _ALMOST_ONE = 1.0 - 2.0**-53
@@ -47,12 +48,27 @@ class TorchSampler(Sampler):
             *_kept(logits_NV, weights_NV, token_ids, settled_N, logprobs.is_distribution, info),
         )
 
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        rows = info.plain_rows
+        return None if rows is None else PlainRows(*(part.to(device) for part in rows))
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NV = _widened(logits_NV)
+        logits_NV = logits_NV / rows.temperatures[:, None].to(logits_NV.dtype)
+        logprobs = RowLogprobs(logits_NV)
+        drawn = _invert_cdf(torch.softmax(logits_NV, dim=-1), uniform_of_bits(rows.seeds, positions_N))
+        settled_N = rows.greedy | ~logprobs.is_distribution
+        token_ids = torch.where(settled_N, logits_NV.argmax(-1), drawn)
+        return token_ids, logprobs.of(token_ids[:, None]).squeeze(1)
+
     def score(
         self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int
     ) -> ScoredTokens:
         logits_NV = _widened(logits_NV)
         logprobs = RowLogprobs(logits_NV / temperature if temperature != 1.0 else logits_NV)
-        chosen = torch.tensor(chosen_ids, dtype=torch.int64, device=logits_NV.device)
+        chosen = to_device(torch.tensor(chosen_ids, dtype=torch.int64), logits_NV.device)
         return ScoredTokens(
             logprobs.of(target_ids_N.to(logits_NV.device)[:, None]).squeeze(1),
             *logprobs.best(top_n),
@@ -72,39 +88,48 @@ def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: t
 
 
 def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
-    params = row.params
+    params, device = row.params, logits_V.device
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
-        values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
+        ids = to_device(torch.tensor(list(params.logit_bias)), device)
+        values = to_device(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), device)
         logits_V[ids] += values.to(logits_V.dtype)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor([*row.prompt_ids, *row.output_ids], device=logits_V.device, dtype=torch.int64).unique()
-        values, penalty = logits_V[seen], params.repetition_penalty
+        seen = torch.tensor([*row.prompt_ids, *row.output_ids], dtype=torch.int64).unique()
+        seen, penalty = to_device(seen, device), params.repetition_penalty
+        values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-        seen, counts = torch.tensor(row.output_ids, device=logits_V.device).unique(return_counts=True)
-        logits_V[seen] -= params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        seen, counts = torch.tensor(row.output_ids).unique(return_counts=True)
+        lowered_by = params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
+        logits_V[to_device(seen, device)] -= to_device(lowered_by, device)
     if position < params.min_new_tokens:
-        logits_V[row.end_ids_below(logits_V.shape[0])] = -torch.inf
+        ends = torch.tensor(row.end_ids_below(logits_V.shape[0]), dtype=torch.int64)
+        logits_V.index_fill_(0, to_device(ends, device), -torch.inf)
 
 
 def filtered_candidates(
-    probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+    probs_NV: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    largest_top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates in descending order: probabilities [N, K] (zero where filtered out) and token ids [N, K].
 
     Order and meaning: keep the `top_k` most probable tokens and renormalise; keep the smallest set of the most probable
     whose mass reaches `top_p` and renormalise; drop what is under `min_p` times the most probable.  A full sort is
-    avoided where it can be.  `top_k_N` holds V where there is no limit.
+    avoided where it can be.  `top_k_N` holds V where there is no limit; a caller that knows its maximum can save a wait
+    for the device.
     """
     vocab = probs_NV.shape[1]
     width = min(vocab, _FIRST_TRY)
     values, ids = probs_NV.topk(width, dim=-1)
-    # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
-    enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
-    enough |= values[:, -1] < values[:, 0] * min_p_N
-    if width < vocab and not bool(enough.all()):
-        values, ids = probs_NV.sort(dim=-1, descending=True)
+    if width < vocab if largest_top_k is None else width < min(vocab, largest_top_k):
+        # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
+        enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
+        enough |= values[:, -1] < values[:, 0] * min_p_N
+        if not bool(enough.all()):
+            values, ids = probs_NV.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[1], device=values.device)
     kept = values.double() * (rank < top_k_N[:, None])
     whole = probs_NV.sum(-1, keepdim=True, dtype=torch.float64)
@@ -132,6 +157,27 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def uniform_of_bits(seeds_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    """`uniform` of the bits of seeds and of positions, both int64 [N], where they are: no device waits for the host."""
+    gamma = _signed(_GAMMA)
+    return (_shifted(_mix_bits(_mix_bits(seeds_N + gamma) + (positions_N + 1) * gamma), 11)).double() * 2.0**-53
+
+
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right; zeros come in from the left, as torch's shift of negative numbers would not have it."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: np.uint64) -> int:
+    return int(x.astype(np.int64))
+
+
 class RowLogprobs:
     """Log-probabilities of rows of adjusted logits [N, V], normalised once.
 
@@ -151,8 +197,8 @@ class RowLogprobs:
     def of_each(self, token_ids: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
         """[C] of the tokens of some rows, given as (index, token ids), one row after the other."""
         device = self._logits_NV.device
-        rows = torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64, device=device)
-        flat = torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64, device=device)
+        rows = to_device(torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64), device)
+        flat = to_device(torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64), device)
         return self._logits_NV[rows, flat] - self._normaliser[rows, 0]
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,11 +227,11 @@ def _draw(
     logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for every row [N], as if none were greedy, and the weights [N, V] that it was drawn by."""
-    noise = torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())).to(info.device)
+    noise = to_device(torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())), info.device)
     weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
         rows = info.filtered_rows
-        values, ids = filtered_candidates(weights_NV[rows], info.top_k, info.top_p, info.min_p)
+        values, ids = filtered_candidates(weights_NV[rows], info.top_k, info.top_p, info.min_p, info.largest_top_k)
         kept_FV = torch.zeros(len(rows), weights_NV.shape[1], dtype=values.dtype, device=info.device)
         weights_NV = weights_NV.to(values.dtype)
         weights_NV[rows] = kept_FV.scatter_(1, ids, values)

@@ -1,4 +1,4 @@
-"""`CacheManager`: allocates KV slots and rows to requests, and frees them.
+"""`CacheManager`: allocates KV slots and rows to requests, and frees them.  All of it is arithmetic on the host.
 
 The only place where slots move between the free list, the prefix cache and requests.  It reports whether something
 fits; which request must make room is the policy's decision.
@@ -80,12 +80,12 @@ class CacheManager:
         pin_timeout: float = 0.0,
         states: SequenceMemory | None = None,
     ) -> None:
-        self.allocator = SlotAllocator(num_slots, device)
+        self.allocator = SlotAllocator(num_slots)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
         self.prefix_cache: RadixCache = kind(self.allocator, listener, None if states is None else states.rows)
         self.states = states  # None: a sequence's KV is all that layers keep
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
-        self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
+        self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last
         self._ahead_generation = -1  # of the decode batch that they are for
@@ -110,7 +110,7 @@ class CacheManager:
         req.prefix_node = node
         req.pool_index = self.pool.alloc()
         req.cached_len = req.device_len = slots.shape[0]
-        self.pool.table[req.pool_index, : slots.shape[0]] = slots
+        self.pool.enter_span(req.pool_index, 0, slots)
         if self.states is not None:
             self.states.begin(req, row)
         if req.num_retractions == 0:
@@ -123,11 +123,11 @@ class CacheManager:
 
     def extend(self, req: Req, count: int) -> None:
         """Slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
-        slots = self._alloc(count)
-        self.pool.table[req.pool_index, req.device_len : req.device_len + count] = slots
+        self.pool.enter_span(req.pool_index, req.device_len, self._alloc(count))
 
     def extend_each(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B].
+        """A slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B], on the
+        host.
 
         Calls of one `generation` have the same rows, and positions that grow by one from call to call.  The caller has
         checked `num_available`.
@@ -141,8 +141,8 @@ class CacheManager:
         return slots
 
     def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
-        """View of the slots of positions `start .. end - 1`."""
-        return self.pool.table[req.pool_index, start:end]
+        """View of the slots of positions `start .. end - 1`, in the host's table."""
+        return self.pool.host_table[req.pool_index, start:end]
 
     def share_prompt(self, req: Req, weight_epoch: int) -> None:
         """Insert the computed prompt of `req` into the prefix cache while it runs.
@@ -209,8 +209,7 @@ class CacheManager:
         counted = self.allocator.num_free + self._num_ahead + self.prefix_cache.num_cached + self.num_private
         assert counted == total, f"{counted} KV slots accounted for, {total} exist"
         assert self._num_ahead == sum(slots.shape[0] for slots in self._ahead)
-        ahead = [slots.cpu() for slots in self._ahead]
-        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots().cpu(), *ahead]).numpy()
+        placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots(), *self._ahead]).numpy()
         assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"
         if self.states is not None:
             self.states.check()
@@ -237,11 +236,11 @@ class CacheManager:
             steps = 1
         slots = self._take(steps * count)
         if steps == 1:
-            self.pool.enter(pool_indices, positions, slots)
+            self.pool.enter_ahead(pool_indices, positions, slots)
             self._ahead = [slots]
         else:
             slots = slots.view(steps, count)
-            self.pool.enter(pool_indices, positions + torch.arange(steps)[:, None], slots)
+            self.pool.enter_ahead(pool_indices, positions + torch.arange(steps)[:, None], slots)
             self._ahead = list(slots.unbind())[::-1]
         self._ahead_generation, self._num_ahead, self._steps_ahead = generation, steps * count, steps
 
@@ -254,7 +253,7 @@ class CacheManager:
         """Use the cache's slots `present` of the leading tokens in place of own ones, which have the same content."""
         start, end = req.cached_len, present.shape[0]
         own = self.slots(req, start, end).clone()
-        self.pool.table[req.pool_index, start:end] = present[start:]
+        self.pool.enter_span(req.pool_index, start, present[start:])
         self.allocator.free(own)
         self.num_private -= end - start
         req.cached_len = end

@@ -276,7 +276,7 @@ class RecordReader:
         """Slots of the tokens whose KV is there, and part of the record [recorded_len]."""
         if req.recorded_len == 0:
             return np.empty(0, dtype=np.int64)
-        return self._cache.slots(req, 0, req.recorded_len).cpu().numpy()
+        return self._cache.slots(req, 0, req.recorded_len).numpy()
 
     def _epoch_spans(self, epochs: np.ndarray) -> list[VersionSpan]:
         """Runs of equal epochs as half-open spans over the rows given."""

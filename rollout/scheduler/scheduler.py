@@ -1,6 +1,7 @@
 """`Scheduler`: the loop that turns an inbox into steps and records.
 
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
+                                                        n        n, or with `overlaps` n - 1
 
 What runs next is in `policy`, slots in `cache_manager`, a step's two halves in `step`, messages out in `records`,
 control verbs in `rollout.control`.
@@ -8,13 +9,9 @@ control verbs in `rollout.control`.
 
 from __future__ import annotations
 
-import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import numpy as np
-import torch
 
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
@@ -36,6 +33,7 @@ from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
+from rollout.scheduler.seeds import SeedSource
 from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.stats import StepStats
 from rollout.scheduler.step import InFlight, StepRunner
@@ -65,6 +63,7 @@ class Scheduler:
         stop: StopChecker,
         max_queued_requests: int,
         random_seed: int,
+        overlaps: bool,
         parallel: Parallel,
         kv_events: KVEvents | None = None,
     ) -> None:
@@ -81,10 +80,11 @@ class Scheduler:
         self._steps = steps
         self._stop = stop
         self._max_queued = max_queued_requests
+        self._overlaps = overlaps
         self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
         self._engine_busy = False  # whether any of them had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
-        self._seeds = _seed_source(random_seed, parallel)
+        self._seeds = SeedSource(random_seed, parallel)
         self._in_flight: InFlight | None = None
         self._soon = False
         self._arrivals = 0
@@ -169,9 +169,15 @@ class Scheduler:
         return runs
 
     def _turn(self) -> bool:
-        """One step, launched and finished.  True if there was one."""
-        self._in_flight = self._launch()
-        return self.finish_step()
+        """Launch a step and finish one: the same, or with `overlaps` the one before it.  True if there was either."""
+        had_step = self._in_flight is not None
+        step = self._launch()
+        if self._overlaps:
+            self.finish_step()
+        self._in_flight = step
+        if not self._overlaps:
+            self.finish_step()
+        return had_step or step is not None
 
     def finish_step(self) -> bool:
         """Finish the step in flight, if there is one: from then on the host knows all that was sampled.
@@ -214,7 +220,7 @@ class Scheduler:
     def _finish(self, step: InFlight) -> None:
         """The second half: records, finished requests, messages."""
         stats = self.stats
-        outgoing, num_sampled = self._steps.finish(step)
+        outgoing, num_sampled = self._steps.finish(step, stats.phase)
         if step.is_idle:
             stats.idle()
             return
@@ -261,7 +267,7 @@ class Scheduler:
             req = Req(
                 source,
                 arrival=self._arrivals,
-                seed=self._seed(source),
+                seed=self._seeds.seed_for(source),
                 end_ids=self._stop.end_ids(source),
                 stop_text=self._stop.text_for(source),
             )
@@ -285,10 +291,6 @@ class Scheduler:
                 f"prompt and max_new_tokens need {longest} tokens of KV, the pool has "
                 f"{self.cache.allocator.num_slots} (--max-total-tokens)"
             )
-
-    def _seed(self, source: TokenizedGenerateReqInput) -> int:
-        seed = source.sampling_params.sampling_seed
-        return int(self._seeds.integers(2**63)) if seed is None else seed % 2**64
 
     def _refuse(self, rid: str, error: LockstepError) -> None:
         version = self.runner.state.epoch.weight_version
@@ -378,14 +380,6 @@ class Scheduler:
             failed = failure(answer.request_id, error)
             failed.dp_rank = answer.dp_rank
             self._channel.send(failed)
-
-
-def _seed_source(random_seed: int, parallel: Parallel) -> np.random.Generator:
-    """Seeds for requests that bring none: the same on ranks that share requests, others on others."""
-    drawn = torch.tensor([secrets.randbits(62)])
-    seed = random_seed or int(parallel.tp.broadcast(drawn))
-    stream = parallel.position.dp_rank
-    return np.random.default_rng([seed, stream] if stream else seed)
 
 
 def failure(request_id: str, error: Exception) -> ControlReqOutput:

@@ -1,11 +1,12 @@
-"""A step in two halves: `launch` gives it to the device, `finish` brings what it computed to the host.
+"""A step in two halves: `launch` gives it to the device, `finish` enters what it computed into the records.
 
     plan -- launch --> InFlight -- finish --> records
                           |
               the next launch may come first: its input tokens are on the device, its lengths are counted
 
-`launch` reads no sampled token.  What it returns names the epoch that computes the step, so that its tokens, scores and
-rows are labelled with the weights that made them, also if others are published before it is finished.
+`launch` reads no sampled token and does not wait for the device; its last act is to have the results copied to the
+host.  `finish` waits for those copies alone.  What `launch` returns names the epoch that computes the step, so that
+tokens, scores and rows are labelled with the weights that made them, also if others are published before the finish.
 
 Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
 request brought along.
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.host_copy import HostCopies, to_device
 from rollout.core.req_output import FinishReason
 from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
 from rollout.model_executor.model_runner import ModelRunner, StepRoutes
@@ -43,7 +46,7 @@ class Sampled(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A launched step.  Its tensors are its own, on the device; nothing changes them.
+    """A launched step.  Its tensors are its own and nothing changes them; on the host, and there after `copies.wait()`.
 
     `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows, as
     they have all their tokens with it; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
@@ -57,10 +60,23 @@ class InFlight(NamedTuple):
     sampled: Sequence[Sampled] = ()
     scored: Sequence[tuple[Req, ScoredTokens]] = ()
     is_idle: bool = False
+    copies: HostCopies | None = None  # None: computed on the host
 
     @property
     def sampling(self) -> list[Req]:
         return [req for part in self.sampled for req in part.rows.reqs]
+
+    def brought(self, device: torch.device) -> InFlight:
+        """The step with its results on their way from `device` to the host."""
+        copies = HostCopies(device)
+        step = self._replace(
+            routes=None if self.routes is None else StepRoutes(*map(copies.copy, self.routes)),
+            sampled=[part._replace(tokens=copies.copy_all(part.tokens)) for part in self.sampled],
+            scored=[(req, copies.copy_all(scored)) for req, scored in self.scored],
+            copies=copies,
+        )
+        copies.close()
+        return step
 
 
 class StepRunner:
@@ -86,23 +102,25 @@ class StepRunner:
     # --- first half -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
-        """Enqueue the step on the device.  `phase(name)` is called when a phase of `StepStats` has ended."""
-        decodes, pool = plan.decodes, self._cache.pool
-        inputs = decodes.inputs
-        slots = self._cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
-        extends = plan.extends
-        batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, pool)
-        batch.global_num_tokens = global_num_tokens
-        if self._cache.states is not None:
-            self._cache.states.prepare(batch, extends, decodes)
-        if self._replays(plan):
-            batch.forced_routes = _forced_routes(plan, pool.table.device)
-        phase("build")
+        """Enqueue the step on the device.  `phase(name)`: a part of a phase of `StepStats` has ended."""
+        step = self._enqueue(plan, global_num_tokens, phase)
+        pool = self._cache.pool
+        return step.brought(pool.device) if pool.is_apart else step
+
+    def _enqueue(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
+        extends, decodes, pool = plan.extends, plan.decodes, self._cache.pool
         epoch = self._runner.state.epoch
+        batch = self._build(plan, epoch)
+        batch.global_num_tokens = global_num_tokens
+        phase("build")
         hidden_TD, routes = self._runner.forward(batch)
         if plan.is_empty:  # another rank's tokens needed this one's experts
             return InFlight(epoch, self._num_ended, routes, is_idle=True)
-        logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
+        tokens = None
+        if decodes and not extends:
+            tokens = self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
+        if tokens is None:
+            logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
         phase("forward")
         completed: list[Req] = []
         scored: list[tuple[Req, ScoredTokens]] = []
@@ -115,12 +133,28 @@ class StepRunner:
             logits_NV = self._sample_first(completed, logits_NV, sampled)
         if decodes:
             rows = self._rows_of(decodes)
-            tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
+            if tokens is None:
+                tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
             pool.newest_tokens.put(batch.decode_req_pool_indices, tokens.token_ids)
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]
         return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
+
+    def _build(self, plan: StepPlan, epoch: ServingEpoch) -> ForwardBatch:
+        """The step's batch.  Its tokens get slots, noted as written under `epoch`."""
+        extends, decodes, cache = plan.extends, plan.decodes, self._cache
+        inputs, stamp = decodes.inputs, self._runner.kv_pool.stamp
+        slots = cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
+        stamp(slots, epoch.weight_epoch)
+        for item in extends:
+            stamp(cache.slots(item.req, item.start, item.start + item.count), epoch.weight_epoch)
+        batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, cache.pool)
+        if cache.states is not None:
+            cache.states.prepare(batch, extends, decodes)
+        if self._replays(plan):
+            batch.forced_routes = _forced_routes(plan, cache.pool.device)
+        return batch
 
     def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
         """Sample a token for each request whose prompt is complete, from the first rows.  Returns the other rows."""
@@ -130,7 +164,7 @@ class StepRunner:
             rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device)
             counts = [len(req.output.token_ids) for req in reqs]  # nothing of theirs is in flight
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
-            newest.put(torch.tensor([req.pool_index for req in reqs], device=newest.device), tokens.token_ids)
+            newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
             sampled.append(Sampled(rows, tokens, last))
         return logits_NV[len(reqs) :]
@@ -172,7 +206,9 @@ class StepRunner:
         scored, source = [], req.source
         temperature = req.sampling_params.effective_temperature
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):
-            targets = torch.tensor(req.prompt_ids[position : position + len(logits_NV)], device=logits_NV.device)
+            targets = to_device(
+                torch.tensor(req.prompt_ids[position : position + len(logits_NV)]), self._cache.pool.device
+            )
             chosen_ids, top_n = source.token_ids_logprob or [], source.top_logprobs_num
             scored.append((req, self._sampler.score(logits_NV, targets, temperature, chosen_ids, top_n)))
             position += len(logits_NV)
@@ -180,11 +216,14 @@ class StepRunner:
 
     # --- second half ----------------------------------------------------------------------------------------------
 
-    def finish(self, step: InFlight) -> tuple[list[Req], int]:
+    def finish(self, step: InFlight, phase: Callable[[str], None]) -> tuple[list[Req], int]:
         """Enter a step into the records, and set `req.finished` of requests that end with it.
 
         Returns the requests with something to send, those that ended or stream, and how many tokens were entered.
         """
+        if step.copies is not None:
+            step.copies.wait()
+            phase("forward")
         if step.routes is not None:
             self._runner.keep_routes(step.routes)
         for req, scored in step.scored:
@@ -238,4 +277,4 @@ def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
             place = first + max(-begin, 0)
             forced_TLK[place : place + len(known)] = known
         first += count
-    return torch.from_numpy(forced_TLK).transpose(0, 1).contiguous().to(device)
+    return to_device(torch.from_numpy(forced_TLK).transpose(0, 1).contiguous(), device)

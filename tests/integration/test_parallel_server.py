@@ -60,7 +60,11 @@ def new_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full(but="tp2")
-@pytest.mark.parametrize("settings", [TP2, DP2], ids=["tp2", "dp2"])
+@pytest.mark.parametrize(
+    "settings",
+    [TP2, DP2, DP2 | {"disable_overlap_schedule": False}],
+    ids=["tp2", "dp2", "dp2_overlap"],
+)
 def test_generate_refresh_generate(folder: Path, expected: dict, tmp_path: Path, settings: dict[str, Any]) -> None:
     tensors = new_tensors(folder)
     with serve(folder, **settings) as server:

@@ -24,6 +24,7 @@ from rollout.core.weight_io_struct import (
     WeightsCheckerReqInput,
 )
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, with_experts
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness, Result
 from tests.trainer_process import TrainerProcess
@@ -164,7 +165,7 @@ def live_checksums(harness: Harness) -> dict[str, str]:
     return harness.control(WeightsCheckerReqInput).data["checksums"]
 
 
-@pytest.mark.full(but="moe_dense_first-True-in_place")
+@pytest.mark.full(but="sequential-moe_dense_first-True-in_place")
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("bracketed", [True, False])
 @WITH_FAMILIES
@@ -193,7 +194,7 @@ def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
     check_new_admissions(harness, folders, cold=mode == "in_place")
 
 
-@pytest.mark.full(but="moe_dense_first-True")
+@pytest.mark.full(but="sequential-moe_dense_first-True")
 @pytest.mark.parametrize("bracketed", [True, False])
 @WITH_FAMILIES
 def test_refresh_after_pause_abort(folders, trainer, bracketed: bool) -> None:
@@ -269,7 +270,7 @@ def test_version_named_between_buckets(folders, trainer) -> None:
     check_results(harness, folders, new_kv=True)
 
 
-@pytest.mark.full(but="moe_dense_first-True")
+@pytest.mark.full(but="sequential-moe_dense_first-True")
 @pytest.mark.parametrize("bracketed", [True, False])
 @WITH_FAMILIES
 def test_half_an_update_never_serves(folders, trainer, bracketed: bool) -> None:

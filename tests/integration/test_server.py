@@ -33,9 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe_dense_first", seed=3, context_length=CONTEXT)
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(folder, enable_return_routed_experts=True, max_total_tokens=70_000) as running:
+@pytest.fixture(scope="module", params=["sequential", pytest.param("overlap", marks=pytest.mark.full)])
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServerProcess]:
+    settings = {"disable_overlap_schedule": request.param == "sequential"}
+    with ServerProcess(folder, enable_return_routed_experts=True, max_total_tokens=70_000, **settings) as running:
         yield running
 
 

@@ -28,6 +28,7 @@ from tests.history.actions import (
 from tests.history.checker import Tally
 from tests.history.machine import HistoryFailed, Zoo, play
 from tests.history.transports import TRANSPORTS
+from tests.late_loop import overlap
 from tests.tiers import examples, in_the_gate
 from weight_sync.staging import StagingMode
 
@@ -44,8 +45,11 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("history") / "model")
 
 
-def test_every_token_of_random_histories_is_explained(zoo: Zoo) -> None:
+@pytest.mark.parametrize("loop", ["sequential", pytest.param("overlap", marks=pytest.mark.full)])
+def test_every_token_of_random_histories_is_explained(zoo: Zoo, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tally = Tally()
+    if loop == "overlap":
+        overlap(monkeypatch)
 
     @settings(_quiet, max_examples=NUM_HISTORIES)
     @given(histories(tuple(TRANSPORTS)))

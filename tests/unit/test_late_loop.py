@@ -6,6 +6,7 @@ mistake that only the late loop shows, or that it shows too.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.engine import build
+from rollout.core.server_args import add_cli_args, server_args_from_namespace
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache.kv_pool import NewestTokens
 from rollout.model_executor import model_runner
@@ -24,7 +25,7 @@ from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
 from rollout.scheduler.step import InFlight, StepRunner
-from tests.late_loop import LateScheduler
+from tests.late_loop import overlap
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_spec
 from tests.scheduler_harness import Harness, Result
@@ -41,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(build, "Scheduler", LateScheduler)
+    return lambda: overlap(monkeypatch)
 
 
 ASKS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
@@ -159,7 +160,11 @@ def tokens_of_the_list(patch: pytest.MonkeyPatch) -> None:
 def enters_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """Wrong: what a step computed for a request that has ended meanwhile is entered."""
     finish = StepRunner.finish
-    patch.setattr(StepRunner, "finish", lambda self, step: finish(self, step._replace(num_ended=self._num_ended)))
+
+    def entered(self: StepRunner, step: InFlight, *rest: Any) -> Any:
+        return finish(self, step._replace(num_ended=self._num_ended), *rest)
+
+    patch.setattr(StepRunner, "finish", entered)
 
 
 def stale_histories(patch: pytest.MonkeyPatch) -> None:
@@ -263,8 +268,8 @@ def test_stamps_of_what_is_in_force_at_the_end_of_a_step_are_noticed(
     """Wrong: a step is labelled when its results are processed.  Only a late loop shows it."""
     finish = StepRunner.finish
 
-    def stamped_late(self: StepRunner, step: InFlight) -> Any:
-        return finish(self, step._replace(epoch=self._runner.state.epoch))
+    def stamped_late(self: StepRunner, step: InFlight, *rest: Any) -> Any:
+        return finish(self, step._replace(epoch=self._runner.state.epoch), *rest)
 
     monkeypatch.setattr(StepRunner, "finish", stamped_late)
     if is_late:
@@ -292,3 +297,25 @@ def test_nothing_is_in_flight_behind_a_closed_gate(folders: tuple[Path, Path], l
     harness.run()
     harness.check_idle()
     assert len(harness.results[rid].token_ids) == 30
+
+
+# --- which loop -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "overlaps"),
+    [
+        ([], False),
+        (["--device", "cuda"], True),
+        (["--device", "cuda:1"], True),
+        (["--no-disable-overlap-schedule"], True),
+        (["--device", "cuda", "--disable-overlap-schedule"], False),
+        (["--disable-overlap-schedule"], False),
+    ],
+    ids=str,
+)
+def test_steps_overlap_on_a_device_unless_it_is_said_otherwise(words: list[str], overlaps: bool) -> None:
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    args = server_args_from_namespace(parser.parse_args(["--model-path", "m", *words]))
+    assert args.overlaps is overlaps

@@ -32,6 +32,7 @@ from rollout.layers.layer import Layer
 from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.scheduler.scheduler import Scheduler
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness, Result
@@ -147,7 +148,7 @@ def eplb_of(scheduler: Scheduler) -> EplbControl:
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but=("moe_dense_first-tp2 ep2", "moe_dense_first-dp2 all-to-all"))
+@pytest.mark.full(but=("sequential-moe_dense_first-tp2 ep2", "sequential-moe_dense_first-dp2 all-to-all"))
 @pytest.mark.parametrize("name", LAYOUTS)
 @WITH_FAMILIES
 def test_given_maps_one_after_the_other(folder: Path, weights: Tensors, expected: list[Result], name: str) -> None:

@@ -34,6 +34,7 @@ from rollout.core.weight_io_struct import (
     WeightsCheckerReqInput,
 )
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, stored_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness, control_of
 from tests.scheduler_harness import Harness
@@ -150,7 +151,7 @@ def test_paused_client_without_begin(engine: ParallelHarness, new: Tensors) -> N
     check_content(engine, new)
 
 
-@pytest.mark.full(but=("tp2, experts split", "dp2 all-to-all"))
+@pytest.mark.full(but=("sequential-tp2, experts split", "sequential-dp2 all-to-all"))
 def test_what_is_read_back_is_whole(engine: ParallelHarness, new: Tensors) -> None:
     assert refresh(engine, new, "v1").success
     for name in ("model.layers.1.mlp.experts.5.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
@@ -198,7 +199,7 @@ def test_by_fused_tensors_as_its_checkpoints_have_them(
     assert checked.data["digest"] == digest(metas)
 
 
-@pytest.mark.full(but="dp2 all-to-all-moe_dense_first")
+@pytest.mark.full(but="sequential-dp2 all-to-all-moe_dense_first")
 @pytest.mark.parametrize("fault", ["nan", "missing", "shape", "aborted"])
 @WITH_FAMILIES
 def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path, new: Tensors, fault: str) -> None:
@@ -227,7 +228,7 @@ def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path
     check_content(engine, new)
 
 
-@pytest.mark.full(but="dp2 all-to-all")
+@pytest.mark.full(but="sequential-dp2 all-to-all")
 @pytest.mark.parametrize("step", ["write", "prepare", "commit"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_that_fails_stops_all(
@@ -255,7 +256,7 @@ def test_one_rank_that_fails_stops_all(
     check_content(engine, new)
 
 
-@pytest.mark.full(but="dp2 all-to-all-moe_dense_first")
+@pytest.mark.full(but="sequential-dp2 all-to-all-moe_dense_first")
 @WITH_FAMILIES
 def test_memory_goes_and_comes_back_on_all_ranks(engine: ParallelHarness, new: Tensors) -> None:
     engine.submit(PROMPTS[0], params={"max_new_tokens": 60}, dp_rank=engine.num_dp_ranks - 1)

@@ -19,6 +19,7 @@ from eplb.load_recorder import LoadRecorder
 from eplb.load_windows import LoadWindows
 from eplb.placement import ExpertPlacement
 from rollout.model_executor.weight_loading import WeightIndex
+from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

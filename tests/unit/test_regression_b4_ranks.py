@@ -36,6 +36,7 @@ from rollout.core.expert_io_struct import EplbRebalanceReqInput
 from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.distributed.communicator import RankLostError
 from tests import parallel_harness
+from tests.late_loop import loop  # noqa: F401
 from tests.parallel_harness import ParallelHarness
 from tests.routes_judge import EXPERTS, LAYERS, LAYOUTS, OneRank, decisive_checkpoint, moved_experts, prompt
 from tests.scheduler_harness import Result
@@ -94,7 +95,7 @@ def placements(harness: ParallelHarness) -> list[ExpertPlacement]:
     return [scheduler.runner.state.placement for scheduler in harness.schedulers]
 
 
-@pytest.mark.full(but="tp2")
+@pytest.mark.full(but="sequential-tp2")
 @pytest.mark.parametrize("layout", ["tp2", "dp2 of tp4 all-to-all"])
 def test_71_sglang_18213_results_do_not_change_when_experts_move(
     folder: Path, judge: OneRank, layout: str, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from rollout.core.expert_io_struct import (
     StopExpertDistributionReqInput,
 )
 from rollout.core.io_struct import GetStateReqInput
+from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness, Result

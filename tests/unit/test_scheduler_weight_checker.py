@@ -16,6 +16,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightsCheckerReqInput,
 )
+from tests.late_loop import loop  # noqa: F401
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

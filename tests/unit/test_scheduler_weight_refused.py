@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
+from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from weight_sync.errors import StagingError

@@ -16,6 +16,7 @@ from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReq
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache, RadixNode
 from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins
+from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness

@@ -28,7 +28,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = SlotAllocator(SLOTS, "cpu")
+        self.allocator = SlotAllocator(SLOTS)
         self.rows = self.kind(FIRST, ROWS)
         self.cache = RadixCache(self.allocator, None, self.rows)
         self.epoch = 0

@@ -1,0 +1,67 @@
+"""Transfers between host and device for which the host does not wait: by pinned memory, on the device's current stream.
+
+    host      launch n ---------------------.  launch n+1 --.  wait for the event of n, read
+                to_device |                  \\               \\
+    stream      [inputs] kernels of n [results] event [inputs] kernels of n+1 [results] event
+
+A plain `.to(device)` from pageable memory waits for all that the stream has, as `.cpu()` and `.item()` do.  Pinned
+memory comes from torch's caching allocator, which hands a block out again once the copies that used it are done: so
+who drops a buffer need not know what is in flight.  On a CPU nothing is copied.
+
+Not run on a GPU; `tests/device_stand_in.py` plays the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import torch
+
+Record = TypeVar("Record")
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` of the host on `device`, as it is now: the caller may change it at once.
+
+    On a CPU it is `tensor` itself.
+    """
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopies:
+    """The results of one step on their way to the host.
+
+    `copy` each, then `close`, and `wait` before any copy is read.  All copies and the event go to the stream that was
+    current at the beginning, where the kernels before them are: no memory of theirs is used again before it was copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._done: torch.cuda.Event | None = None
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in pinned memory that holds `tensor` after `wait`.  What is on the host already is given back."""
+        assert self._done is None, "the event was recorded before this copy"
+        if tensor.is_cpu:
+            return tensor
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            copied.copy_(tensor, non_blocking=True)
+        return copied
+
+    def copy_all(self, record: Record) -> Record:
+        """A dataclass of tensors, each copied."""
+        tensors = [getattr(record, item.name) for item in dataclasses.fields(record)]  # type: ignore[arg-type]
+        return type(record)(*map(self.copy, tensors))
+
+    def close(self) -> None:
+        """No more copies."""
+        self._done = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Until the copies are done; what was given to the device later goes on meanwhile."""
+        assert self._done is not None, "not closed"
+        self._done.synchronize()

@@ -1,0 +1,35 @@
+"""An engine on the device that `tests/device_stand_in.py` plays, its operators kernels of which nothing is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.engine import build
+from rollout.kernels.ops import plain_ops
+from rollout.kernels.schemas import SCHEMAS
+from tests.device_stand_in import DEVICE, Device
+from tests.scheduler_harness import Harness
+from tests.streams_stand_in import Streams
+
+
+@contextmanager
+def stand_in_device() -> Iterator[Device]:
+    """Engines that are built within may be on `DEVICE`."""
+    plain, streams = plain_ops(), Streams()
+    device = Device(streams)
+    kernels = replace(plain, **{name: device.kernel(getattr(plain, name)) for name in SCHEMAS})
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), device:
+        streams.install(patch)
+        patch.setattr(build, "select_ops", lambda *_: kernels)
+        yield device
+
+
+def device_engine(folder: Path, **settings: Any) -> Harness:
+    return Harness(folder, device=str(DEVICE), disable_native_kernels=True, **settings)
