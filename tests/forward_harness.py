@@ -61,7 +61,8 @@ class ForwardHarness:
             positions += range(start, start + len(tokens))
             out_cache_loc += self.req_to_token[request, start : start + len(tokens)].tolist()
             self.lengths[request] += len(tokens)
-        decode_lens = [self.lengths[request] for request in decodes]
+        decode_rows = torch.tensor(list(decodes), dtype=torch.int64)
+        decode_lens = torch.tensor([self.lengths[request] for request in decodes], dtype=torch.int64)
         return ForwardBatch(
             input_ids=torch.tensor(ids, dtype=torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64),
@@ -70,8 +71,10 @@ class ForwardHarness:
             extend_req_pool_indices=list(extends),
             extend_prefix_lens=prefix_lens,
             extend_lens=[len(tokens) for tokens in extends.values()],
-            decode_req_pool_indices=torch.tensor(list(decodes), dtype=torch.int64),
-            decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
+            decode_req_pool_indices=decode_rows,
+            decode_seq_lens=decode_lens,
+            decode_req_pool_indices_host=decode_rows,
+            decode_seq_lens_host=decode_lens,
             logits_rows=torch.arange(len(ids)),
             states=states,
         )

@@ -47,6 +47,14 @@ class AttentionBackend(ABC):
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
         """Why this backend cannot attend to such KV; None where it can."""
 
+    def for_graph(self, batch_size: int) -> AttentionBackend | None:
+        """A backend over the same KV for captured steps of exactly `batch_size` decoding requests and no others.
+
+        Its `plan` is called before the capture and before every replay, outside of the capture, and leaves all that the
+        kernels read at the same addresses; its `attend` is what is captured.  None: `attend` cannot be captured.
+        """
+        return None
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for the layers of one step."""

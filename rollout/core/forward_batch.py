@@ -45,7 +45,11 @@ class WindowOperands(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step, and valid for that step only.  All tensors are int64 on the model's device."""
+    """One step, and valid for that step only.  Tensors are int64, on the model's device but for those that say `host`.
+
+    Those let a plan be made without waiting for the device.  They may be live arrays, which advance in place once the
+    step is launched: who keeps one copies it.
+    """
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] absolute position of each token in its sequence
@@ -58,6 +62,8 @@ class ForwardBatch:
 
     decode_req_pool_indices: torch.Tensor  # [B]
     decode_seq_lens: torch.Tensor  # [B] length including this step's token
+    decode_req_pool_indices_host: torch.Tensor  # [B] the same numbers on the CPU
+    decode_seq_lens_host: torch.Tensor  # [B] the same numbers on the CPU
 
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 

@@ -63,6 +63,8 @@ def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTok
         extend_lens=[],
         decode_req_pool_indices=pool_indices,
         decode_seq_lens=seq_lens,
+        decode_req_pool_indices_host=decode.pool_indices,
+        decode_seq_lens_host=decode.seq_lens,
         logits_rows=rows,
     )
 
@@ -86,6 +88,8 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
         extend_lens=lens,
         decode_req_pool_indices=decode.decode_req_pool_indices,
         decode_seq_lens=decode.decode_seq_lens,
+        decode_req_pool_indices_host=decode.decode_req_pool_indices_host,
+        decode_seq_lens_host=decode.decode_seq_lens_host,
         logits_rows=torch.cat([wanted, decode.logits_rows + len(token_ids)]),
     )
 

@@ -94,6 +94,8 @@ class Sequences:
             extend_lens=self.lengths,
             decode_req_pool_indices=none,
             decode_seq_lens=none,
+            decode_req_pool_indices_host=none.cpu(),
+            decode_seq_lens_host=none.cpu(),
             logits_rows=none,
             states=states,
         )

@@ -397,6 +397,8 @@ def _step(
     starts = [length - new for length, new in zip(lengths, computed, strict=True)]
     positions = torch.cat([torch.arange(*span) for span in zip(starts, lengths, strict=True)])
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(computed))
+    decode_rows = torch.arange(num_extends, len(lengths))
+    decode_lens = torch.tensor(lengths[num_extends:], dtype=torch.int64)
     batch = ForwardBatch(
         input_ids=torch.zeros(sum(computed), dtype=torch.int64),
         positions=positions,
@@ -405,8 +407,10 @@ def _step(
         extend_req_pool_indices=list(range(num_extends)),
         extend_prefix_lens=starts[:num_extends],
         extend_lens=computed[:num_extends],
-        decode_req_pool_indices=torch.arange(num_extends, len(lengths)),
-        decode_seq_lens=torch.tensor(lengths[num_extends:], dtype=torch.int64),
+        decode_req_pool_indices=decode_rows,
+        decode_seq_lens=decode_lens,
+        decode_req_pool_indices_host=decode_rows,
+        decode_seq_lens_host=decode_lens,
         logits_rows=torch.empty(0, dtype=torch.int64),
     )
     backend.plan(batch)

@@ -47,7 +47,8 @@ class _Sequences:
         for request, span in enumerate(spans):
             seen = slice(self._first_seen(span.start), span.start)
             self._store(self.req_to_token[request, seen], self.k[request, seen], self.v[request, seen])
-        decode_lens = self.lengths[num_extends:]
+        decode_rows = torch.arange(num_extends, len(spans))
+        decode_lens = torch.tensor(self.lengths[num_extends:], dtype=torch.int64)
         batch = ForwardBatch(
             input_ids=torch.zeros(sum(computed), dtype=torch.int64),
             positions=torch.tensor([position for span in spans for position in span]),
@@ -56,8 +57,10 @@ class _Sequences:
             extend_req_pool_indices=list(range(num_extends)),
             extend_prefix_lens=[span.start for span in spans[:num_extends]],
             extend_lens=computed[:num_extends],
-            decode_req_pool_indices=torch.arange(num_extends, len(spans)),
-            decode_seq_lens=torch.tensor(decode_lens, dtype=torch.int64),
+            decode_req_pool_indices=decode_rows,
+            decode_seq_lens=decode_lens,
+            decode_req_pool_indices_host=decode_rows,
+            decode_seq_lens_host=decode_lens,
             logits_rows=torch.empty(0, dtype=torch.int64),
         )
         backend = create_attention_backend("torch_native", self.pool)
