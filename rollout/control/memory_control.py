@@ -126,6 +126,8 @@ class MemoryControl:
             if "weights" in tags:
                 self._refreshed_unasked = False
             self._released.difference_update(tags)
+            if "kv_cache" in tags:
+                self._scheduler.cache.pool.enter_padding()
             self._updater.book.clear_loss()
             withheld = self._withhold()
             message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")

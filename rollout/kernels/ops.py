@@ -134,11 +134,13 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits in every batch and with any number of threads.
+    every result has the same bits in every batch and with any number of threads.  `graph_safe`: none of them waits for
+    the device, or allocates what depends on numbers there, so that a step of them can be captured.
     """
 
     storage: RowMajor
     batch_invariant: bool
+    graph_safe: bool = False
     gather_rows: Callable[..., torch.Tensor]
     matrix_rows: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -162,7 +164,7 @@ def plain_ops() -> Ops:
 def compiled_ops(storage: RowMajor | None = None) -> Ops:
     """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
     operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
-    return Ops(storage=storage or Packed(), batch_invariant=True, **operators)
+    return Ops(storage=storage or Packed(), batch_invariant=True, graph_safe=True, **operators)
 
 
 def select_ops(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +48,33 @@ class SampledTokens:
     kept_logprobs: torch.Tensor
 
 
+    @classmethod
+    def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
+        """Of rows that ask for nothing else."""
+        none = logprobs_N.new_empty(0)
+        return cls(
+            token_ids_N,
+            logprobs_N,
+            top_ids=token_ids_N.new_empty((len(token_ids_N), 0)),
+            top_logprobs=logprobs_N.new_empty((len(token_ids_N), 0)),
+            chosen_logprobs=none,
+            kept_counts=torch.zeros(len(token_ids_N), dtype=torch.int64),
+            kept_ids=torch.empty(0, dtype=torch.int32),
+            kept_logprobs=none,
+        )
+
+
+class PlainRows(NamedTuple):
+    """What rows ask for that have neither filters nor edits, masks, best or chosen tokens: tensors on one device.
+
+    `seeds` [N] int64, the bits of an unsigned number; `temperatures` [N] float32; `greedy` [N] bool.
+    """
+
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+    greedy: torch.Tensor
+
+
 @dataclass(slots=True)
 class ScoredTokens:
     """`logprobs` [N] of the given tokens, `top_ids` and `top_logprobs` [N, n], `chosen_logprobs` [N, C]."""
@@ -69,6 +97,19 @@ class Sampler(ABC):
 
         `positions_N`: index of the output token that each row samples, int64 on the CPU.
         """
+
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        """The rows for `sample_plain`, on `device`; None: one of them asks for more, or this sampler has no such way."""
+        return None
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [N] int64 and log-probabilities [N] float32, as `sample` gives them; of all rows.
+
+        All on one device: nothing is read on the host, so that it can be captured.  `positions_N` int64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no plain rows")
 
     @abstractmethod
     def score(
