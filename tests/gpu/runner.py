@@ -130,11 +130,24 @@ def report(outcomes: Sequence[Outcome], heading: str) -> str:
     total = sum(one.seconds for one in outcomes)
     lines += ["", f"{total:.0f} seconds in all"]
     lines += [f"FAILED   {one.step}: {test}: {_short(why)}" for one in outcomes for test, why in one.failures]
-    lines += [f"NOT RUN  {one.step}: {test}: {why}" for one in outcomes for test, why in one.not_run]
-    lines += [f"{test}: {json.dumps(facts)}" for one in outcomes for test, facts in one.facts.items()]
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for one in outcomes:
+        for test, why in one.not_run:
+            by_reason.setdefault((one.step, why), []).append(test)
+    lines += [f"NOT RUN  {step}: {why}: {', '.join(map(_name, tests))}" for (step, why), tests in by_reason.items()]
+    lines += [f"{one.step}: {_name(test)}: {_numbers(facts)}" for one in outcomes for test, facts in one.facts.items()]
     return "\n".join(lines)
+
+
+def _name(test: str) -> str:
+    """Without the file, which is the step's."""
+    return test.rpartition("::")[2]
 
 
 def _short(text: str, most: int = 300) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def _numbers(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items())
