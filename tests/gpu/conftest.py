@@ -7,6 +7,7 @@ torch.  Without it and without a CUDA device pytest ends at once.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ import torch
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of the code")
     parser.addoption("--gpu-results", type=Path, default=None, help="file for a JSON line a test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gpu-device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is loaded
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -105,7 +105,7 @@ def run_step(step: Step, out: Path, *, device: str, budget_factor: float = 1.0) 
 def _environment(device: str) -> dict[str, str]:
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "4"}
     if device == "cpu":
-        variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        variables |= {"OMP_NUM_THREADS": "1"}
     else:
         # Memory that another process opens by its handle must not lie in expandable segments.
         variables |= {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
