@@ -121,6 +121,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float("inf") if error.isnan() else error.item()
 
 
-def attended(backend: AttentionBackend, case: PagedCase, lengths: Lengths, q: torch.Tensor, **how: object) -> torch.Tensor:
+def attended(
+    backend: AttentionBackend, case: PagedCase, lengths: Lengths, q: torch.Tensor, **how: object
+) -> torch.Tensor:
     backend.plan(case.batch(lengths))
     return backend.attend(0, q, **how)  # type: ignore[arg-type]

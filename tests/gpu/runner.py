@@ -150,4 +150,6 @@ def _short(text: str, most: int = 300) -> str:
 
 
 def _numbers(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items())
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()
+    )

@@ -287,7 +287,9 @@ def test_fingerprints_are_the_host_s(name: str, device: torch.device) -> None:
     assert fingerprint(there) == fingerprint(content)
     assert fingerprint(there[1:], offset=content[:1].numel()) == fingerprint(content[1:], offset=content[:1].numel())
     index = (slice(None), slice(0, 2), slice(3, 90))
-    assert fingerprint_slice(there[index], content.shape, index) == fingerprint_slice(content[index], content.shape, index)
+    assert fingerprint_slice(there[index], content.shape, index) == fingerprint_slice(
+        content[index], content.shape, index
+    )
     changed = there.clone()
     changed.view(torch.uint8).view(-1)[777] ^= 1
     assert fingerprint(changed) != fingerprint(content)

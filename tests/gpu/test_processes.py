@@ -27,8 +27,8 @@ from rollout.core.weight_io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
-from tests.gpu.engines import engine
-from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.gpu.engines import checkpoint, engine
+from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
 from tests.tensor_sender import TensorSender
 from tests.trainer_process import TrainerProcess
@@ -40,9 +40,9 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> list[Path]:
     base = tmp_path_factory.mktemp("models")
-    return [tiny_checkpoint(base / f"v{seed}", "moe_dense_first", seed=seed) for seed in (1, 2)]
+    return [checkpoint(base / f"v{seed}", device, seed=seed) for seed in (1, 2)]
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from rollout.core.weight_io_struct import (
     WeightsCheckerReqInput,
 )
 from rollout.model_executor.memory_saver import weight_tensors
-from tests.gpu.engines import engine
+from tests.gpu.engines import checkpoint, engine
 from tests.local_refresh import deliver, refresh
-from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
@@ -35,9 +35,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> list[Path]:
     base = tmp_path_factory.mktemp("models")
-    return [tiny_checkpoint(base / f"v{seed}", "moe_dense_first", seed=seed) for seed in (1, 2)]
+    return [checkpoint(base / f"v{seed}", device, seed=seed) for seed in (1, 2)]
 
 
 @pytest.fixture(params=["from the host", "from the device"])
