@@ -30,15 +30,18 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     """4 GiB copied and 8192^3 multiplied; little of both on a CPU."""
     on_cuda = device.type == "cuda"
     count, size = (1 << 30, 8192) if on_cuda else (1 << 20, 256)
+    copied, read = _memory(count, device)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    multiplied = best_seconds(lambda: a @ b, device)
+    return Ceilings(copied, read, 2 * size**3 / multiplied)
+
+
+def _memory(count: int, device: torch.device) -> tuple[float, float]:
+    """Bytes a second of a copy, read and written, and of a sum, over so many float32."""
     source = torch.ones(count, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copied = best_seconds(lambda: target.copy_(source), device)
-    read = best_seconds(source.sum, device)
-    nbytes = source.nbytes
-    del source, target
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    multiplied = best_seconds(lambda: a @ b, device)
-    return Ceilings(2 * nbytes / copied, nbytes / read, 2 * size**3 / multiplied)
+    return 2 * source.nbytes / copied, source.nbytes / best_seconds(source.sum, device)
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:

@@ -2,9 +2,9 @@
 
     python -m tests.gpu [--steps graphs refresh] [--out DIR] [--dry-run] [--list]
 
-Results go to `--out`, by default $OUT or ./gpu-results: results.jsonl (one line a step), STEP.jsonl (one line a test) and
-STEP.log.  A test that this machine cannot run is listed as NOT RUN with its reason; anything else that did not pass
-makes the status 1, and a machine without a CUDA device 2.
+Results go to `--out`, by default $OUT or ./gpu-results: results.jsonl (a line a step), STEP.jsonl (a line a test),
+STEP.log and report.txt.  A test that this machine cannot run is listed as NOT RUN with its reason; anything else that
+did not pass makes the status 1, and a machine without a CUDA device 2.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "flashinfer": "0.7.2.post1"}
 OF_FRAMEWORKS = {"ray", "verl"}  # imported by modules that run inside of a framework
 UNKNOWABLE = ("torch.ops", "torch.classes")  # what is registered there is known when it runs
 
-# Names of arguments that the code gives by position, or that must exist: torch's own functions, which document none of it.
+# Names of arguments that the code gives by position, or that must exist, where torch documents nothing.
 SIGNATURES = {
     "torch.multiprocessing.reductions.rebuild_cuda_tensor": (
         *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),

@@ -42,9 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """With workers, theirs: what each of them would run is the same."""
     tests = [item.nodeid for item in getattr(session, "items", ())]
-    if tests:
-        if getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
-            _write(session.config, {"kind": "collected", "tests": tests})
+    if tests and getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
+        _write(session.config, {"kind": "collected", "tests": tests})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -2,12 +2,13 @@
 
     pytest of a step --JSON lines--> judge --> Outcome --> table, results.jsonl, exit status
 
-A step that hangs is killed with all that it started; the next one runs.  Nothing is left out in silence: a test that was
-collected and has no result, a skip without a reason, a step without tests are failures.
+A step that hangs is killed with all that it started; the next one runs.  Nothing is left out in silence: a test that
+was collected and has no result, a skip without a reason, a step without tests are failures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -114,10 +115,8 @@ def _environment(device: str) -> dict[str, str]:
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """All that the step started, and left running."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
