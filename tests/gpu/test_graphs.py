@@ -89,7 +89,7 @@ def test_a_replay_is_what_it_recorded_bit_for_bit(
     harness, replays = engine(folders[0], device, random_seed=5), Replays(monkeypatch)
     graphs_of(harness)
     got = said(harness, CAPTURED_MAX - 1, **params)
-    assert replays.replayed > NEW_TOKENS
+    assert replays.replayed > NEW_TOKENS // 2
     with called_instead_of_captured():
         eager = engine(folders[0], device, random_seed=5)
     assert got == said(eager, CAPTURED_MAX - 1, **params)
