@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--parts decode refresh] [--num-layers 48] [--out DIR] [--dry-run [--device cpu]]
 
-A part is ended after nine and a half minutes; the next one runs all the same.  Results go to `--out`, by default $OUT or
-./gpu-results: bench.jsonl and PART.log.  `--num-layers`: fewer for a smaller card; 48 layers are 61 GB.  The status is
-1 if a part failed, and 2 without a CUDA device.
+A part is ended after nine and a half minutes; the next one runs all the same.  Results go to `--out`, by default $OUT
+or ./gpu-results: bench.jsonl and PART.log.  `--num-layers`: fewer for a smaller card; 48 layers are 61 GB.  The status
+is 1 if a part failed, and 2 without a CUDA device.
 """
 
 from __future__ import annotations
