@@ -24,7 +24,6 @@ from eplb.placement import ExpertPlacement
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.message import ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
-from rollout.core.req_output import ReqOutput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
@@ -77,11 +76,9 @@ class Driver:
         self.spec, self.device = spec, device
         self._channel, self._count = LocalChannel(), 0
         self._answers: dict[str, ControlReqOutput[Any]] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.num_finished = 0
         args = ServerArgs(model_path=str(folder), device=str(device), skip_tokenizer_init=True, **settings)
         started = time.perf_counter()
-        with patch.object(build, "load_model", self._load), torch.inference_mode():
+        with patch.object(build, "load_model", self._load):
             self.scheduler, self.ready = build.build_scheduler(args, self._channel)
         self.synchronize()
         self.start_seconds = time.perf_counter() - started
@@ -152,13 +149,6 @@ class Driver:
             message = self._channel.outbox.popleft()
             if isinstance(message, ControlReqOutput):
                 self._answers[message.request_id] = message
-            else:
-                for output in message.outputs:
-                    self._note(output)
-
-    def _note(self, output: ReqOutput) -> None:
-        self.outputs.setdefault(output.rid, []).extend(output.token_ids)
-        self.num_finished += output.finished is not None
 
     def run(self) -> None:
         while self.scheduler.has_work or self._channel.inbox:
@@ -166,17 +156,24 @@ class Driver:
 
     def seconds_per_decode_step(self, batch: int, prompt_tokens: int, steps: int, **fields: Any) -> float:
         """Mean over `steps` steps in which `batch` requests decode and nothing else happens."""
-        rids = self.submit(batch, prompt_tokens, steps + 16, **fields)
-        while any(len(self.outputs.get(rid, ())) < 4 for rid in rids):
+        stats = self.scheduler.stats
+        self.submit(batch, prompt_tokens, steps + 16, **fields)
+        in_a_row, since = 0, stats.num_generated
+        while in_a_row < 4:
+            before = stats.num_generated
             self.tick()
-        before = sum(len(self.outputs[rid]) for rid in rids)
+            in_a_row = in_a_row + 1 if stats.num_generated - before == batch else 0
+            if stats.num_generated - since > 12 * batch:
+                raise RuntimeError(f"{batch} requests never decode together")
+        before = stats.num_generated
         self.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
             self.tick()
         self.synchronize()
         seconds = time.perf_counter() - started
-        assert sum(len(self.outputs[rid]) for rid in rids) - before == batch * steps, "not only decode steps"
+        if stats.num_generated - before != batch * steps:
+            raise RuntimeError(f"{stats.num_generated - before} tokens in {steps} steps of {batch} requests")
         self.run()
         return seconds / steps
 
