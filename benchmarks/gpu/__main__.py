@@ -92,7 +92,7 @@ def _measure(part: str, settings: Settings, out: Path) -> None:
 def _show(out: Path) -> None:
     path = out / "bench.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     for part in PARTS:
         of_part = [row for row in rows if row["part"] == part]
         if of_part:

@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,10 +94,12 @@ class Driver:
         progress: object = None,
         parallel: Parallel | None = None,
         moe_backend: MoeBackend | None = None,
+        memory: AbstractContextManager[object] | None = None,
     ) -> DecoderForCausalLM:
         """In the place of `load_model`."""
         started = time.perf_counter()
-        model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
+        with memory or nullcontext():
+            model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
         ledger, sink = WeightLedger(model.weights.metas()), DirectSink(model.weights)
         for named in random_weights(self.spec, device):
             load_weights(model.weights, [named], sink, ledger, cast=True)

@@ -155,11 +155,37 @@ def version_findings() -> list[str]:
     return found
 
 
+def flashinfer_findings() -> list[str]:
+    """Signatures that are others than those of the stand-in with which the backend is tested here."""
+    import flashinfer
+    from tests.flashinfer_signatures import differences
+
+    return differences(flashinfer)
+
+
+def kernel_findings() -> list[str]:
+    """Configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
+    from benchmarks.gpu_kernels_table import cases, compile_case
+
+    found = []
+    for case in cases():
+        try:
+            row = compile_case(case)
+        except Exception as error:
+            found.append(f"{case.name}: {type(error).__name__}: {error}")
+            continue
+        spilled = f", {row.spilled_bytes} bytes spilled" if row.spilled_bytes else ""
+        print(f"  {case.name}: {row.registers} registers{spilled}, {row.matrix_instruction or 'no matrix product'}")
+    return found
+
+
 CHECKS: dict[str, Callable[[], list[str]]] = {
     "versions": version_findings,
     "every module imports": import_findings,
     "every name of torch and triton exists": name_findings,
     "torch's signatures": signature_findings,
+    "FlashInfer's signatures are the stand-in's": flashinfer_findings,
+    "every kernel compiles for sm_90": kernel_findings,
 }
 
 
