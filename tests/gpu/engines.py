@@ -29,7 +29,7 @@ _WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "heads": 8,
     "kv_heads": 2,
-    "head_dim": 64,
+    "head_dim": 128,
     "experts": 16,
     "top_k": 4,
     "moe_intermediate_size": 128,

@@ -24,7 +24,7 @@ _WIDE = {
     "intermediate_size": 192,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 128,
     "max_position_embeddings": 1024,
 }
 SIZES: dict[str, dict[str, Any]] = {
