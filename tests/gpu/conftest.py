@@ -18,7 +18,7 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of the code")
-    parser.addoption("--gpu-results", type=Path, default=None, help="file for a JSON line a test")
+    parser.addoption("--gpu-results", default=None, help="file for a JSON line a test")  # a word, for xdist
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,7 +94,7 @@ def _last_lines(report: pytest.TestReport) -> str:
 def _write(config: pytest.Config, line: dict[str, Any]) -> None:
     path = config.getoption("--gpu-results")
     if path is not None:
-        with path.open("a") as file:  # of one write each: workers share it
+        with Path(path).open("a") as file:  # of one write each: workers share it
             file.write(json.dumps(line, default=str) + "\n")
 
 

@@ -95,7 +95,7 @@ def test_engine_agrees_with_transformers(
             chunked_prefill_size=chunk,
             enable_return_routed_experts=family != "qwen3",
         )
-        facts["attention"] = type(harness.scheduler.runner._attention).__name__
+        facts["attention"] = type(harness.scheduler.runner.attention).__name__
         asked = prompts(harness.scheduler.runner.state.model.config.vocab_size, lengths)
         results += harness.generate(asked, {"max_new_tokens": new_tokens}, logprob_start_len=0)
         harness.check_idle()
