@@ -78,7 +78,7 @@ test-gpu:
 bench-gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
-# The code against torch 2.11 with CUDA and FlashInfer, on a machine without a device (7 GB under build/, some minutes once).
+# The code against torch 2.11 with CUDA and FlashInfer, on a machine without a device (5 GB under build/, some minutes once).
 check-gpu-imports: $(GPU_IMPORTS)/.installed
 	$(GPU_IMPORTS)/bin/python -m tests.gpu.check_imports
 
@@ -123,7 +123,7 @@ $(FLEET)/.installed: $(VENV)/.installed examples/fleet/requirements.txt
 	@touch $@
 
 $(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
-	@echo "installing torch 2.11.0 with CUDA and FlashInfer into $(GPU_IMPORTS) (once; 7 GB)"
+	@echo "installing torch 2.11.0 with CUDA and FlashInfer into $(GPU_IMPORTS) (once; 5 GB)"
 	$(call over_venv,$(GPU_IMPORTS))
 	$(GPU_IMPORTS)/bin/pip install --quiet --disable-pip-version-check -r tests/gpu/requirements.txt
 	$(GPU_IMPORTS)/bin/python $(WHEELS) flashinfer-python==0.7.2.post1

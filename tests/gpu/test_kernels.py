@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from rollout.kernels import plain
+from rollout.kernels.gpu.experts import fused_experts_fp8
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
+from weight_sync.fp8_blocks import dequantise, quantise
 from weight_sync.tensor_meta import DTYPES
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -228,6 +230,22 @@ def test_experts(tokens: int, form: str, op: Any, dtype: torch.dtype, device: to
     on_host = [exact(value) if isinstance(value, torch.Tensor) else value for value in more]
     want = plain.fused_experts(exact(x), ids.cpu(), exact(weights), exact(w13), exact(w2), inner, *on_host)
     assert close(op("fused_experts")(x, ids, weights, w13, w2, inner, *more), want, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_experts_in_fp8_blocks(tokens: int, device: torch.device, on_cuda: bool) -> None:
+    """Against float64 products of the values that the blocks stand for; half precision in a dry run."""
+    dtype, (experts, top_k, hidden, inner) = torch.bfloat16 if on_cuda else torch.float16, (6, 2, 256, 128)
+    rand = Numbers(torch.float32, device)
+    (gate, gate_scale), (up, up_scale) = (quantise(rand(experts, inner, hidden, scale=0.1)) for _ in range(2))
+    w2, w2_scale = quantise(rand(experts, hidden, inner, scale=0.1))
+    w13, w13_scale = torch.cat([gate, up], 1), torch.cat([gate_scale, up_scale], 1)
+    x, ids = rand(tokens, hidden).to(dtype), torch.stack([rand.distinct(experts, top_k) for _ in range(tokens)])
+    weights = rand(tokens, top_k).abs().to(dtype)
+    got = fused_experts_fp8(x, ids, weights, w13, w13_scale, w2, w2_scale)
+    values = [exact(dequantise(w13, w13_scale, dtype)), exact(dequantise(w2, w2_scale, dtype))]
+    want = plain.fused_experts(exact(x), ids.cpu(), exact(weights), *values, inner)
+    assert error_of(got, want) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 4096])
