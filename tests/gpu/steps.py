@@ -25,13 +25,13 @@ class Step:
 STEPS = (
     Step("machine", "test_machine.py", 20),
     Step("kernels", "test_kernels.py", 60, workers=4),
-    Step("parity", "test_parity.py", 85, workers=4),
-    Step("attention", "test_attention.py", 40),
+    Step("parity", "test_parity.py", 80, workers=4),
+    Step("attention", "test_attention.py", 30),
     Step("sampling", "test_sampling.py", 20),
     Step("graphs", "test_graphs.py", 50),
-    Step("loops", "test_loops.py", 35),
-    Step("refresh", "test_refresh.py", 45),
-    Step("processes", "test_processes.py", 60),
+    Step("loops", "test_loops.py", 50),
+    Step("refresh", "test_refresh.py", 60),
+    Step("processes", "test_processes.py", 55),
     Step("memory", "test_memory.py", 30),
     Step("ranks", "test_ranks.py", 25),
 )
