@@ -65,7 +65,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 PAIRS = [("overlap and graphs", case) for case in CASES]
 PAIRS += [(loop, case) for loop in ("overlap", "graphs") for case in list(CASES)[:3]]
-_plain: dict[str, list[Result]] = {}  # of the plainest loop, by case
+
+
+@pytest.fixture(scope="module")
+def plain_answers() -> dict[str, list[Result]]:
+    """Of the plainest loop, by case; filled as they are needed."""
+    return {}
 
 
 def answers(loop: dict[str, Any], case: str, folder: Path, device: torch.device) -> list[Result]:
@@ -76,12 +81,12 @@ def answers(loop: dict[str, Any], case: str, folder: Path, device: torch.device)
 
 @pytest.mark.parametrize(("loop", "case"), PAIRS)
 def test_answers_are_those_of_the_plainest_loop(
-    loop: str, case: str, folders: list[Path], device: torch.device
+    loop: str, case: str, folders: list[Path], device: torch.device, plain_answers: dict[str, list[Result]]
 ) -> None:
-    if case not in _plain:
-        _plain[case] = answers(PLAINEST, case, folders[0], device)
+    if case not in plain_answers:
+        plain_answers[case] = answers(PLAINEST, case, folders[0], device)
     got = answers(LOOPS[IDS.index(loop)], case, folders[0], device)
-    assert disagreement(got, _plain[case], LOGPROB_SLACK[device.type]) is None
+    assert disagreement(got, plain_answers[case], LOGPROB_SLACK[device.type]) is None
 
 
 def until(result: Result, count: int) -> Result:
