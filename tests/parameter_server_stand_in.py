@@ -8,8 +8,8 @@ talks to its own worker, which `test_weight_sync_ipc_package.py` runs against th
 `form` "json": the engine's form without pickle.
 `buffer_device` "cuda", with "pickle": the buffer in the memory of this process's CUDA device, by its handle.
 
-As a program, `CHECKPOINT FORM STOP_AT [BUFFER_DEVICE]`: prints its `handles` as a line of JSON, sends the checkpoint, and stops for
-ever before bucket STOP_AT (-1: never).
+As a program, `CHECKPOINT FORM STOP_AT [BUFFER_DEVICE]`: prints its `handles` as a line of JSON, sends the checkpoint,
+and stops for ever before bucket STOP_AT (-1: never).
 """
 
 from __future__ import annotations
