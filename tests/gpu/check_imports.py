@@ -158,6 +158,7 @@ def version_findings() -> list[str]:
 def flashinfer_findings() -> list[str]:
     """Signatures that are others than those of the stand-in with which the backend is tested here."""
     import flashinfer
+
     from tests.flashinfer_signatures import differences
 
     return differences(flashinfer)

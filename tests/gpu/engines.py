@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.graph_loop import captured_engines
 
 from rollout.engine import build_graphs
 from rollout.model_executor.graph_runner import GraphRunner
 from tests.gpu.needs import not_run
+from tests.graph_loop import captured_engines
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness, Result
 
