@@ -98,7 +98,7 @@ def _measured(
             started = time.perf_counter()
             ended = _control(engine, EndWeightUpdateReqInput)
             end = time.perf_counter() - started
-            nbytes = ended.data.num_bytes
+            nbytes = ended.reply.num_bytes
             yield {
                 "staging": staging,
                 "layers": spec.layers,
@@ -108,8 +108,8 @@ def _measured(
                 "GB/s": nbytes / staged / 1e9,
                 "share of a copy": 2 * nbytes / staged / copy_bytes_per_s,  # read and written
                 "end, s": end,
-                "stall, ms": 1e3 * ended.data.stall_seconds,
-                "stall of 60 GB, ms": 1e3 * ended.data.stall_seconds * 60e9 / nbytes,
+                "stall, ms": 1e3 * ended.reply.stall_seconds,
+                "stall of 60 GB, ms": 1e3 * ended.reply.stall_seconds * 60e9 / nbytes,
             }
     finally:
         trainer.close()
