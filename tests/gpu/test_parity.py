@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.family_zoo import family_checkpoint
 from tests.scheduler_harness import Harness, Result
@@ -58,8 +58,9 @@ def prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
 @torch.no_grad()
 def theirs(folder: Path, dtype: torch.dtype, device: torch.device, results: list[Result]) -> list[torch.Tensor]:
     """Log-probabilities [S, V] of transformers, float32 on the CPU, of each whole sequence in one forward."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    model.set_experts_implementation("eager")
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(device).eval()
     found = []
     for result in results:
         ids = torch.tensor([result.prompt_ids + result.token_ids], device=device)
