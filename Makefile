@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
 FLEET := .venv-fleet
+GPU_IMPORTS := build/gpu-imports
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers install install-dev clean
+.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers test-gpu bench-gpu \
+	check-gpu-imports install install-dev clean
 
 demo: install
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
@@ -68,6 +70,18 @@ bench: install
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers
 
+# On a machine with a CUDA device, where nothing is installed from here: docs/gpu.md.  STEPS="graphs refresh" runs those.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu $(if $(STEPS),--steps $(STEPS))
+
+bench-gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+# The code against torch 2.11 with CUDA and FlashInfer, on a machine without a device (5 GB under build/, some minutes once).
+check-gpu-imports: $(GPU_IMPORTS)/.installed
+	$(GPU_IMPORTS)/bin/python -m tests.gpu.check_imports
+
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
@@ -106,6 +120,13 @@ $(FLEET)/.installed: $(VENV)/.installed examples/fleet/requirements.txt
 	@echo "installing Ray and vllm-router into $(FLEET) (once)"
 	$(call over_venv,$(FLEET))
 	$(FLEET)/bin/python $(WHEELS) -r examples/fleet/requirements.txt
+	@touch $@
+
+$(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
+	@echo "installing torch 2.11.0 with CUDA and FlashInfer into $(GPU_IMPORTS) (once; 5 GB)"
+	$(call over_venv,$(GPU_IMPORTS))
+	$(GPU_IMPORTS)/bin/pip install --quiet --disable-pip-version-check -r tests/gpu/requirements.txt
+	$(GPU_IMPORTS)/bin/python $(WHEELS) flashinfer-python==0.7.2.post1
 	@touch $@
 
 clean:

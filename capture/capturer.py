@@ -41,14 +41,21 @@ class RoutedExpertsCapturer:
 
         Drops what an unfinished step left.
         """
+        return self.begin_step_in(self._spare_rows(num_tokens))
+
+    def begin_step_in(self, rows_TLK: torch.Tensor) -> torch.Tensor:
+        """`begin_step` into a buffer of the caller's, of this capturer's type: every captured step writes there."""
+        self._rows_TLK = rows_TLK
+        self._absent = set(range(self.num_moe_layers))
+        return rows_TLK
+
+    def _spare_rows(self, num_tokens: int) -> torch.Tensor:
         shape = (num_tokens, self.num_moe_layers, self.top_k)
         if not self._spare or self._spare[-1].shape != shape:
             steps = _SPARE_ROWS // num_tokens if num_tokens else 0
             several = torch.empty((max(steps, 1), *shape), dtype=self.dtype, device=self._device)
             self._spare = list(several.unbind())
-        self._rows_TLK = self._spare.pop()
-        self._absent = set(range(self.num_moe_layers))
-        return self._rows_TLK
+        return self._spare.pop()
 
     def played(self) -> None:
         """Every record of the step was copied by a tape of calls of `record`."""

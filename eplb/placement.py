@@ -9,7 +9,7 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots over all rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +121,11 @@ class ExpertPlacement:
         assert proposal is not None, "nothing was proposed"
         assert proposal.epoch == self.epoch, "the placement changed under staged weights"
         self.adopt(proposal.metadata, proposal.split_weights)
+
+    @property
+    def form(self) -> Hashable:
+        """What the calls of `logical_to_physical` depend on beside the tables, whose contents may change under them."""
+        return self.is_identity, tuple(self._widths)
 
     @property
     def num_logical_experts(self) -> int:

@@ -21,12 +21,14 @@ from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
 from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape
 from tests.deepep_stand_in import stand_in
+from tests.nccl_stand_in import stand_in_transport
 from tests.ranks import run_ranks
 
 NUM_EXPERTS, TOP_K = 8, 4
 MAX_TOKENS, MAX_LOW_LATENCY_TOKENS = 40, 20
-HIDDEN = {"normal": 64, "low_latency": 2048}
-GENERATION = {"normal": "normal", "low_latency": "1.2"}
+HIDDEN = {"normal": 64, "low_latency": 2048, "low_latency alone": 2048, "elastic": 512, "elastic fixed": 512}
+GENERATION = {"normal": "normal", "low_latency": "1.2", "low_latency alone": "1.2"}  # else 2.1
+MODE = {"normal": "normal", "low_latency alone": "low_latency", "elastic fixed": "low_latency"}  # else auto
 APIS = tuple(HIDDEN)
 RAGGED = (5, 0, 17, 1)
 
@@ -50,10 +52,12 @@ def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
     mark = 2 * torch.eye(NUM_EXPERTS + 1, work.hidden_RD.shape[1])
     mark[NUM_EXPERTS] = 0
     out_RSD = work.hidden_RD.float().unsqueeze(1) * scale[physical_RS].unsqueeze(2) + mark[physical_RS]
+    out_RSD.masked_fill_((ids_RS < 0).unsqueeze(2), 0.0)  # whatever an empty row holds
     if work.weights_RS is None:
         return out_RSD.to(work.hidden_RD.dtype)
     assert work.weights_RS.dtype == work.hidden_RD.dtype
-    return (out_RSD * work.weights_RS.float().unsqueeze(2)).sum(1).to(work.hidden_RD.dtype)
+    weights_RS1 = work.weights_RS.float().masked_fill(ids_RS < 0, 0.0).unsqueeze(2)
+    return (out_RSD * weights_RS1).sum(1).to(work.hidden_RD.dtype)
 
 
 def expected(batch: Batch) -> torch.Tensor:
@@ -103,7 +107,8 @@ CASES = (
 
 
 def shape_of(api: str, num_ranks: int) -> DeepEpShape:
-    return DeepEpShape(HIDDEN[api], NUM_EXPERTS, TOP_K, torch.bfloat16, num_ranks, MAX_TOKENS, MAX_LOW_LATENCY_TOKENS)
+    sizes = HIDDEN[api], NUM_EXPERTS, TOP_K, torch.bfloat16, num_ranks, MAX_TOKENS, MAX_LOW_LATENCY_TOKENS
+    return DeepEpShape(*sizes, mode=MODE.get(api, "auto"))  # type: ignore[arg-type]
 
 
 def with_dispatcher(
@@ -117,10 +122,10 @@ def with_dispatcher(
     """`work` on every rank with a dispatcher over the stand-in; results by rank."""
 
     def one(parallel: Parallel) -> Any:
-        library = stand_in(parallel.tp, GENERATION[api], seed)
+        library = stand_in(parallel.tp, GENERATION.get(api, "2.1"), seed)
         return work(variant(library, parallel.tp, shape_of(api, num_ranks), has_rdma=True), parallel)
 
-    return run_ranks(ParallelLayout(tp_size=num_ranks), one, timeout_s)
+    return run_ranks(ParallelLayout(tp_size=num_ranks), one, timeout_s, stand_in_transport)
 
 
 def forward(dispatcher: DeepEpDispatcher, rank: int, batch: Batch) -> torch.Tensor:

@@ -1,14 +1,18 @@
-"""A stand-in for the `deep_ep` package over gloo on a CPU: what `Buffer` promises of the calls in use, traps included.
+"""A stand-in for the `deep_ep` package over gloo on a CPU: what its buffers promise of the calls in use, with traps.
 
-    arrival     normal: by source rank, then by token; low-latency: the rows of an expert in any order, source ranks too
-    once        normal sends a token once to each rank that has any of its experts, low-latency once to each expert
+    arrival     normal: by source rank, then by token; low-latency: rows of an expert in any order, source ranks too;
+                elastic: by source rank, in each in any order unless the buffer is deterministic
+    once        normal and elastic send a token once to each rank that has any of its experts, low-latency once to each
+                expert; an elastic token that names an expert twice is refused
     ids         local to the rank, -1 where another rank's expert was chosen
-    weights     normal: 0 where the id is -1; low-latency: not sent, combine multiplies
+    weights     normal: 0 where the id is -1; elastic: as given, whatever the id; low-latency: combine multiplies
     places      low-latency results have G * M places for each expert, garbage (NaN) past the count, and are overwritten
-                by the second next dispatch; normal mode dirties what low-latency needs clean
+                by the second next dispatch, from when on their handle is refused; normal mode dirties what low-latency
+                needs clean; elastic results without a wait have G * M rows, garbage past the count, ids too
+    handles     of another mode are refused
     refusals    dtypes, contiguity, hidden sizes, rank counts, more tokens than were announced, ranks that disagree
 
-`ElasticBuffer`, cached handles, bias, events and several NVLink domains are not here.
+Expanded rows, cached handles, bias, events and several NVLink domains are not here.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import torch
 
 from rollout.distributed.communicator import Communicator
 from tests.deepep_stand_in_buffer import Buffer, NormalBuffer
+from tests.deepep_stand_in_elastic import ElasticBuffer
 from tests.deepep_stand_in_wire import Wire
 
 GENERATIONS: dict[str, dict[str, type]] = {
     "normal": {"Buffer": NormalBuffer},
     "1.2": {"Buffer": Buffer},
-    "2.1": {"Buffer": Buffer},
+    "2.1": {"Buffer": Buffer, "ElasticBuffer": ElasticBuffer},
 }
 
 

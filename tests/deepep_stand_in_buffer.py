@@ -128,6 +128,7 @@ class NormalBuffer:
 
     def combine(self, x: torch.Tensor, handle: tuple[Any, ...]) -> tuple[Any, ...]:
         check_rows(x)
+        assert isinstance(handle, tuple) and len(handle) == 6, "the handle of another mode"
         prefix_GG, _, _, recv_tokens, in_rank_TG, _ = handle
         self.wire.agree("combine", x.shape[1])
         sources = prefix_GG[:, self.wire.rank].diff(prepend=prefix_GG.new_zeros(1)).tolist()
@@ -142,7 +143,7 @@ class Buffer(NormalBuffer):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._results: list[torch.Tensor] = []  # the two that may be alive
+        self._results: list[tuple[torch.Tensor, torch.Tensor]] = []  # the two that may be alive: src_info, rows
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -186,13 +187,16 @@ class Buffer(NormalBuffer):
                 layout_range[expert, source] = (begin << 32) | len(mine)
                 begin += len(mine)
         handle = (src_info, layout_range, most, hidden, num_experts)
-        result = self._packed_fp8(recv_x) if use_fp8 else self._remember(recv_x)
+        self._remember(src_info, recv_x)
+        result = self._packed_fp8(recv_x) if use_fp8 else recv_x
         return result, recv_count, handle, SimpleNamespace(event=None), None
 
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple[Any, ...]
     ) -> tuple[Any, ...]:
+        assert isinstance(handle, tuple) and len(handle) == 5, "the handle of another mode"
         src_info, layout_range, most, hidden, num_experts = handle
+        assert any(src_info is alive for alive, _ in self._results), "the third live low-latency result"
         size, local_experts = self.wire.size, num_experts // self.wire.size
         assert x.shape == (local_experts, size * most, hidden) and x.dtype == torch.bfloat16 and x.is_contiguous()
         check_choices(topk_idx, topk_weights, num_experts, size)
@@ -230,11 +234,10 @@ class Buffer(NormalBuffer):
         assert x.shape[1] in LOW_LATENCY_HIDDEN and topk_idx.shape[1] <= 11
         assert x.shape[0] <= most <= 511 and self.wire.size * most % 4 == 0
 
-    def _remember(self, recv_x: torch.Tensor) -> torch.Tensor:
-        self._results.append(recv_x)
+    def _remember(self, src_info: torch.Tensor, recv_x: torch.Tensor) -> None:
+        self._results.append((src_info, recv_x))
         if len(self._results) > 2:
-            self._results.pop(0).fill_(torch.nan)
-        return recv_x
+            self._results.pop(0)[1].fill_(torch.nan)
 
     def _packed_fp8(self, recv_x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows in float8 and a scale for 128 channels, column-major in the last two dimensions."""

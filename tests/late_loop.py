@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollout.core.server_args import ServerArgs
+from tests.graph_loop import captured_engines
 
 
 def overlap(patch: pytest.MonkeyPatch) -> None:
@@ -18,9 +19,16 @@ def overlap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ServerArgs, "overlaps", True)
 
 
-@pytest.fixture(params=["sequential", pytest.param("late", marks=pytest.mark.full)], autouse=True)
+@pytest.fixture(
+    params=["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in ("late", "graphs"))], autouse=True
+)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the two the engines have that a test builds."""
+    """Which of the loops the engines have that a test builds; "graphs": the late one, over captured steps."""
+    if request.param == "graphs":
+        with captured_engines() as patch:
+            overlap(patch)
+            yield request.param
+        return
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
             overlap(patch)

@@ -18,7 +18,7 @@ import torch
 from capture.slot_store import RouteSlotStore
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from rollout.distributed.layout import ParallelLayout
-from rollout.distributed.parallel import Parallel
+from rollout.distributed.parallel import MakeTransport, Parallel
 from rollout.kernels.ops import Ops
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
@@ -138,9 +138,19 @@ def one_rank(folder: Path, script: Sequence[Step], batches_of: int = 1, **settin
     return results
 
 
-def several_ranks(folder: Path, layout: ParallelLayout, script: Sequence[Step], **settings: object) -> list[Results]:
+def several_ranks(
+    folder: Path,
+    layout: ParallelLayout,
+    script: Sequence[Step],
+    device_transport: MakeTransport | None = None,
+    **settings: object,
+) -> list[Results]:
     """By rank."""
-    return run_ranks(layout, lambda parallel: RankEngine(folder, parallel, **settings).run(script))  # type: ignore[arg-type]
+
+    def run(parallel: Parallel) -> Results:
+        return RankEngine(folder, parallel, **settings).run(script)  # type: ignore[arg-type]
+
+    return run_ranks(layout, run, device_transport=device_transport)
 
 
 def largest_difference(found: Sequence[Results], expected: Results) -> float:

@@ -6,9 +6,10 @@ talks to its own worker, which `test_weight_sync_ipc_package.py` runs against th
 
 `form` "pickle": what `send_pyobj` and torch's reductions make, the buffer in shared memory by file name.
 `form` "json": the engine's form without pickle.
+`buffer_device` "cuda", with "pickle": the buffer in the memory of this process's CUDA device, by its handle.
 
-As a program, `CHECKPOINT FORM STOP_AT`: prints its `handles` as a line of JSON, sends the checkpoint, and stops for
-ever before bucket STOP_AT (-1: never).
+As a program, `CHECKPOINT FORM STOP_AT [BUFFER_DEVICE]`: prints its `handles` as a line of JSON, sends the checkpoint,
+and stops for ever before bucket STOP_AT (-1: never).
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class ParameterServerStandIn:
     raise; `scribble` overwrites what has been acknowledged, as the next bucket would.
     """
 
-    def __init__(self, bucket_bytes: int = 1024, form: Form = "pickle", device: str = "CPU-0") -> None:
+    def __init__(
+        self, bucket_bytes: int = 1024, form: Form = "pickle", device: str = "CPU-0", buffer_device: str = "cpu"
+    ) -> None:
         self.form = form
+        if buffer_device == "cuda":
+            device = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
         self.answers: list[str] = []
         self.rewrite: Callable[[int, Any], Any] = lambda _, message: message
         self.bucket_bytes = bucket_bytes
@@ -83,7 +88,7 @@ class ParameterServerStandIn:
             self._shared = SharedMemory(create=True, size=2 * bucket_bytes)
             self.buffer = torch.frombuffer(self._shared.buf, dtype=torch.uint8)[: 2 * bucket_bytes]
         else:
-            self.buffer = torch.zeros(2 * bucket_bytes, dtype=torch.uint8)
+            self.buffer = torch.zeros(2 * bucket_bytes, dtype=torch.uint8, device=buffer_device)
             with file_system_sharing():
                 self.buffer.share_memory_()
 
@@ -132,6 +137,8 @@ class ParameterServerStandIn:
             self.buffer[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
             message.append({"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": start})
             start += aligned(tensor.nbytes)
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize()
         return message
 
     def check(self, answer: str) -> None:
@@ -184,7 +191,8 @@ def main() -> None:
             time.sleep(3600)
         return message
 
-    with ParameterServerStandIn(1 << 17, "json" if form == "json" else "pickle") as server:
+    where = sys.argv[4] if len(sys.argv) > 4 else "cpu"
+    with ParameterServerStandIn(1 << 17, "json" if form == "json" else "pickle", buffer_device=where) as server:
         server.rewrite = stop
         print(json.dumps(server.handles), flush=True)
         server.update(list(tensors.items()))

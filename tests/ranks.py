@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 
 from rollout.distributed.layout import ParallelLayout
-from rollout.distributed.parallel import Parallel, join
+from rollout.distributed.parallel import MakeTransport, Parallel, join
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-def run_ranks(layout: ParallelLayout, work: Callable[[Parallel], T], timeout_s: float = TIMEOUT_S) -> list[T]:
+def run_ranks(
+    layout: ParallelLayout,
+    work: Callable[[Parallel], T],
+    timeout_s: float = TIMEOUT_S,
+    device_transport: MakeTransport | None = None,
+) -> list[T]:
     """`work(parallel)` on every rank of the layout at once; the results by world rank.  Raises the first error."""
     store = dist.HashStore()
     failed: list[tuple[int, BaseException]] = []
@@ -28,7 +33,14 @@ def run_ranks(layout: ParallelLayout, work: Callable[[Parallel], T], timeout_s: 
         torch.set_num_threads(1)
         try:
             with torch.inference_mode():
-                parallel = join(layout, rank, store, timeout_s=timeout_s, weight_timeout_s=timeout_s)
+                parallel = join(
+                    layout,
+                    rank,
+                    store,
+                    timeout_s=timeout_s,
+                    weight_timeout_s=timeout_s,
+                    device_transport=device_transport,
+                )
                 kept.append(parallel)  # a rank that is done leaves the groups only when all are
                 return work(parallel)
         except BaseException as error:

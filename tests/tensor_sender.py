@@ -28,13 +28,16 @@ from tests.sglang_payloads import (
 
 
 class TensorSender:
-    """Holds `tensors` in another process.  Its shared memory is torch's, one file for each tensor that it pickles."""
+    """Holds `tensors` in another process.  Its shared memory is torch's, one file for each tensor that it pickles; on a
+    CUDA `device` it is the device's, by its handle."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, strategy: str = "file_system") -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], folder: Path, strategy: str = "file_system", device: str = "cpu"
+    ) -> None:
         file = folder / "sender.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tensor_sender", str(file), strategy],
+            [sys.executable, "-m", "tests.tensor_sender", str(file), strategy, device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
@@ -91,7 +94,7 @@ def make_payload(form: str, named: list[tuple[str, torch.Tensor]], keep: list[An
 def main() -> None:
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy(sys.argv[2])
-    tensors = load_file(sys.argv[1])
+    tensors = load_file(sys.argv[1], device=sys.argv[3])
     keep: list[Any] = []
     for line in sys.stdin:
         command = json.loads(line)
@@ -102,6 +105,8 @@ def main() -> None:
             kept: list[Any] = []
             named = [(name, tensors[name] * command["scale"]) for name in command["names"]]
             payload = make_payload(command["form"], named, kept)
+            if sys.argv[3] != "cpu":
+                torch.cuda.synchronize()  # who opens the memory reads it at once
             if not command["drop"]:
                 keep.extend([named, kept])
             del named, kept

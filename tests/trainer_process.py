@@ -1,5 +1,6 @@
-"""A trainer in a process of its own that only broadcasts: rank 0 of a gloo group, which reads from its standard input
-what to send.  The control calls are the test's, so that a test decides at which step of the engine each of them comes.
+"""A trainer in a process of its own that only broadcasts: rank 0 of a gloo or NCCL group, which reads from its standard
+input what to send.  The control calls are the test's, so that a test decides at which step of the engine each of them
+comes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ TIMEOUT_S = 30.0
 class TrainerProcess:
     """Holds `tensors`; `join_fields` and `bucket_fields` are the fields of the matching control calls."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], folder: Path, engine_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        folder: Path,
+        engine_ranks: int = 1,
+        backend: str = "gloo",
+        device: str = "cpu",
+    ) -> None:
         self.tensors = tensors
+        self.backend = backend
         self.world_size = 1 + engine_ranks
         self.port = free_port()
         self.group_name = f"group-{uuid.uuid4().hex}"  # a process can hold a name only once, ports come again
         file = folder / f"trainer-{self.port}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-        arguments = [str(self.port), self.group_name, str(file), str(engine_ranks)]
+        arguments = [str(self.port), self.group_name, str(file), str(engine_ranks), backend, device]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.trainer_process", *arguments],
             stdin=subprocess.PIPE,
@@ -47,7 +56,7 @@ class TrainerProcess:
             "rank_offset": 1,
             "world_size": self.world_size,
             "group_name": self.group_name,
-            "backend": "gloo",
+            "backend": self.backend,
         }
 
     def send(
@@ -86,9 +95,11 @@ class TrainerProcess:
         self._process.wait(10)
 
 
-def _main(port: str, group_name: str, file: str, engine_ranks: str) -> None:
-    tensors = load_file(file)
-    group = init_process_group("127.0.0.1", int(port), 0, 1 + int(engine_ranks), group_name, "gloo", TIMEOUT_S)
+def _main(port: str, group_name: str, file: str, engine_ranks: str, backend: str, device: str) -> None:
+    tensors = load_file(file, device=device)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    group = init_process_group("127.0.0.1", int(port), 0, 1 + int(engine_ranks), group_name, backend, TIMEOUT_S)
     for line in sys.stdin:
         command = json.loads(line)
         named = [(name, tensors[name]) for name in command["names"]]

@@ -3,7 +3,7 @@
     S(c) = sum over j of  b(j) * (w_cj + 1)   mod 2^64        b(j) = splitmix64(2j + 1) | 1,  j < BLOCK
 
 `torch.ops.weight_sync.block_sums` computes them.  A faster kernel for a device is registered there, as engines do for
-CPUs.  Without one:
+CPUs; on a CUDA device with Triton it is `fingerprint_gpu`'s (`kernels_of`).  Without one:
 
 * 64-bit products that wrap, on any device: eight bytes of scratch a word.
 * On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
@@ -17,6 +17,10 @@ Shapes: N blocks, W bytes of a block (BLOCK times the word's width), M digits of
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import warnings
+from types import ModuleType
 
 import torch
 
@@ -54,8 +58,45 @@ def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tup
     return wrapping_block_sums(words), masked_N
 
 
+def _cuda_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels = kernels_of(words.device)
+    return plain_block_sums(words, table, mask) if kernels is None else kernels.gpu_block_sums(words, mask)
+
+
 torch.library.define("weight_sync::block_sums", "(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)")
 torch.library.impl("weight_sync::block_sums", "CompositeExplicitAutograd", plain_block_sums)
+torch.library.impl("weight_sync::block_sums", "CUDA", _cuda_block_sums)
+
+
+@functools.cache
+def kernels_of(device: torch.device) -> ModuleType | None:
+    """`fingerprint_gpu`, for a CUDA device with Triton, if a trial there gives plain torch's sums; a warning if not.
+
+    None: plain torch computes.  The only place where that is decided.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    kernels = importlib.import_module("weight_sync.fingerprint_gpu")
+    try:
+        reason = trial(kernels, device)
+    except Exception as error:  # no compiler for Triton's launcher, a driver that is too old
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        warnings.warn(f"fingerprints on {device} are computed by plain torch, which is slower: {reason}", stacklevel=2)
+        return None
+    return kernels
+
+
+def trial(kernels: ModuleType, device: torch.device) -> str | None:
+    """Why `kernels` are not to be used on `device`; None where a few blocks of every width give plain torch's sums."""
+    raw = torch.randint(0, 256, (3 * BLOCK * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for width, dtype in UNSIGNED.items():
+        words, mask = raw.view(dtype)[: 3 * BLOCK].view(3, BLOCK), (1 << (8 * width - 2)) - 1
+        found = kernels.gpu_block_sums(words.to(device), mask)
+        wanted = plain_block_sums(words, multipliers("cpu"), mask)
+        if not all(torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True)):
+            return f"its kernel gives other sums of {8 * width}-bit words"
+    return None
 
 
 def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:

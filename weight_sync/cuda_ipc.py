@@ -3,6 +3,10 @@
 A handle opens on the same machine and the same device only, while its owner keeps the memory.  SGLang's clients put the
 device's UUID where torch puts its index, as two processes may number devices differently; both are read.
 
+A sender's memory is its own again once the counter of each handle is 0.  torch counts down when the memory that it
+opened is closed here, after a wait for this thread's stream; for a handle that was never opened, as its call was
+refused, `release` does.  So every handle is counted down exactly once.
+
 torch takes a handle at its word: it counts down the counter that the handle names, wherever that is, and gives a tensor
 of the size that it states.  So both are checked here, against the file of counters and the allocation.
 
@@ -12,13 +16,14 @@ Nothing here runs without a CUDA device: a process that sees none refuses the pa
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.shared_segment import torch_shared_file
 
 _COUNTERS = 10_000  # in one file; torch's CUDA_IPC_REF_COUNTER_FILE_SIZE
@@ -45,11 +50,12 @@ class CudaHandle:
         torch_shared_file(self.counter.decode("ascii", "replace"), _COUNTERS * _COUNTER_BYTES).check()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CudaStorage:
     """A `Storage` on a CUDA device; it is opened at the first `read`, which may raise `TransportError`."""
 
     handle: CudaHandle
+    _is_counted_down: bool = False  # or will be, when what was opened is closed
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +64,17 @@ class CudaStorage:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A view of the owner's memory, uint8 on its device."""
         return self._content[start:stop]
+
+    def release(self) -> None:
+        """Give the memory back to its owner, as far as this process has it.  Raises nothing; again is nothing."""
+        self.__dict__.pop("_content", None)
+        if self._is_counted_down:
+            return
+        self._is_counted_down = True
+        handle = self.handle
+        with suppress(RuntimeError, WeightSyncError):  # its owner has ended, or this torch knows no CUDA
+            handle.check_counter()
+            torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device="cuda")
 
     @cached_property
     def _content(self) -> torch.Tensor:
@@ -83,6 +100,7 @@ class CudaStorage:
             )
         except RuntimeError as error:
             raise TransportError(f"the sender's CUDA memory cannot be opened: {error}") from error
+        self._is_counted_down = True
         opened = content.data_ptr() - handle.offset_bytes
         base, size = allocation_of(opened)
         if content.data_ptr() + handle.nbytes > base + size:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, mix_odd, multipliers
+from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, kernels_of, mix_odd, multipliers
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
@@ -28,13 +28,16 @@ _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed:
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
+_NO_MASK = 1  # whatever is found is not asked for
 _EXPONENTS = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
     torch.float32: 0x7F80_0000,
     torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,
 }
-"""All bits of the exponent, which only infinities and NaN have."""
+"""Bits that only infinities and NaN have all of: the exponent's, and the mantissa's where there are no infinities."""
 
 Index = Sequence[int | slice]
 
@@ -68,6 +71,21 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
         values += [value & _MASK for value in (sums_TN * table_N).sum(1).tolist()]
         start += num_tensors * count
     return values, finite
+
+
+def fingerprints_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[int], bool | None]:
+    """F of each of many tensors of one dtype and device, wherever they lie, and whether all elements of all are finite;
+    None where that is not found out on the way.
+
+    On a CUDA device one kernel a tensor does both, and all results are read back at once.
+    """
+    kernels = kernels_of(tensors[0].device)
+    exponent = _EXPONENTS.get(tensors[0].dtype)
+    if kernels is None or exponent is None:
+        return [fingerprint(tensor) for tensor in tensors], None
+    results = torch.stack([kernels.gpu_sum_and_flag(_words(tensor), 0, exponent) for tensor in tensors])
+    values, found = results.cpu().unbind(1)
+    return [value & _MASK for value in values.tolist()], not bool(found.any())
 
 
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:
@@ -160,6 +178,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _contiguous(words: torch.Tensor, offset: int) -> int:
     """Sum over `words` [n], whose first is at flat index `offset`."""
+    if (kernels := kernels_of(words.device)) is not None:
+        return int(kernels.gpu_sum_and_flag(words, offset, _NO_MASK)[0]) & _MASK
     head = min(words.numel(), -offset % BLOCK)
     num_blocks = (words.numel() - head) // BLOCK
     body_end = head + num_blocks * BLOCK

@@ -6,13 +6,18 @@ often keeps it.  No step waits for its release.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from weight_sync.errors import StagingError
 from weight_sync.pages import new_area
+
+_MIN_REGISTERED_BYTES = 1 << 20
 
 
 class Areas:
@@ -96,5 +101,26 @@ def _new_bytes(num_bytes: int, device: torch.device, like: torch.Tensor | None) 
     is_beside_device = like is not None and not like.is_cpu
     if device.type == "cpu" and not is_beside_device:
         return new_area(num_bytes, at=0 if like is None else like.data_ptr())
-    pinned = device.type == "cpu" and like is not None and like.is_cuda
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    if device.type == "cpu" and like is not None and like.is_cuda:
+        return pinned_area(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def pinned_area(num_bytes: int) -> torch.Tensor:
+    """Host memory that a CUDA device reaches beside other work, uint8 [num_bytes]; it goes with its last view.
+
+    torch's own pinned memory takes the next power of two, and is kept by torch for ever.  It is taken for small areas,
+    and where the driver registers no memory of others.
+    """
+    if num_bytes >= _MIN_REGISTERED_BYTES:
+        area, cudart = new_area(num_bytes), torch.cuda.cudart()
+        if int(cudart.cudaHostRegister(area.data_ptr(), num_bytes, 0)) == 0:
+            content = (ctypes.c_ubyte * num_bytes).from_address(area.data_ptr())
+            weakref.finalize(content, _unregister, cudart, area).atexit = False
+            return torch.frombuffer(content, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _unregister(cudart: Any, area: torch.Tensor) -> None:
+    """Before the area itself goes, which this call holds."""
+    cudart.cudaHostUnregister(area.data_ptr())

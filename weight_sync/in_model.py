@@ -9,23 +9,44 @@ No step may run from the first write to the end of the transaction.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 
 import torch
 
+from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
 from weight_sync.staging import Content, DirectSink
-from weight_sync.tensor_meta import LogicalWeights, tensor_bytes
+from weight_sync.tensor_meta import LogicalWeights, Part, tensor_bytes
 from weight_sync.unnamed_file import Entry, UnnamedFile
 
 
 class _InModelStaging(DirectSink):
-    """What both share: a commit has nothing left to do."""
+    """What both share: a commit has nothing left to do but to wait."""
+
+    def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
+        super().__init__(weights)
+        self._queue = queue or HostQueue()
+        self._is_begun = False
+
+    def write(self, name: str, content: Content) -> None:
+        if not self._is_begun:
+            self._queue.fence_device()  # the last step has read the old content
+            self._is_begun = True
+        self._queue.put(lambda: super(_InModelStaging, self).write(name, content))
+
+    def settle(self) -> None:
+        self._queue.fence()
+
+    def read(self, name: str) -> Sequence[Part]:
+        self._queue.fence()
+        return super().read(name)
 
     def prepare(self) -> None:
         """Nothing can be done ahead."""
 
     def commit(self) -> None:
-        """Everything is in place."""
+        """Everything is in place, once the device says so."""
+        self._queue.fence_device()
 
 
 class InPlaceStaging(_InModelStaging):
@@ -33,8 +54,8 @@ class InPlaceStaging(_InModelStaging):
 
     num_bytes = 0
 
-    def __init__(self, weights: LogicalWeights) -> None:
-        super().__init__(weights)
+    def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
+        super().__init__(weights, queue)
         self._num_written = 0
 
     @property
@@ -60,8 +81,8 @@ class JournalStaging(_InModelStaging):
     A tensor whose old content cannot be kept, because the disk is full, is not written: `StagingError`.
     """
 
-    def __init__(self, weights: LogicalWeights, directory: str | None = None) -> None:
-        super().__init__(weights)
+    def __init__(self, weights: LogicalWeights, directory: str | None = None, queue: DeviceQueue | None = None) -> None:
+        super().__init__(weights, queue)
         self._directory = directory
         self._file: UnnamedFile | None = None
         self._entries: list[tuple[str, torch.dtype, tuple[int, ...], Entry]] = []  # name, dtype, shape
@@ -75,11 +96,13 @@ class JournalStaging(_InModelStaging):
         return 0 if self._file is None else self._file.num_bytes
 
     def write(self, name: str, content: Content) -> None:
+        self._queue.fence()  # the same tensor may have come before, under another name
         for place in self._weights.places(name)[:1]:  # the others hold the same
             self._keep(name, place.read())
         super().write(name, content)
 
     def undo(self) -> None:
+        self._queue.fence_device()
         for name, dtype, shape, entry in reversed(self._entries):
             tensor = torch.empty(shape, dtype=dtype)
             try:
@@ -88,6 +111,7 @@ class JournalStaging(_InModelStaging):
             except OSError as error:
                 raise StagingError(f"the journal of {name} cannot be read: {error}") from error
             self._weights.restore(name, tensor)
+        self._queue.fence_device()
         self.close()
 
     def close(self) -> None:

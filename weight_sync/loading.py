@@ -29,7 +29,7 @@ from weight_sync.errors import (
     WeightRequestError,
     listed,
 )
-from weight_sync.fingerprint import fingerprint, fingerprint_hex, fingerprints_end_to_end
+from weight_sync.fingerprint import fingerprint_hex, fingerprints_apart, fingerprints_end_to_end
 from weight_sync.staging import WeightSink
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name
 
@@ -271,7 +271,7 @@ def _inspect(run: Named) -> tuple[list[int], bool]:
     if all(tensor.numel() and tensor.numel() % BLOCK == 0 for _, tensor in run) and run[0][1].is_contiguous():
         values, finite = fingerprints_end_to_end(_flat(run).view(-1), [tensor.numel() for _, tensor in run])
     else:
-        values = [fingerprint(tensor) for _, tensor in run]
+        values, finite = fingerprints_apart([tensor for _, tensor in run])
     return values, is_finite(_flat(run)) if finite is None else finite
 
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from weight_sync import nccl_group
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.waiting import Patience, in_thread
 
 _NOT_EPHEMERAL = range(20_000, 32_000)  # Linux gives the local ends of connections ports from 32768 on
 _PORTS_TRIED = 100
 BACKENDS = ("gloo", "nccl")
-_POLL_S = 0.0005
 _CONNECT_RETRY_S = 0.05
 _NUMBER_TAG = 1
 _UNUSED_TAG = 2  # no message is sent under it
@@ -72,7 +72,8 @@ class GroupHandle:
     _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
-        """Broadcast from rank 0, without waiting.  gloo itself gives up after `timeout_s` (default: the group's).
+        """Broadcast from rank 0, without waiting, but for members that have not come yet over NCCL.  gloo itself gives
+        up after `timeout_s` (default: the group's).
 
         Raises `TransportError`.
         """
@@ -82,17 +83,23 @@ class GroupHandle:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = datetime.timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
-        try:
-            work = self.process_group.broadcast([tensor], options)
-        except RuntimeError as error:
-            self.broken = True
-            raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+        if self.backend == "nccl":
+            until = time.monotonic() + options.timeout.total_seconds()
+            starting = nccl_group.start_broadcast(self.process_group, tensor, options)
+            self._wait("broadcast", lambda seconds: _is_done(starting, seconds), until)
+            work = starting.result()
+        else:
+            try:
+                work = self.process_group.broadcast([tensor], options)
+            except RuntimeError as error:
+                self.broken = True
+                raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
         self._works.append(work)
         return work
 
     def finish(self, work: dist.Work, deadline: float) -> None:
         """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`; then it is broken."""
-        is_over = _gloo_is_over if self.backend == "gloo" else _nccl_is_over
+        is_over = _gloo_is_over if self.backend == "gloo" else nccl_group.is_over
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
         self._works.remove(work)
 
@@ -111,8 +118,12 @@ class GroupHandle:
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
+        if self.backend == "nccl":
+            nccl_group.leave(process_group, broken=self.broken, timeout_s=_CLOSE_S)
+            self._works.clear()
+            return
         if self.broken or self.watch is not None:
-            _close_connections(process_group, self.backend, peer=int(self.rank == 0))
+            _close_connections(process_group, peer=int(self.rank == 0))
         if self.watch is not None:
             wait([self.watch], _CLOSE_S)
         dist.destroy_process_group(process_group)
@@ -163,17 +174,6 @@ def _gloo_is_over(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _nccl_is_over(work: dist.Work, seconds: float) -> bool:
-    """NCCL works ignore a timeout unless the whole process runs in blocking-wait mode.  Raises as `_gloo_is_over`."""
-    until = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_POLL_S)
-    work.wait()
-    return True
-
-
 def _is_done(future: Future[Any], seconds: float) -> bool:
     """Raises what its call raised."""
     if not wait([future], seconds).done:
@@ -195,14 +195,11 @@ def _keep_until_over(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
             work.wait()
 
 
-def _close_connections(group: dist.ProcessGroup, backend: str, peer: int) -> None:
+def _close_connections(group: dist.ProcessGroup, peer: int) -> None:
     """Close the connections: a collective that was given up, here or with a peer, ends at once and not at its deadline.
 
     Destroying the group would wait for it.
     """
-    if backend == "nccl":
-        group.abort()
-        return
     with suppress(RuntimeError):  # a wait that is too short closes them
         group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
@@ -279,9 +276,15 @@ class WeightUpdateGroups:
         resolved = resolve_backend(backend, self._device)
         if group_name in self._groups:
             self.destroy(group_name)
-        self._groups[group_name] = init_process_group(
-            master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s, self._patience
-        )
+        try:
+            self._groups[group_name] = init_process_group(
+                master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s, self._patience
+            )
+        except TransportError as error:
+            if backend in (None, resolved):
+                raise
+            hint = f"this engine's weights are on a {self._device.type}, so it joined over {resolved}, not {backend}"
+            raise TransportError(f"{error}; {hint}: the trainer's group must be of {resolved}, too") from error
 
     def get(self, group_name: str) -> GroupHandle:
         """Raises `UnknownGroupError`."""

@@ -13,15 +13,20 @@ What is left, edges, small storages and other devices, is exchanged by exclusive
 
 Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
 model's, padding and replicas included), in host memory or on the weights' device.
+
+What is written and exchanged is given to a `DeviceQueue`.  On a GPU the exchange of `device` moves three bytes of its
+memory for each byte of weights (two read, one written), that of `host` one over the bus.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 
+from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
@@ -39,8 +44,10 @@ class ShadowStaging:
         weights: LogicalWeights,
         mode: Literal["host", "device"] = "host",
         memory: Areas | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self.mode = mode
+        self._queue = queue or HostQueue()
         self._weights = weights
         self._memory = Areas() if memory is None else memory
         self._shadows: dict[int, _Shadow] = {}
@@ -64,21 +71,29 @@ class ShadowStaging:
         for key, place in self._homes_of(name):
             target = self._place_in_shadow(key, place)
             if isinstance(content, Part):
-                target.restore(content.content)
+                self._queue.put(functools.partial(target.restore, content.content))
             else:
-                target.write(content)
+                self._queue.put(functools.partial(target.write, content))
         self._written.add(name)
 
+    def settle(self) -> None:
+        self._queue.fence()
+
     def read(self, name: str) -> Sequence[Part]:
+        self._queue.fence()
         return [Part(place.region, self._content(key, place)) for key, place in self._homes_of(name)]
 
     def prepare(self) -> None:
         self._fill({key for key, shadow in self._shadows.items() if not shadow.is_copy})
+        self._queue.fence()
         shadows = list(self._shadows.values())
         spans = tradable_spans([(shadow.live, shadow.staged) for shadow in shadows])
         for shadow, tradable in zip(shadows, spans, strict=True):
             shadow.divide(tradable)
-            shadow.fold()
+            shadow.old_sum = shadow.live_sum()
+            for live, staged in shadow.parts():
+                self._queue.put(functools.partial(_fold, live, staged))
+        self._queue.fence()
         longest = max((len(span) for tradable in spans for span in tradable), default=0)
         if longest:
             self._trader = PageTrader(longest)
@@ -86,23 +101,27 @@ class ShadowStaging:
 
     def commit(self) -> None:
         assert self._prepared
+        self._queue.fence_device()  # steps in flight read the old content
         for shadow in self._shadows.values():
             for live, staged in shadow.traded():
                 assert self._trader is not None
                 self._trader.trade(live, staged)
                 self._traded.append((live, staged))
             for live, staged in shadow.parts():
-                self.exchange(live, staged)
+                self._queue.put(functools.partial(self.exchange, live, staged))
                 self._exchanged.append((live, staged))
+        self._queue.fence()
 
     @staticmethod
     def exchange(live: torch.Tensor, staged: torch.Tensor) -> None:
         """`live ^= staged`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
-        live.bitwise_xor_(staged.to(live.device))
+        live.bitwise_xor_(staged.to(live.device, non_blocking=True))
 
     def undo(self) -> None:
+        self._queue.fence_device()
         for live, staged in reversed(self._exchanged):
-            self.exchange(live, staged)
+            self._queue.put(functools.partial(self.exchange, live, staged))
+        self._queue.fence()
         while self._traded and self._trader is not None:
             self._trader.trade(*self._traded[-1])
             self._traded.pop()
@@ -161,7 +180,8 @@ class ShadowStaging:
         for name in self._homes.keys() - self._written:
             for key, place in self._homes[name]:
                 if key in keys:
-                    self._place_in_shadow(key, place).restore(place.read())
+                    target = self._place_in_shadow(key, place)
+                    self._queue.put(functools.partial(target.restore, place.read()))
 
 
 class _Shadow:
@@ -172,6 +192,7 @@ class _Shadow:
         self.live, self.staged = live, staged
         self.is_copy = copy
         self.old_sum = 0
+        """Of the live words of what is not traded, before the commit."""
         self._tradable: list[range] = []
         if copy:
             self.staged.copy_(self.live)
@@ -180,18 +201,13 @@ class _Shadow:
         """Which offsets will be traded, ascending; `parts` are the rest."""
         self._tradable = tradable
 
-    def fold(self) -> None:
-        """`staged ^= live` in what is not traded, and the sum of its live words."""
-        self.old_sum = 0
-        for live, staged in self.parts():
-            self.old_sum += int(live.sum())
-            staged.bitwise_xor_(live.to(staged.device))
-
     def live_sum(self) -> int:
-        return sum(int(live.sum()) for live, _ in self.parts())
+        """Of the live words of what is not traded; read from the device once."""
+        sums = [live.sum() for live, _ in self.parts()]
+        return int(torch.stack(sums).sum()) if sums else 0
 
     def new_content(self) -> torch.Tensor:
-        """What the storage will hold, uint8, once `fold` was called: a copy."""
+        """What the storage will hold, uint8, once the rest is folded: a copy."""
         content = self.staged.clone()
         for at in self._rest():
             content[at.start : at.stop] ^= self.live[at.start : at.stop].to(content.device)
@@ -221,6 +237,14 @@ class _Shadow:
             if start < span.start:
                 yield range(start, span.start)
             start = span.stop
+
+
+def _fold(live: torch.Tensor, staged: torch.Tensor) -> None:
+    """`staged ^= live`, computed where the weights lie, as a GPU does it in passing."""
+    if live.device == staged.device:
+        staged.bitwise_xor_(live)
+        return
+    staged.copy_(staged.to(live.device, non_blocking=True).bitwise_xor_(live), non_blocking=True)
 
 
 def _address_of(storage: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ class WeightSink(Protocol):
     """Where logical tensors land."""
 
     def write(self, name: str, content: Content) -> None:
-        """Take the content of logical tensor `name`, which is the caller's and may change afterwards."""
+        """Take the content of logical tensor `name`, which is the caller's; a `Staging` may read it until `settle`."""
 
     def read(self, name: str) -> Sequence[Part]:
         """What was written under `name` as this rank's places hold it, or will; never to be written to."""
@@ -33,11 +33,11 @@ class WeightSink(Protocol):
 class Staging(WeightSink, Protocol):
     """Where a transaction keeps its tensors, and how it is rolled back.  Used once.
 
-        write*  ->  prepare  ->  commit  ->  close
-          |            |           |
-          `------------+-----------`---->  undo
+        (write*  settle)*  ->  prepare  ->  commit  ->  close
+                 |                |           |
+                 `----------------+-----------`---->  undo
 
-    `write` and `prepare` run on the I/O thread, `commit` on the thread that runs steps.
+    `write`, `settle` and `prepare` run on the I/O thread, `commit` on the thread that runs steps.
     """
 
     @property
@@ -48,11 +48,14 @@ class Staging(WeightSink, Protocol):
     def num_bytes(self) -> int:
         """Memory, or disk, that is taken now."""
 
+    def settle(self) -> None:
+        """Wait until what was written is no longer read from the caller's memory."""
+
     def prepare(self) -> None:
         """All of `commit` that can be done ahead.  The model stays as it is."""
 
     def commit(self) -> None:
-        """Put everything written into the model."""
+        """Put everything written into the model: it is there when this returns.  Steps in flight read the old."""
 
     def undo(self) -> None:
         """Restore the old content, bit for bit, and release everything.

@@ -80,13 +80,13 @@ class TensorClass:
 class TorchPayload:
     """Reads the pickles of one call.
 
-    `segments`: the torch shared files that they name, as often as they were counted.  `uses_cuda`: whether any tensor
-    is in CUDA memory.
+    `segments`: the torch shared files that they name, as often as they were counted.  `cuda_storages`: the CUDA memory,
+    each handle once; its owner waits until all are released.
     """
 
     def __init__(self, max_instructions: int = MAX_INSTRUCTIONS) -> None:
         self.segments: list[SharedSegment] = []
-        self.uses_cuda = False
+        self.cuda_storages: list[CudaStorage] = []
         self._budget = Budget(max_instructions)
         self._admitted = _constants() | {name: Function(call) for name, call in self._functions().items()}
 
@@ -130,8 +130,10 @@ class TorchPayload:
         return storage if dtype is None else TypedStorage(storage, dtype)
 
     def _cuda_tensor(self, *arguments: Any) -> TensorPlace:
-        self.uses_cuda = True
-        return _rebuild_cuda_tensor(*arguments)
+        place = _rebuild_cuda_tensor(*arguments)
+        if isinstance(place.storage, CudaStorage):
+            self.cuda_storages.append(place.storage)
+        return place
 
     def _load_storage(self, data: Any) -> Storage | TypedStorage:
         """torch's legacy format: five pickles (magic number, version, system, storage, keys), a count, the content."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from weight_sync.content import Content, Digests
+from weight_sync.device_queue import queue_of
 from weight_sync.errors import (
     CommitError,
     CoverageError,
@@ -206,6 +207,7 @@ class WeightTransaction:
                 load_part(bucket, self._staging, self._ledger)
             else:
                 store(self._intake.take(bucket, self._ledger), self._staging, self._ledger)
+            self._staging.settle()
 
     def fail(self, reason: str) -> None:
         """OPEN -> FAILED, for a bucket that never came this far.  The model is as it was before the first bucket."""
@@ -240,6 +242,7 @@ class WeightTransaction:
         try:
             self._staging.commit()
             self._weights.recompute_derived()
+            self._staging.settle()
         except Exception as error:
             failure = error
         self._state = TransactionState.IN_DOUBT
@@ -308,6 +311,7 @@ class WeightTransaction:
             self._staging.undo()
             if was_dirty:
                 self._weights.recompute_derived()
+                self._staging.settle()
         except Exception as error:
             self.torn = f"{reason}; the old weights could NOT be restored ({type(error).__name__}: {error})"
             self._staging.close()
@@ -359,14 +363,16 @@ def new_staging(
     mode: StagingMode,
     journal_dir: str | None = None,
     memory: Areas | None = None,
+    device: torch.device | str = "cpu",
 ) -> Staging:
     """For one transaction.
 
     `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
-    "device" take from; by default their own.
+    "device" take from; by default their own.  `device`: where the weights lie.
     """
+    queue = queue_of(device)
     if mode == "journal":
-        return JournalStaging(weights, journal_dir)
+        return JournalStaging(weights, journal_dir, queue)
     if mode == "in_place":
-        return InPlaceStaging(weights)
-    return ShadowStaging(weights, mode, memory)
+        return InPlaceStaging(weights, queue)
+    return ShadowStaging(weights, mode, memory, queue)

@@ -122,7 +122,7 @@ class WeightUpdater:
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
         lease, target = Lease(lease_s, self._clock), self._target(coverage)
-        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows)
+        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows, self._device)
         flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
         flags["quantised"] = self.quantised
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)

@@ -43,6 +43,9 @@ class NativeCpuBackend(AttentionBackend):
                 return f"the operator takes no {pool.dtype} of head size {size} on {pool.device.type}"
         return None
 
+    def for_graph(self, batch_size: int) -> AttentionBackend:
+        return _CapturedCpuBackend(self.kv, batch_size)
+
     def plan(self, batch: ForwardBatch) -> None:
         self._window_table = batch.window_table
         rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
@@ -73,3 +76,19 @@ class NativeCpuBackend(AttentionBackend):
             operands = operands._replace(req_to_token=self._window_table)
         out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *operands, scale, window, sinks)
         return out.flatten(1)
+
+
+class _CapturedCpuBackend(NativeCpuBackend):
+    """Of steps of `batch_size` requests that decode; the operands stay where they are, a plan fills them."""
+
+    def __init__(self, kv: KVPool, batch_size: int) -> None:
+        super().__init__(kv)
+        ones_N = torch.ones(batch_size, dtype=torch.int64)
+        self.operands = PagedOperands(torch.empty(0, dtype=torch.int64), ones_N.clone(), ones_N, ones_N.clone())
+
+    def plan(self, batch: ForwardBatch) -> None:
+        _, rows, _, kv_lens = self.operands
+        rows.copy_(batch.decode_req_pool_indices)
+        kv_lens.copy_(batch.decode_seq_lens)
+        self._window_table = batch.window_table
+        self.operands = self.operands._replace(req_to_token=batch.req_to_token)

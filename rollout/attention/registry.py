@@ -11,6 +11,7 @@ from rollout.mem_cache.kv_pool import KVPool
 # --attention-backend -> (module, class); a module is imported when its backend is asked for.
 ATTENTION_BACKENDS = {
     "native_cpu": ("rollout.attention.native_cpu", "NativeCpuBackend"),
+    "flashinfer": ("rollout.attention.flashinfer", "FlashInferBackend"),
     "torch_native": ("rollout.attention.torch_native", "TorchNativeBackend"),
 }
 

@@ -5,6 +5,8 @@
                            |------resume---> awaiting refresh --complete refresh--> in use
                            `-----------------complete refresh--> in use; a resume after it has nothing left to do
 
+On CUDA released memory is not there, so a refresh comes after the resume of the weights.
+
 A verb checks everything before it changes anything.  While memory of a tag is released (one that holds none
 withholds nothing) or the weights have no content, no step runs and new requests are refused; requests that wait hold no
 KV, and go on afterwards.
@@ -24,7 +26,7 @@ from rollout.core.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeReply,
 )
-from rollout.model_executor.memory_saver import TAGS, MemorySaver
+from rollout.model_executor.memory_saver import TAGS, KeptCopyError, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater
@@ -115,9 +117,18 @@ class MemoryControl:
         tags, saver = self._resumable(verb), self._require_saver()
         restores = "weights" in tags and saver.has_copy("weights")
 
+        def give_back(_: str) -> None:
+            for tag in self._released.intersection(tags):
+                saver.discard(tag)
+
         def io() -> None:
+            saver.provide(tags)
             if restores:
-                saver.restore("weights")
+                try:
+                    saver.restore("weights")
+                except KeptCopyError as error:
+                    give_back(str(error))
+                    raise
 
         def step(_: None) -> tuple[str, ResumeReply]:
             if restores:
@@ -126,12 +137,14 @@ class MemoryControl:
             if "weights" in tags:
                 self._refreshed_unasked = False
             self._released.difference_update(tags)
+            if "kv_cache" in tags:
+                self._scheduler.cache.pool.enter_padding()
             self._updater.book.clear_loss()
             withheld = self._withhold()
             message = f"Resumed {', '.join(tags)}." + (f" Not serving yet: {withheld}." if withheld else "")
             return message, ResumeReply(resumed=tags, memory=self.status())
 
-        return Job(verb, io, step)
+        return Job(verb, io, step, roll_back=give_back)
 
     # --- what may be done -----------------------------------------------------------------------------------------
 

@@ -130,6 +130,8 @@ class WeightChecker:
 
     def _reset(self, verb: WeightsCheckerReqInput) -> Job:
         def io() -> list[str]:
+            if self._scheduler.serving.content_lost:
+                raise Conflict("the weights' memory is released; there is nothing to reset")
             if self._updater.is_open:
                 raise Conflict("a weight update is open; end or abort it before the tensors are reset")
             return resettable(self._weights, verb.skip_tensor_list or ())

@@ -28,6 +28,7 @@ from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
 from rollout.core.message import ControlReqInput, Reply
 from rollout.scheduler.scheduler import Scheduler, failure
+from weight_sync.device_queue import use_own_stream
 from weight_sync.waiting import Patience
 
 _NICENESS = 15
@@ -36,12 +37,13 @@ _PAUSE = 2.5
 _MOST_PAUSE_S = 0.1
 
 
-def _lower_priority() -> None:
-    """Give this thread, the I/O thread, less of the processor than steps get.
+def _settle_in(device: torch.device) -> None:
+    """Give this thread, the I/O thread, less of the processor than steps get, and a stream of its own on a GPU.
 
     On Linux niceness belongs to a thread, and to those that it starts, among them the receiving ones.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    use_own_stream(device)
 
 
 def _on_threads(count: int, call: Callable[[], Any]) -> Any:
@@ -104,7 +106,8 @@ class WeightQueue:
         self._settle = settle
         self._wait_limit = wait_limit
         self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_lower_priority)
+        device = scheduler.cache.pool.table.device
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_settle_in, initargs=(device,))
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[tuple[float, ControlReqInput]] = deque()  # with the times at which they came
         self._num_started = 0

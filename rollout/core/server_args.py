@@ -71,11 +71,14 @@ class ServerArgs:
         "default: 1e-6, transformers', whatever rms_norm_eps is",
     )
     device: str = _arg("cpu", "torch device")
+    base_gpu_id: int = _arg(0, "with --device cuda: the first rank's device on each machine; the next ranks' follow it")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
-    disable_native_kernels: bool = _arg(False, "run on plain torch even where the compiled CPU operators exist")
+    disable_native_kernels: bool = _arg(False, "run on plain torch even where compiled or Triton kernels exist")
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
-    attention_backend: str = _arg("auto", "native_cpu or torch_native; auto: the fastest that takes the model")
+    attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
+    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
+    cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
     random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
@@ -196,6 +199,9 @@ class ServerArgs:
     moe_a2a_backend: Literal["none", "all_to_all", "deepep"] = _arg(
         "none", "how tokens reach their experts on other ranks; none: every rank sees all tokens"
     )
+    deepep_mode: Literal["auto", "normal", "low_latency"] = _arg(
+        "auto", "how deepep sends: normal for many tokens, low_latency for steps of few; auto: by the size of each step"
+    )
     nnodes: int = _arg(1, "machines of one engine; start the server on each of them")
     node_rank: int = _arg(0, "index of this machine; 0 serves HTTP")
     dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 at which the ranks of several machines meet")
@@ -263,6 +269,16 @@ class ServerArgs:
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
+        _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
+        _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
+        _require(
+            not self.base_gpu_id or self.device == "cuda",
+            f"--base-gpu-id counts CUDA devices: it needs --device cuda, got --device {self.device}",
+        )
+        _require(
+            self.deepep_mode == "auto" or self.moe_a2a_backend == "deepep",
+            f"--deepep-mode {self.deepep_mode} needs --moe-a2a-backend deepep",
+        )
         _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
         _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")

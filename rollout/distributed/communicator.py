@@ -1,4 +1,8 @@
-"""`Communicator`: the collectives of one process group, each with a deadline, each counted.
+"""`Communicator`: the collectives of one group of ranks, each with a deadline, each counted.
+
+    tensors on the device     over the group's device transport, NCCL: in the order of the stream
+    tensors on the host,      over its host transport, gloo: done when the call returns
+    integers, votes, bytes
 
 Sums run in rank order, in float32 or better, for every message size: all ranks get the same bits, and a token's sum
 does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over, as what
@@ -11,16 +15,21 @@ Shapes: N ranks of the group.
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from rollout.core.errors import FatalError
+from rollout.distributed.transport import Transport
 
 _GATHERED_SUM_BYTES = 64 << 10  # up to here one round of everything is quicker than two of a share each
+
+
+_SPIN_S = 0.002  # how long a wait for the device asks without a pause
+_PAUSE_S = 0.0002
 
 
 class RankLostError(FatalError):
@@ -35,44 +44,60 @@ class CollectiveCount:
     num_bytes: int = 0
 
 
+class DeviceEvent(Protocol):
+    """A point in the work of a device: `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None: ...
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor goes over the device transport: the one place that decides it."""
+    return tensor.is_cuda
+
+
 class Communicator:
-    """`process_group` is None for a group of one."""
+    """`host` is None for a group of one.  `device`: for tensors in device memory, where there are any."""
 
     def __init__(
-        self, name: str, rank: int, size: int, process_group: dist.ProcessGroup | None = None, timeout_s: float = 120.0
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        host: Transport | None = None,
+        device: Transport | None = None,
+        timeout_s: float = 120.0,
     ) -> None:
-        assert (process_group is None) == (size == 1)
+        assert (host is None) == (size == 1)
         self.name, self.rank, self.size = name, rank, size
         self.timeout_s = timeout_s
         self.counts: dict[str, CollectiveCount] = {}
         self.broken: RankLostError | None = None  # the first failure
-        self._process_group = process_group
+        self.host, self.device = host, device
 
     # --- tensors ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """`tensor` of rank `root`, in place."""
-        if self._process_group is None:
+        """`tensor` of rank `root`, in place; contiguous."""
+        if self.size == 1:
             return tensor
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
         sent = tensor.nbytes * (self.size - 1) if self.rank == root else 0
-        work = self._start("broadcast", sent, lambda group: group.broadcast([tensor], options))
-        self._finish("broadcast", work)
+        flat = tensor.view(-1).view(torch.uint8)
+        self._run("broadcast", sent, tensor, lambda transport: transport.broadcast(flat, root, self.timeout_s))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, of one shape and dtype: [N, ...]."""
-        if self._process_group is None:
+        if self.size == 1:
             return tensor.unsqueeze(0)
         if tensor.numel() == 0:
             return tensor.new_empty(self.size, *tensor.shape)
         mine = _as_bytes(tensor)
         out = mine.new_empty(self.size * mine.numel())
         sent = tensor.nbytes * (self.size - 1)
-        # gloo lays the ranks out along the first dimension; bytes spare it the dtypes that it does not know.
-        work = self._start("all_gather", sent, lambda group: group._allgather_base(out, mine))
-        self._finish("all_gather", work)
+        self._run("all_gather", sent, tensor, lambda transport: transport.all_gather(out, mine, self.timeout_s))
         return out.view(tensor.dtype).view(self.size, *tensor.shape)
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -92,7 +117,7 @@ class Communicator:
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         """`send_counts[r]` rows for each rank r, in rank order; the rows from each, in rank order."""
-        if self._process_group is None:
+        if self.size == 1:
             return rows
         rows = rows.contiguous()
         width = rows[0].nbytes if rows.shape[0] else rows.new_empty(1, *rows.shape[1:]).nbytes
@@ -101,12 +126,12 @@ class Communicator:
             return out
         send, receive = _as_bytes(rows).view(-1, width), _as_bytes(out).view(-1, width)
         sent = width * (sum(send_counts) - send_counts[self.rank])
-        work = self._start(
+        self._run(
             "all_to_all",
             sent,
-            lambda group: group.alltoall_base(receive, send, list(receive_counts), list(send_counts)),
+            rows,
+            lambda transport: transport.all_to_all(receive, send, receive_counts, send_counts, self.timeout_s),
         )
-        self._finish("all_to_all", work)
         return out
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,18 +156,22 @@ class Communicator:
     ) -> None:
         """Point-to-point: `sends` (tensor, to) and `receives` (tensor, from), pairs of two ranks in one order on both.
 
-        The tensors are contiguous and stay untouched by others until this returns.
+        The tensors are contiguous, all on the device or all on the host, and stay untouched by others until this
+        returns.
         """
-        assert self._process_group is not None or not (sends or receives)
-        works = []
-        for tensor, peer in receives:
-            out = _as_bytes(tensor)
-            works.append(self._start("receive", 0, lambda group, out=out, peer=peer: group.recv([out], peer, 0)))
-        for tensor, peer in sends:
-            out = _as_bytes(tensor)
-            works.append(self._start("send", out.nbytes, lambda group, out=out, peer=peer: group.send([out], peer, 0)))
-        for work in works:
-            self._finish("send_receive", work)
+        assert self.size > 1 or not (sends or receives)
+        given = [(_as_bytes(tensor), peer) for tensor, peer in sends if tensor.numel()]
+        wanted = [(_as_bytes(tensor), peer) for tensor, peer in receives if tensor.numel()]
+        if not (given or wanted):
+            return
+        parcels = given + wanted
+        assert len({is_on_device(tensor) for tensor, _ in parcels}) == 1
+        self._run(
+            "send_receive",
+            sum(tensor.nbytes for tensor, _ in given),
+            parcels[0][0],
+            lambda transport: transport.send_receive(given, wanted, self.timeout_s),
+        )
 
     # --- host values ------------------------------------------------------------------------------------------------
 
@@ -175,25 +204,42 @@ class Communicator:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
-    def _start(self, verb: str, num_bytes: int, call) -> dist.Work:  # type: ignore[no-untyped-def]
-        if self.broken is not None:
-            raise RankLostError(f"{verb} after a failure: {self.broken}") from self.broken
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Block the host until the device has passed `event`.
+
+        With others to wait for there, for `timeout_s` at most: raises `RankLostError`.
+        """
+        if self.device is None:
+            event.synchronize()
+            return
+        self._require_whole("wait_for")
+        start = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
+                raise self._lost("wait_for", f"the device has not come to an end within {self.timeout_s:g} s")
+            if waited > _SPIN_S:
+                time.sleep(_PAUSE_S)
+
+    def _run(self, verb: str, num_bytes: int, tensor: torch.Tensor, call: Callable[[Transport], None]) -> None:
+        """`call` with the transport on which tensors like `tensor` go."""
+        self._require_whole(verb)
         count = self.counts.setdefault(verb, CollectiveCount())
         count.calls += 1
         count.num_bytes += num_bytes
+        transport = self.device if is_on_device(tensor) else self.host
+        assert transport is not None, f"group {self.name!r} has no transport for tensors on {tensor.device}"
         try:
-            return call(self._process_group)
+            call(transport)
         except RuntimeError as error:
-            raise self._lost(verb, error) from error
+            raise self._lost(verb, str(error)) from error
 
-    def _finish(self, verb: str, work: dist.Work) -> None:
-        try:
-            work.wait(datetime.timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            raise self._lost(verb, error) from error
+    def _require_whole(self, verb: str) -> None:
+        if self.broken is not None:
+            raise RankLostError(f"{verb} after a failure: {self.broken}") from self.broken
 
-    def _lost(self, verb: str, error: RuntimeError) -> RankLostError:
-        reason = str(error).strip().split("\n", 1)[0][:200]
+    def _lost(self, verb: str, error: str) -> RankLostError:
+        reason = error.strip().split("\n", 1)[0][:200]
         lost = RankLostError(f"rank {self.rank} of group {self.name!r}: {verb} failed, a rank is lost: {reason}")
         self.broken = self.broken or lost
         return self.broken

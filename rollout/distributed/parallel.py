@@ -5,20 +5,28 @@ attn_tp      ranks that share a DP rank's tokens
 attn_dp      one rank of each DP rank: those with the same attn_tp_rank
 world        all ranks of the server           votes at a commit
 weight_io    the same ranks, for the thread that receives weights
+
+Tensors on the device travel within tp, attn_tp and attn_dp alone; the other two exchange words.
 """
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
 from rollout.core.errors import StartupError
-from rollout.distributed.communicator import Communicator
+from rollout.distributed.communicator import Communicator, DeviceEvent
 from rollout.distributed.layout import ParallelLayout, RankPosition
+from rollout.distributed.transport import Transport, gloo_transport
 
 COLLECTIVE_TIMEOUT_S = 120.0
+_HAVE_TENSORS = ("tp", "attn_tp", "attn_dp")
+
+# Of a group, from a store of its own, this rank in it, its size, and the seconds that a call may take.
+MakeTransport = Callable[[dist.Store, int, int, float], Transport]
 
 
 def _alone(name: str) -> Communicator:
@@ -41,6 +49,10 @@ class Parallel:
     def communicators(self) -> tuple[Communicator, ...]:
         return self.tp, self.attn_tp, self.attn_dp, self.world, self.weight_io
 
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Block the host until the device has passed `event`.  Raises `RankLostError` when others keep it waiting."""
+        self.tp.wait_for(event)
+
     def require_whole(self) -> None:
         """Raise the `RankLostError` of a group that has failed, also if it was caught before."""
         for communicator in self.communicators:
@@ -56,11 +68,13 @@ def join(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     weight_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     loopback: bool = True,
+    device_transport: MakeTransport | None = None,
 ) -> Parallel:
     """Form all groups; every rank of the world calls this once with the same `store`.
 
     `weight_timeout_s`: deadline in `weight_io`, whose members may come as late as a bucket.  `loopback`: all ranks are
-    on this machine.  Raises `StartupError` when the others do not come.
+    on this machine.  `device_transport`: connects devices, where the model is not in host memory.  Raises
+    `StartupError` when the others do not come.
     """
     here = layout.position(world_rank)
     replica = [here.replica * layout.tp_size + rank for rank in range(layout.tp_size)]
@@ -73,32 +87,27 @@ def join(
         "world": world,
         "weight_io": world,
     }
+    host_transport = partial(gloo_transport, loopback=loopback)
+    on_devices: dict[tuple[int, ...], Transport] = {}  # by its ranks: groups of the same ones share it
+
+    def connected(kind: str, make: MakeTransport, ranks: list[int], seconds: float) -> Transport:
+        name = f"{kind}/" + ".".join(map(str, ranks))
+        return make(dist.PrefixStore(name, store), ranks.index(world_rank), len(ranks), seconds)
+
+    def communicator(name: str, ranks: list[int]) -> Communicator:
+        if len(ranks) == 1:
+            return _alone(name)
+        seconds = weight_timeout_s if name == "weight_io" else timeout_s
+        host, device = connected(name, host_transport, ranks, seconds), None
+        if device_transport is not None and name in _HAVE_TENSORS:
+            if (key := tuple(ranks)) not in on_devices:
+                on_devices[key] = connected(f"{name} on devices", device_transport, ranks, seconds)
+            device = on_devices[key]
+        return Communicator(name, ranks.index(world_rank), len(ranks), host, device, seconds)
+
     try:
-        groups = {
-            name: _communicator(
-                name, ranks, world_rank, store, weight_timeout_s if name == "weight_io" else timeout_s, loopback
-            )
-            for name, ranks in members.items()
-        }
+        groups = {name: communicator(name, ranks) for name, ranks in members.items()}
     except RuntimeError as error:
         reason = str(error).strip().split("\n", 1)[0][:200]
         raise StartupError(f"rank {world_rank} cannot reach the other ranks: {reason}") from error
     return Parallel(layout, here, **groups)
-
-
-def _communicator(
-    name: str, ranks: list[int], world_rank: int, store: dist.Store, timeout_s: float, loopback: bool
-) -> Communicator:
-    rank = ranks.index(world_rank)
-    if len(ranks) == 1:
-        return Communicator(name, 0, 1)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
-    prefix = f"{name}/" + ".".join(map(str, ranks))
-    group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, len(ranks), options)
-    return Communicator(name, rank, len(ranks), group, timeout_s)  # type: ignore[arg-type]

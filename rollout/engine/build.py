@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,18 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
+from rollout.engine.build_graphs import bytes_to_reserve, capture_all
+from rollout.engine.device import claim_device
+from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
 from rollout.mem_cache.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.device_pages import select_pages
 from rollout.model_executor.load import load_model
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
@@ -52,6 +58,8 @@ from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
+
+_LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ def build_scheduler(
     parallel = parallel or Parallel()
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
+    device = claim_device(args, parallel.position.world_rank)
     _set_threads(args, parallel)
     config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
     if args.captures_routes and not config.is_moe:
@@ -90,26 +99,39 @@ def build_scheduler(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
-    device = torch.device(args.device)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
+    pages = select_pages(device) if args.enable_memory_saver else None
+    weight_memory = nullcontext() if pages is None else pages.pool("weights")
+    backend = _moe_backend(args, config)
     model = load_model(
-        args.model_path, config, dtype, device, placement, ops, progress, parallel, _moe_backend(args, config)
+        args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
     model_bytes = _bytes_of(model)
-    limits = _limits(args, config, model, dtype, model_bytes, parallel)
     state = ModelState(model, placement, args.weight_version)
+    sampler = select_sampler(dtype, device, kernels.available)
+    largest = partial(
+        activation_bytes,
+        state,
+        sampler,
+        device=device,
+        parallel=parallel,
+        attention=args.attention_backend,
+        kernels_available=kernels.available,
+        wants_routes=args.captures_routes,
+    )
+    limits = _limits(args, config, model, dtype, model_bytes, parallel, device, largest)
     window_slots = None if limits.window is None else limits.window.num_slots
-    kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
-    rows = limits.num_state_rows
-    state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
+    with nullcontext() if pages is None else pages.pool("kv_cache"):
+        kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
+        rows = limits.num_state_rows
+        state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
     attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
     is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
     recorded = RecordedForward(model) if is_recorded else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
-    sampler = select_sampler(dtype, device, kernels.available)
     inbox: Channel = (
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     )
@@ -124,10 +146,11 @@ def build_scheduler(
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or f"no compiled operator for {dtype} with heads of {sizes}",
+        kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
-    build_control(args, scheduler, model, layout, channel.wake, static_state)
+    build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
+    capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
     return scheduler, SchedulerReady(
         max_total_num_tokens=limits.num_slots,
@@ -152,7 +175,7 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
     """A step computes one chunk of prompts and a token of every running request."""
     tokens = _most_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
-    return MoeBackend(args.moe_a2a_backend, tokens)
+    return MoeBackend(args.moe_a2a_backend, tokens, args.deepep_mode)
 
 
 def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
@@ -167,9 +190,16 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The compiled operators unless they are switched off, do not apply, or cannot be built; the last is reported."""
+    """The device's kernels unless they are switched off, do not apply, or cannot be had; a line says which are used."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
+    if device.type == "cuda":
+        status = load_gpu_kernels()
+        if status.available:
+            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
+        else:
+            say(f"running on plain torch, several times slower: {status.reason}", prefix="")
+        return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     isa = None if args.cpu_isa == "auto" else args.cpu_isa
@@ -245,21 +275,37 @@ def _limits(
     dtype: torch.dtype,
     model_bytes: int,
     parallel: Parallel,
+    device: torch.device,
+    largest_step: Callable[[StepSize], int],
 ) -> Limits:
     """The same on all ranks; those of one machine share its memory.
 
-    Recurrent states and pages of windows get theirs before the slots of all tokens do.
+    `largest_step`: runs it, and says what it takes beside weights and KV.  Recurrent states and pages of windows get
+    theirs before the slots of all tokens do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
-    available = min(left for (left,) in parallel.world.gather_ints([available_memory_bytes(args.device)]))
-    if args.device == "cpu":
+    most_tokens = _most_prompt_tokens(args, context_length) + args.max_running_requests
+    activations = largest_step(StepSize(most_tokens, args.max_running_requests, context_length))
+    # What is free is read after the first step: libraries take memory of their own at their first call.
+    memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
+    available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
+    table_bytes = 0
+    if device.type == "cpu":
         available //= parallel.layout.world_size // args.nnodes
-    kept_bytes = _staging_bytes(args, model_bytes)
-    usable = int(available * args.mem_fraction_static) - kept_bytes
+    else:
+        table_bytes = args.max_running_requests * context_length * torch.int64.itemsize
+    kept = Kept(
+        staging=_staging_bytes(args, model_bytes),
+        activations=activations,
+        graphs=bytes_to_reserve(args, model),
+        tables=table_bytes,
+    )
+    usable = int(available * args.mem_fraction_static) - kept.total
+    state_bytes = 0
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:
         num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
-        kept_bytes += num_rows * row_bytes
+        state_bytes += num_rows * row_bytes
     window = window_sizes(
         model.kv_layers,
         context_length=context_length,
@@ -272,15 +318,20 @@ def _limits(
             raise StartupError("recurrent layers beside layers with a window are not supported")
         window_bytes = kv_bytes_per_token([x for x in model.kv_layers if isinstance(x, WindowKV)], dtype)
         check_window_bytes(window.num_slots * window_bytes, usable)
-        kept_bytes += window.num_slots * window_bytes
+        state_bytes += window.num_slots * window_bytes
         token_bytes -= window_bytes
-    num_slots = args.max_total_tokens or kv_pool_tokens(
+    wanted = args.max_total_tokens
+    if wanted and device.type == "cpu":  # memory that is not used is not taken
+        return Limits(context_length, wanted, num_rows, window)
+    num_slots = kv_pool_tokens(
         available,
         token_bytes,
-        staging_bytes=kept_bytes,
+        kept=replace(kept, states=state_bytes),
+        weight_bytes=model_bytes,
         mem_fraction=args.mem_fraction_static,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
+        wanted=wanted,
     )
     return Limits(context_length, num_slots, num_rows, window)
 

@@ -24,13 +24,18 @@ from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
 from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import pause_between_parts
+from rollout.core.io_struct import MemoryTag
 from rollout.core.server_args import ServerArgs
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import quantised_names
+from rollout.model_executor.memory_pages import MemoryPages
 from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.errors import TransactionStateError
 from weight_sync.held_format import FP8_BLOCKS, HeldFormats
 from weight_sync.held_memory import HeldMemory
+from weight_sync.loading import Coverage
+from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.updater import WeightUpdater
 
 
@@ -41,11 +46,13 @@ def build_control(
     layout: ExpertLayout | None,
     wake: Callable[[], None],
     static_state: dict[str, Any],
+    device: torch.device,
+    pages: MemoryPages | None,
 ) -> None:
     """Connect every verb's handler, and what runs between steps, in its order.
 
     `layout` None: experts are not spread.  `wake()` interrupts the scheduler's wait for messages.  `static_state`: the
-    fields of `SchedulerState` that do not change.
+    fields of `SchedulerState` that do not change.  `pages` None: memory is not released.
     """
     runner, parallel, placement = scheduler.runner, scheduler.parallel, scheduler.runner.state.placement
     consensus = RankConsensus(parallel.weight_io, parallel.world)
@@ -61,15 +68,16 @@ def build_control(
         is_possible=layout is not None and args.weight_staging in ("host", "device"),
         by_default=args.enable_eplb,
     )
+    saver = None if pages is None else _memory_saver(scheduler, model, pages)
     held = HeldMemory(keep=args.keep_staging_memory)
     updater = WeightUpdater(
         model.weights,
-        device=torch.device(args.device),
+        device=device,
         timeout_s=args.weight_update_timeout,
         vote=consensus.vote,
         commit_vote=consensus.commit_vote,
         exchange=consensus.exchange,
-        target=adoption.target,
+        target=partial(_target, adoption, saver),
         staging=args.weight_staging,
         journal_dir=args.weight_journal_dir,
         memory=held,
@@ -93,7 +101,6 @@ def build_control(
         folders=WeightFolders.of(args),
         timeout_s=args.weight_update_timeout,
     )
-    saver = _memory_saver(scheduler, model) if args.enable_memory_saver else None
     memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
     kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
@@ -123,7 +130,21 @@ def _held_formats(args: ServerArgs, model: DecoderForCausalLM) -> HeldFormats:
     return model.weights.held_formats()
 
 
-def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM) -> MemorySaver:
+def _target(adoption: PlacementAdoption, saver: MemorySaver | None, coverage: Coverage) -> LogicalWeights:
+    """Where an update is staged.  Raises `TransactionStateError` where the weights have no memory."""
+    if saver is not None and not saver.is_provided("weights"):
+        raise TransactionStateError(
+            "the memory of the weights is released: POST /resume_memory_occupation with the tag weights first"
+        )
+    return adoption.target(coverage)
+
+
+def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM, pages: MemoryPages) -> MemorySaver:
     runner, table = scheduler.runner, scheduler.cache.pool.table
     states = [] if runner.state_pool is None else runner.state_pool.tensors
-    return MemorySaver({"weights": weight_tensors(model), "kv_cache": [*runner.kv_pool.tensors, *states, table]})
+    tables = [table] if table.is_cpu else []  # on a device small beside KV, and not made in its pool
+    tensors: dict[MemoryTag, list[torch.Tensor]] = {
+        "weights": weight_tensors(model),
+        "kv_cache": [*runner.kv_pool.tensors, *states, *tables],
+    }
+    return MemorySaver(tensors, pages)

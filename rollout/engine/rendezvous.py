@@ -28,6 +28,7 @@ _OWN_SETTINGS = frozenset(
         "allowed_hosts",
         "receive_timeout",
         "node_rank",
+        "base_gpu_id",
         "num_threads",
         "weight_journal_dir",
         "log_level",

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from rollout.core.message import CHANNEL_SECRET
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import RankLostError
 from rollout.distributed.layout import layout_of
+from rollout.distributed.nccl import nccl_transport
 from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
 from rollout.engine.build import build_scheduler
+from rollout.engine.device import claim_device
 from rollout.engine.rendezvous import check_in, open_store
 from rollout.scheduler.channel import ZmqChannel
 
@@ -105,6 +108,7 @@ class _LoadProgress:
 def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str | None]:
     """The groups of this rank, where its messages go, and what proves that they are its.  Raises `StartupError`."""
     layout, rank = layout_of(args), config["rank"]
+    device = claim_device(args, rank)
     if layout.world_size == 1:
         return Parallel(), config["output_addr"], None
     store = open_store(config["rendezvous"], rank, layout.world_size)
@@ -115,8 +119,14 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str 
     if output_addr is None:
         output_addr, secret = store.get(_OUTPUT_KEY).decode().split()
     weight_timeout_s = 2 * args.weight_update_timeout + COLLECTIVE_TIMEOUT_S
-    loopback = args.nnodes == 1
-    parallel = join(layout, rank, store, weight_timeout_s=weight_timeout_s, loopback=loopback)
+    parallel = join(
+        layout,
+        rank,
+        store,
+        weight_timeout_s=weight_timeout_s,
+        loopback=args.nnodes == 1,
+        device_transport=partial(nccl_transport, device=device) if device.type == "cuda" else None,
+    )
     if rank == 0 and secret is not None:
         store.delete_key(_OUTPUT_KEY)  # all have read it
     return parallel, output_addr, secret

@@ -97,18 +97,21 @@ def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
     return config
 
 
-def random_weights(spec: CheckpointSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of a Qwen3-MoE or Qwen3, per expert as published ones, and tensors, from one generator in a fixed order."""
-    generator = torch.Generator().manual_seed(spec.seed)
+def random_weights(spec: CheckpointSpec, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of a Qwen3-MoE or Qwen3, per expert as published ones, and tensors on `device`.
+
+    From one generator of the device in a fixed order: same arguments and device, same bytes.
+    """
+    generator = torch.Generator(device).manual_seed(spec.seed)
     dtype = DTYPES[spec.dtype]
 
     def matrix(rows: int, columns: int, output_std: float = 1.0) -> torch.Tensor:
         """Maps inputs of unit variance to outputs of standard deviation `output_std`."""
-        values = torch.randn(rows, columns, generator=generator)
+        values = torch.randn(rows, columns, generator=generator, device=device)
         return (values * (output_std / math.sqrt(columns))).to(dtype)
 
     def norm(size: int) -> torch.Tensor:
-        return (1.0 + NORM_WEIGHT_STD * torch.randn(size, generator=generator)).to(dtype)
+        return (1.0 + NORM_WEIGHT_STD * torch.randn(size, generator=generator, device=device)).to(dtype)
 
     def swiglu(prefix: str, inner: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.gate_proj.weight", matrix(inner, hidden)

@@ -21,10 +21,10 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
 _OTHERS_END_S = 5.0
-# How long an idle compute thread spins before it sleeps, some 20 microseconds: enough to bridge the gap between two
+# How long an idle compute thread spins before it sleeps, some 40 microseconds: enough to bridge the gap between two
 # operators, for waking a thread of a virtual machine costs more than a small one, and little enough that a step does
 # not collapse where another process wants the cores (docs/benchmarks.md).  OpenMP's own default is milliseconds.
-SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}
 
 
 class SchedulerProcesses:

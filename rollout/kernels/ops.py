@@ -8,7 +8,7 @@ Shapes: O output features, D input features, P physical experts, I expert interm
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from weight_sync.held_format import INT8_BLOCKS, HeldFormat
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up projections alternate by such blocks
 
 
@@ -134,11 +135,16 @@ class Ops:
     """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
 
     All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits in every batch and with any number of threads.
+    every result has the same bits in every batch and with any number of threads.  `graph_safe`: none of them waits for
+    the device, or allocates what depends on numbers there, so that a step can be captured (`gated_delta` apart).
+    `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
+    is not used.
     """
 
     storage: RowMajor
     batch_invariant: bool
+    graph_safe: bool = False
+    takes_empty_slots: bool = False
     gather_rows: Callable[..., torch.Tensor]
     matrix_rows: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -161,22 +167,38 @@ def plain_ops() -> Ops:
 
 def compiled_ops(storage: RowMajor | None = None) -> Ops:
     """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
+    return _registry_ops(storage or Packed(), batch_invariant=True)
+
+
+def gpu_ops() -> Ops:
+    """Torch's registry with the Triton kernels in it (`load_gpu_kernels`), for `GPU_DTYPES`.
+
+    Not batch invariant: matrix products of dense layers are the library's.
+    """
+    return replace(_registry_ops(RowMajor(), batch_invariant=False), takes_empty_slots=True)
+
+
+def _registry_ops(storage: RowMajor, batch_invariant: bool) -> Ops:
     operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
-    return Ops(storage=storage or Packed(), batch_invariant=True, **operators)
+    return Ops(storage=storage, batch_invariant=batch_invariant, graph_safe=True, **operators)
 
 
 def select_ops(
     dtype: torch.dtype, device: torch.device | str, kernels_available: bool, weight_format: str = "plain"
 ) -> Ops:
-    """The compiled operators where they exist for this dtype and device, else plain torch.
+    """The kernels where they exist for this dtype and device, else plain torch.
 
-    `weight_format`: "plain", or "w8" for experts in 8 bits.  Raises `StartupError` where there is no such thing.
+    `kernels_available`: those of this device are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
+    Raises `StartupError` where there is no such thing.
     """
-    compiled = kernels_available and dtype in COMPILED_DTYPES and torch.device(device).type == "cpu"
+    kind = torch.device(device).type
+    compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
     if weight_format == "w8":
         if not compiled or dtype != torch.bfloat16:
             raise StartupError("--cpu-weight-format w8 needs the compiled CPU operators and --dtype bfloat16")
         return compiled_ops(PackedW8())
     if compiled:
         return compiled_ops()
+    if kernels_available and dtype in GPU_DTYPES and kind == "cuda":
+        return gpu_ops()
     return plain_ops()

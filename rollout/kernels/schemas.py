@@ -1,7 +1,8 @@
 """The operators that models compute with: a schema each in torch's registry, and plain torch behind it on every device.
 
 `torch.ops.lockstep.NAME` runs what torch's dispatcher finds for the device of its arguments: the compiled CPU kernel
-where `load_kernels` loaded it, else the function of `plain` of the same name.
+where `load_kernels` loaded it, the Triton kernel where `load_gpu_kernels` did, else the function of `plain` of the same
+name.
 
 T tokens, D hidden, O output features, E logical experts, K top-k, I intermediate, H query heads, Hkv key/value heads,
 hd head size, rd of it that is rotated, S slots of the KV pool; of latent attention R latent, v value size of a head.
@@ -56,7 +57,8 @@ SCHEMAS = {
     # silu(gate) * up [T, I] of [T, 2I], gate first, silu(gate) rounded
     "silu_and_mul": "(Tensor gate_up) -> Tensor",
     # SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].
-    # Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, ClampedSwiGLU.
+    # Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, ClampedSwiGLU.  An id of -1 is a slot
+    # without an expert where `Ops.takes_empty_slots` says so: its output is zero, its weight is not used.
     "fused_experts": (
         "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, "
         "Tensor? w13_bias=None, Tensor? w2_bias=None, float? limit=None, float alpha=1.0) -> Tensor"

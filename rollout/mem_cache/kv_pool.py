@@ -18,10 +18,11 @@ from rollout.core.layer_specs import KVKind, WindowKV
 
 
 class KVPool:
-    """`k[layer]`: [S, H_kv, key size], `v[layer]`: [S, H_kv, value size].  They keep their addresses.
+    """`k[layer]`: [S + 1, H_kv, key size], `v[layer]`: [S + 1, H_kv, value size].  They keep their addresses.
 
     Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
-    `num_window_slots`, layers with a window have that many slots of their own instead.
+    `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
+    or `window_padding_slot`, is nobody's: rows that fill up a captured step write there.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class KVPool:
         device: torch.device | str = "cpu",
         num_window_slots: int | None = None,
     ) -> None:
-        apart = num_slots if num_window_slots is None else num_window_slots
-        both = [_empty(x, apart if isinstance(x, WindowKV) else num_slots, dtype, device) for x in layers]
+        self.padding_slot = num_slots
+        self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
+        both = [_empty(x, 1 + (apart if isinstance(x, WindowKV) else num_slots), dtype, device) for x in layers]
         self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
         self._epoch = np.empty(num_slots, dtype=np.int32)
 
@@ -132,15 +134,21 @@ class NewestTokens:
 class ReqToTokenPool:
     """A row belongs to one request while it holds KV.
 
-    `table` [max_requests, max_context] int64: the KV slot of each position, as a step on the device reads it.
-    `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.
+    `table` [max_requests + 1, max_context] int64: the KV slot of each position, as a step on the device reads it.
+    `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.  The last
+    row, `padding_row`, is nobody's: its one token has the KV slot `padding_slot`.
     """
 
-    def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_requests: int, max_context: int, padding_slot: int, device: torch.device | str = "cpu"
+    ) -> None:
         # empty, not zeros: rows that are never used never take memory
-        self.host_table = torch.empty((max_requests, max_context), dtype=torch.int64)
+        self.host_table = torch.empty((max_requests + 1, max_context), dtype=torch.int64)
         self.is_apart = torch.device(device).type != "cpu"
         self.table = torch.empty_like(self.host_table, device=device) if self.is_apart else self.host_table
+        self.padding_row = max_requests
+        self._padding_slot = padding_slot
+        self.enter_padding()
         self.newest_tokens = NewestTokens(max_requests, device)
         self._free_rows = list(range(max_requests - 1, -1, -1))
 
@@ -155,6 +163,10 @@ class ReqToTokenPool:
     def alloc(self) -> int:
         """A free row.  The caller has checked `num_free`."""
         return self._free_rows.pop()
+
+    def enter_padding(self) -> None:
+        """Set the slot of the padding row: at first, and after the table's memory was released."""
+        self.enter_span(self.padding_row, 0, torch.tensor([self._padding_slot]))
 
     def enter_span(self, row: int, start: int, slots: torch.Tensor) -> None:
         """Set the slots [n] of the positions `start ..` of a row, on the host and on the device."""

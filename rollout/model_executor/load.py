@@ -6,6 +6,7 @@ Every fault of the folder is found before any tensor is read, and is one line th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,14 +44,16 @@ def load_model(
     progress: Progress | None = None,
     parallel: Parallel | None = None,
     moe_backend: MoeBackend | None = None,
+    memory: AbstractContextManager[object] | None = None,
 ) -> DecoderForCausalLM:
     """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
-    and coverage are checked before any tensor is read.  FP8 and MXFP4 weights become their values.  Raises
-    `StartupError` in one line.
+    and coverage are checked before any tensor is read.  FP8 and MXFP4 weights become their values.  `memory`: entered
+    while the tensors of the weights are made.  Raises `StartupError` in one line.
     """
-    model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
+    with memory or nullcontext():
+        model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
     metas = [meta for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)

@@ -21,8 +21,11 @@ from rollout.distributed.communicator import share_sizes
 from rollout.layers.context import ForwardContext, SliceRoutes, States
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.mem_cache.state_pool import StatePool
+from rollout.model_executor.graph_runner import GraphRunner
 from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.model_executor.recorded_forward import RecordedForward
+from rollout.sampling.base import SampledTokens
+from rollout.sampling.batch_info import SamplingBatchInfo
 
 _SCORED_ROWS_AT_ONCE = 256
 
@@ -60,10 +63,20 @@ class ModelRunner:
         self.state_pool = state_pool  # None: the model has no recurrent layers
         self.route_store = route_store
         self.route_observers: list[RouteObserver] = []
-        self._attention = attention
-        config = state.model.config
-        layers, device = len(config.moe_layer_ids), kv_pool.k[0].device
-        self._capturer = RoutedExpertsCapturer(layers, config.num_experts_per_tok, config.num_experts, device)
+        self.graphs: GraphRunner | None = None  # None: no step is replayed
+        self.attention = attention
+        self._capturer = self.new_capturer()
+
+    def new_capturer(self) -> RoutedExpertsCapturer:
+        """Of this model's routes."""
+        config = self.state.model.config
+        layers, device = len(config.moe_layer_ids), self.kv_pool.k[0].device
+        return RoutedExpertsCapturer(layers, config.num_experts_per_tok, config.num_experts, device)
+
+    @property
+    def wants_routes(self) -> bool:
+        """Whether anybody reads what routers choose."""
+        return self.route_store is not None or bool(self.route_observers)
 
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
         """Hidden states [T, D] of the step, and its routes where they are recorded: for `keep_routes`, in order.
@@ -71,8 +84,18 @@ class ModelRunner:
         Reads nothing back from the device.  Ranks that share tokens all have all rows, also where each of them routed a
         slice.
         """
+        replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
+        hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
+        return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
+
+    def sample_replayed(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
+        """As `Sampler.sample`, of the step that was forwarded last, where its sampling was captured; None elsewhere."""
+        return None if self.graphs is None else self.graphs.sample(info, positions_N)
+
+    def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [T, D] and, where they are recorded, the logical ids [T, L, K]."""
         model = self.state.model
-        wants_routes = self.route_store is not None or bool(self.route_observers)
+        wants_routes = self.wants_routes
         written: tuple[torch.Tensor, ...] = ()
         hooks, slices = [], None
         if wants_routes:
@@ -83,21 +106,20 @@ class ModelRunner:
                 slices = self._new_slice_routes()
             written = (self._capturer.begin_step(num_rows),)
             hooks.append(self._capturer.record)
-        self._attention.plan(batch)
+        self.attention.plan(batch)
         states = None
         if self.state_pool is not None and batch.states is not None:
             states = States(self.state_pool, batch.states)
-        context = ForwardContext(batch, self._attention, hooks, slices, states)
+        context = ForwardContext(batch, self.attention, hooks, slices, states)
         if self.recorded is None:
             hidden_TD = model(batch, context)
         else:
             hidden_TD, played = self.recorded(batch, context, self.state.placement.epoch, written)
             if played:
                 self._capturer.played()
-        routes = None
-        if wants_routes:
-            routes = self._note_routes(batch, self._capturer.finish_step() if slices is None else slices.routes())
-        return hidden_TD, routes
+        if not wants_routes:
+            return hidden_TD, None
+        return hidden_TD, self._capturer.finish_step() if slices is None else slices.routes()
 
     def keep_routes(self, routes: StepRoutes) -> None:
         """Enter the routes of a step, once they are on the host: its rows can be read by KV slot from now on."""

@@ -5,7 +5,7 @@
 
 A recording holds for any number of tokens: it is used once a step of another size made the same calls with the same
 constants.  A model whose Python branches on the batch, or that counts its tokens, runs in Python for ever.
-The model's own code stays the only definition of a forward.  CUDA graphs record at the same seam.
+The model's own code stays the only definition of a forward.  CUDA graphs record at the same seam (`graph_runner`).
 
 Shapes: T tokens, D hidden, L MoE layers, K top-k.
 """

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.batch_info import PlainRows, SamplingBatchInfo
+
+__all__ = ["PlainRows", "SampledTokens", "Sampler", "ScoredTokens"]
 
 
 @dataclass(slots=True)
@@ -45,6 +47,21 @@ class SampledTokens:
     kept_counts: torch.Tensor
     kept_ids: torch.Tensor
     kept_logprobs: torch.Tensor
+
+    @classmethod
+    def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
+        """Of rows that ask for nothing else."""
+        none = logprobs_N.new_empty(0)
+        return cls(
+            token_ids_N,
+            logprobs_N,
+            top_ids=token_ids_N.new_empty((len(token_ids_N), 0)),
+            top_logprobs=logprobs_N.new_empty((len(token_ids_N), 0)),
+            chosen_logprobs=none,
+            kept_counts=torch.zeros(len(token_ids_N), dtype=torch.int64),
+            kept_ids=torch.empty(0, dtype=torch.int32),
+            kept_logprobs=none,
+        )
 
 
 @dataclass(slots=True)
@@ -69,6 +86,17 @@ class Sampler(ABC):
 
         `positions_N`: index of the output token that each row samples, int64 on the CPU.
         """
+
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        """What `sample_plain` takes for these rows, on `device`; None where it cannot sample them."""
+        return None
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_ids` and `logprobs` of `sample`, of every row, by tensors of one device alone: nothing is read on the
+        host, so that a CUDA graph can hold it.  Leaves the logits as they are."""
+        raise NotImplementedError(f"{type(self).__name__} has no plain rows")
 
     @abstractmethod
     def score(

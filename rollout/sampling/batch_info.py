@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +87,17 @@ class SamplingRow:
     def end_ids_below(self, vocab_size: int) -> list[int]:
         """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
         return [token for token in self.end_ids if token < vocab_size]
+
+
+class PlainRows(NamedTuple):
+    """What rows without filters, edits, masks, top and chosen log-probabilities are sampled by, on the logits' device.
+
+    `seeds` int64 [N] (the bits of unsigned numbers), `temperatures` float32 [N], 1 for greedy rows, `greedy` bool [N].
+    """
+
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+    greedy: torch.Tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -181,6 +193,14 @@ class SamplingBatchInfo:
     # --- for plain torch ------------------------------------------------------------------------------------------
 
     @cached_property
+    def plain_rows(self) -> PlainRows | None:
+        """The rows where all of them are as `PlainRows` says, else None."""
+        if self.rows_with_lists or self.masked_rows or self.top_n or self._has_filters.any():
+            return None
+        seeds = torch.from_numpy(self.settings["seed"].copy().view(np.int64)).to(self.device)
+        return PlainRows(seeds, self.temperatures, self.greedy)
+
+    @cached_property
     def temperatures(self) -> torch.Tensor:
         """[N] float32."""
         return self._column("temperature", torch.float32)
@@ -217,10 +237,14 @@ class SamplingBatchInfo:
     @cached_property
     def filtered_rows(self) -> torch.Tensor | None:
         """Indices [F] of the random rows with top-k, top-p or min-p; None if there are none."""
-        table = self.settings
-        filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
-        rows = np.flatnonzero((table["is_greedy"] == 0) & filters)
+        rows = np.flatnonzero(self._has_filters)
         return to_device(torch.from_numpy(rows), self.device) if len(rows) else None
+
+    @cached_property
+    def largest_top_k(self) -> int:
+        """Of the filtered rows; V where one has no limit."""
+        top_k = self.settings["top_k"][self._has_filters]
+        return int(np.where(top_k > 0, top_k, self.vocab_size).max(initial=0))
 
     @cached_property
     def top_k(self) -> torch.Tensor:
@@ -237,6 +261,13 @@ class SamplingBatchInfo:
     def min_p(self) -> torch.Tensor:
         """Of the filtered rows [F] float64."""
         return self._column("min_p", torch.float64)[self.filtered_rows]
+
+    @cached_property
+    def _has_filters(self) -> np.ndarray:
+        """[N] bool: random, with top-k, top-p or min-p."""
+        table = self.settings
+        filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
+        return (table["is_greedy"] == 0) & filters
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return to_device(torch.from_numpy(self.settings[name].copy()).to(dtype), self.device)

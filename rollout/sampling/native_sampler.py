@@ -9,8 +9,11 @@ Shapes: as in `base`.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
+from rollout.kernels.ops import GPU_DTYPES
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.torch_sampler import TorchSampler
@@ -40,7 +43,9 @@ class NativeSampler(Sampler):
 
 
 def select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Sampler:
-    """The compiled operators where they exist for logits of this dtype, else plain torch."""
+    """The device's kernels, where they are loaded and exist for logits of this dtype, else plain torch."""
     if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
         return NativeSampler()
+    if kernels_available and dtype in GPU_DTYPES and torch.device(device).type == "cuda":
+        return import_module("rollout.sampling.gpu_sampler").GpuSampler()  # which loads triton
     return TorchSampler()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout.core.host_copy import to_device
-from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.base import PlainRows, SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 _ALMOST_ONE = 1.0 - 2.0**-53
@@ -47,6 +47,21 @@ class TorchSampler(Sampler):
             logprobs.of_each([(i, row.chosen_ids) for i, row in info.rows_with_lists]),
             *_kept(logits_NV, weights_NV, token_ids, settled_N, logprobs.is_distribution, info),
         )
+
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        rows = info.plain_rows
+        return None if rows is None else PlainRows(*(part.to(device) for part in rows))
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NV = _widened(logits_NV)
+        logits_NV = logits_NV / rows.temperatures[:, None].to(logits_NV.dtype)
+        logprobs = RowLogprobs(logits_NV)
+        drawn = _invert_cdf(torch.softmax(logits_NV, dim=-1), uniform_of_bits(rows.seeds, positions_N))
+        settled_N = rows.greedy | ~logprobs.is_distribution
+        token_ids = torch.where(settled_N, logits_NV.argmax(-1), drawn)
+        return token_ids, logprobs.of(token_ids[:, None]).squeeze(1)
 
     def score(
         self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int
@@ -93,22 +108,28 @@ def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
 
 
 def filtered_candidates(
-    probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+    probs_NV: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    largest_top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates in descending order: probabilities [N, K] (zero where filtered out) and token ids [N, K].
 
     Order and meaning: keep the `top_k` most probable tokens and renormalise; keep the smallest set of the most probable
     whose mass reaches `top_p` and renormalise; drop what is under `min_p` times the most probable.  A full sort is
-    avoided where it can be.  `top_k_N` holds V where there is no limit.
+    avoided where it can be.  `top_k_N` holds V where there is no limit; a caller that knows its maximum can save a wait
+    for the device.
     """
     vocab = probs_NV.shape[1]
     width = min(vocab, _FIRST_TRY)
     values, ids = probs_NV.topk(width, dim=-1)
-    # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
-    enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
-    enough |= values[:, -1] < values[:, 0] * min_p_N
-    if width < vocab and not bool(enough.all()):
-        values, ids = probs_NV.sort(dim=-1, descending=True)
+    if width < vocab if largest_top_k is None else width < min(vocab, largest_top_k):
+        # the partial sort is enough where top-k, top-p's mass or min-p's threshold ends inside it
+        enough = (top_k_N <= width) | ((top_p_N < 1.0) & (values.sum(-1, dtype=torch.float64) >= top_p_N))
+        enough |= values[:, -1] < values[:, 0] * min_p_N
+        if not bool(enough.all()):
+            values, ids = probs_NV.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[1], device=values.device)
     kept = values.double() * (rank < top_k_N[:, None])
     whole = probs_NV.sum(-1, keepdim=True, dtype=torch.float64)
@@ -134,6 +155,27 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
+
+
+def uniform_of_bits(seeds_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    """`uniform` of the bits of seeds and of positions, both int64 [N], where they are: no device waits for the host."""
+    gamma = _signed(_GAMMA)
+    return (_shifted(_mix_bits(_mix_bits(seeds_N + gamma) + (positions_N + 1) * gamma), 11)).double() * 2.0**-53
+
+
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right; zeros come in from the left, as torch's shift of negative numbers would not have it."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: np.uint64) -> int:
+    return int(x.astype(np.int64))
 
 
 class RowLogprobs:
@@ -189,7 +231,7 @@ def _draw(
     weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
         rows = info.filtered_rows
-        values, ids = filtered_candidates(weights_NV[rows], info.top_k, info.top_p, info.min_p)
+        values, ids = filtered_candidates(weights_NV[rows], info.top_k, info.top_p, info.min_p, info.largest_top_k)
         kept_FV = torch.zeros(len(rows), weights_NV.shape[1], dtype=values.dtype, device=info.device)
         weights_NV = weights_NV.to(values.dtype)
         weights_NV[rows] = kept_FV.scatter_(1, ids, values)

@@ -85,7 +85,7 @@ class CacheManager:
         self.prefix_cache: RadixCache = kind(self.allocator, listener, None if states is None else states.rows)
         self.states = states  # None: a sequence's KV is all that layers keep
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
-        self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, device)
+        self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last
         self._ahead_generation = -1  # of the decode batch that they are for

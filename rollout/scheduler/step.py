@@ -116,7 +116,11 @@ class StepRunner:
         hidden_TD, routes = self._runner.forward(batch)
         if plan.is_empty:  # another rank's tokens needed this one's experts
             return InFlight(epoch, self._num_ended, routes, is_idle=True)
-        logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
+        tokens = None
+        if decodes and not extends:
+            tokens = self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
+        if tokens is None:
+            logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
         phase("forward")
         completed: list[Req] = []
         scored: list[tuple[Req, ScoredTokens]] = []
@@ -129,7 +133,8 @@ class StepRunner:
             logits_NV = self._sample_first(completed, logits_NV, sampled)
         if decodes:
             rows = self._rows_of(decodes)
-            tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
+            if tokens is None:
+                tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
             pool.newest_tokens.put(batch.decode_req_pool_indices, tokens.token_ids)
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]

@@ -80,7 +80,7 @@ class _Held:
 
 
 class WindowPages:
-    """`table` [max requests, positions] int64: as the slot table, of the layers with a window.
+    """`table` [max requests + 1, positions] int64: as the slot table, of layers with a window; the last row is padding.
 
     `sizes` are so that a page which a request needs is always there: those of the tree go, pinned ones last.
     """
@@ -97,7 +97,8 @@ class WindowPages:
         self.rows = SnapshotRows(0, sizes.num_pages)
         self.page_size = sizes.page_size
         num_pages = -(-max_context // sizes.page_size) + 1
-        self.table = torch.zeros((max_requests, num_pages * sizes.page_size), dtype=torch.int64, device=device)
+        self.table = torch.zeros((max_requests + 1, num_pages * sizes.page_size), dtype=torch.int64, device=device)
+        self.table[max_requests, 0] = sizes.num_slots
         self._offsets = torch.arange(sizes.page_size, device=device)
         self._keeps_prefixes = keeps_prefixes
         self._of: dict[Req, _Held] = {}

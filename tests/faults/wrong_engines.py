@@ -307,7 +307,7 @@ def serves_on_after_a_lost_exchange() -> Context:
 def _survives_lost_groups() -> tuple[Replacement, Replacement]:
     lost = Communicator._lost
 
-    def forgetting(self: Communicator, verb: str, error: RuntimeError) -> RankLostError:
+    def forgetting(self: Communicator, verb: str, error: str) -> RankLostError:
         raised = lost(self, verb, error)
         if self.name == "world":
             self.broken = None

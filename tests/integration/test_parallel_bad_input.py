@@ -146,10 +146,21 @@ BY_RANKS = {
         ["moe", *TP2, "--moe-a2a-backend", "deepep"],
         "--moe-a2a-backend deepep needs the deep_ep package and a GPU; all_to_all does the same on this machine",
     ),
+    "one device for two ranks": (
+        ["moe", *TP2, "--device", "cuda:1"],
+        "--device cuda:1 is one device for 2 ranks: give --device cuda --base-gpu-id 1",
+    ),
 }
 
 
-AS_PROCESSES = ["KV heads", "a map that misses one", "another model's dump", "EPLB on a dense model", "deepep"]
+AS_PROCESSES = [
+    "KV heads",
+    "a map that misses one",
+    "another model's dump",
+    "EPLB on a dense model",
+    "deepep",
+    "one device for two ranks",
+]
 
 
 def settings_of(words: list[str]) -> dict[str, Any]:

@@ -202,4 +202,4 @@ def test_central_records_stay_small() -> None:
 
     assert len(ForwardBatch.__slots__) <= 16
     assert len(Req.__slots__) <= 24
-    assert len(ServerArgs.__dataclass_fields__) <= 74
+    assert len(ServerArgs.__dataclass_fields__) <= 76

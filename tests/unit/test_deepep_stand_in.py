@@ -9,8 +9,9 @@ import torch
 
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
-from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, make_buffer
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpApi, DeepEpShape, _ElasticGroup, make_buffer
 from tests.deepep_stand_in import stand_in
+from tests.nccl_stand_in import stand_in_transport
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.full
@@ -47,12 +48,12 @@ def chosen(name: int, rank: int) -> tuple[list[int], list[float]]:
 
 
 def on_ranks(work: Any) -> list[Any]:
-    return run_ranks(ParallelLayout(tp_size=2), work, 20.0)
+    return run_ranks(ParallelLayout(tp_size=2), work, 20.0, stand_in_transport)
 
 
 def normal_dispatch(parallel: Parallel) -> tuple[Any, Any, tuple[Any, ...]]:
     rank, library = parallel.tp.rank, stand_in(parallel.tp, "normal")
-    buffer = make_buffer(library, shape_for(64), parallel.tp, low_latency=False)
+    buffer = make_buffer(library, DeepEpApi.NORMAL, shape_for(64), parallel.tp)
     per_rank, _, per_expert, in_rank, _ = layout = buffer.get_dispatch_layout(IDS[rank], 4)
     received = buffer.dispatch(
         rows(rank, 64),
@@ -87,7 +88,7 @@ def test_normal_mode_arrives_once_a_rank_by_source_and_token_with_zeroed_weights
 
 def low_latency(parallel: Parallel, seed: int, times: int = 1, **settings: Any) -> tuple[Any, list[Any]]:
     rank = parallel.tp.rank
-    buffer = make_buffer(stand_in(parallel.tp, "1.2", seed), shape_for(2048), parallel.tp, low_latency=True)
+    buffer = make_buffer(stand_in(parallel.tp, "1.2", seed), DeepEpApi.LOW_LATENCY, shape_for(2048), parallel.tp)
     return buffer, [buffer.low_latency_dispatch(rows(rank, 2048), IDS[rank], MOST, 4, **settings) for _ in range(times)]
 
 
@@ -122,6 +123,97 @@ def test_low_latency_results_live_until_the_second_next() -> None:
         return [result[0][0, 0].isnan().any().item() for result in results]
 
     assert on_ranks(work) == [[True, False, False]] * 2
+
+
+def test_a_third_live_low_latency_result_is_refused() -> None:
+    def work(parallel: Parallel) -> None:
+        buffer, results = low_latency(parallel, 0, times=3, use_fp8=False)
+        rank = parallel.tp.rank
+        for x, _, handle, *_ in results[1:]:
+            buffer.low_latency_combine(x, IDS[rank], WEIGHTS[rank], handle)
+        x, _, handle, *_ = results[0]
+        with pytest.raises(AssertionError, match="third live low-latency result"):
+            buffer.low_latency_combine(x, IDS[rank], WEIGHTS[rank], handle)
+
+    on_ranks(work)
+
+
+def test_handles_of_other_modes_are_refused() -> None:
+    def work(parallel: Parallel) -> None:
+        rank = parallel.tp.rank
+        buffer, [(x, _, packed, *_)] = low_latency(parallel, 0, use_fp8=False)
+        elastic = elastic_buffer(parallel, 0, deterministic=True)
+        received, _, _, handle, _ = elastic.dispatch(rows(rank, 256), IDS[rank], WEIGHTS[rank], num_experts=4)
+        for combine, other in (
+            (
+                buffer.low_latency_combine,
+                {"x": x, "topk_idx": IDS[rank], "topk_weights": WEIGHTS[rank], "handle": handle},
+            ),
+            (buffer.combine, {"x": x.flatten(0, 1), "handle": packed}),
+            (elastic.combine, {"x": received, "handle": packed}),
+        ):
+            with pytest.raises(AssertionError, match="another mode"):
+                combine(**other)
+
+    on_ranks(work)
+
+
+def elastic_buffer(parallel: Parallel, seed: int, deterministic: bool) -> Any:
+    library = stand_in(parallel.tp, "2.1", seed)
+    return library.ElasticBuffer(_ElasticGroup(parallel.tp), MOST, 256, 3, deterministic, explicitly_destroy=True)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_elastic_rows_come_once_a_rank_with_all_their_weights(deterministic: bool, waits: bool) -> None:
+    orders = set()
+    for seed in range(4):
+
+        def work(parallel: Parallel, seed: int = seed) -> Any:
+            rank, buffer = parallel.tp.rank, elastic_buffer(parallel, seed, deterministic)
+            x, ids, weights, handle, _ = buffer.dispatch(
+                rows(rank, 256), IDS[rank], WEIGHTS[rank], num_experts=4, do_cpu_sync=waits
+            )
+            return x, ids, weights, handle, buffer.combine(x, handle)[0]
+
+        for rank, (x, ids, weights, handle, combined) in enumerate(on_ranks(work)):
+            wanted = ARRIVES[rank]
+            count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            assert count == len(wanted) and len(x) == (count if waits else 2 * MOST)
+            assert x[count:].isnan().all() and (ids[count:] >= 4).all() and weights[count:].isnan().all()
+            arrived = names(x[:count])
+            assert [name // 100 for name in arrived] == [name // 100 for name in wanted]
+            assert arrived == wanted if deterministic else sorted(arrived) == wanted
+            for name, token_ids, token_weights in zip(arrived, ids.tolist(), weights.tolist(), strict=False):
+                assert (token_ids, token_weights) == chosen(name, rank)
+            times = [sum(100 * rank + token in names for names in ARRIVES) for token in range(len(IDS[rank]))]
+            assert torch.equal(combined, rows(rank, 256) * torch.tensor(times, dtype=torch.bfloat16)[:, None])
+            orders.add((rank, *arrived))
+    assert len(orders) == 2 if deterministic else len(orders) > 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_idx": torch.tensor([[1, 1, -1]])}, "names an expert twice"),
+        ({"num_experts": None}, "num_experts"),
+        ({"num_max_tokens_per_rank": MOST + 1}, "room for 4"),
+        ({"x": torch.zeros(1, 512, dtype=torch.bfloat16)}, "512"),
+    ],
+)
+def test_elastic_mode_refuses_what_the_device_would_not_survive(changes: dict[str, Any], message: str) -> None:
+    def work(parallel: Parallel) -> None:
+        buffer = elastic_buffer(parallel, 0, True)
+        call: dict[str, Any] = {
+            "x": rows(0, 256)[:1],
+            "topk_idx": torch.tensor([[1, -1, -1]]),
+            "topk_weights": torch.ones(1, 3),
+            "num_experts": 4,
+        }
+        with pytest.raises(AssertionError, match=message):
+            buffer.dispatch(**call | changes)
+
+    on_ranks(work)
 
 
 def test_low_latency_mode_casts_unless_told_not_to() -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import DispatchOutput
-from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher, LowLatencyMode, NormalMode
+from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
+from rollout.layers.moe.dispatchers.deep_ep_modes import (
+    DeepEpMode,
+    ElasticMode,
+    FixedElasticMode,
+    LowLatencyMode,
+    NormalMode,
+)
 from tests.deepep_contract import (
     APIS,
     HIDDEN,
@@ -21,6 +28,7 @@ from tests.deepep_contract import (
     NUM_EXPERTS,
     batches,
     expected,
+    experts_of_rank,
     forward,
     random_batch,
     with_dispatcher,
@@ -89,13 +97,18 @@ def test_sums_are_rounded_no_more_often_than_documented(api: str) -> None:
         assert ((out.double() - terms_TKD.sum(1)).abs() <= 3 * 2**-8 * terms_TKD.abs().sum(1) + 1e-12).all()
 
 
-def test_steps_alternate_between_modes_by_the_largest_rank() -> None:
+@pytest.mark.parametrize(
+    ("api", "few", "many"), [("low_latency", LowLatencyMode, NormalMode), ("elastic", FixedElasticMode, ElasticMode)]
+)
+def test_steps_alternate_between_modes_by_the_largest_rank(
+    api: str, few: type[DeepEpMode], many: type[DeepEpMode]
+) -> None:
     """A rank with three tokens follows one with thirty, and back; what normal mode left behind is cleaned."""
     sizes = [(3, 30), (3, 5), (20, 0), (21, 0), (0, 1), (40, 40), (1, 20)]
-    hidden_size = HIDDEN["low_latency"]
+    hidden_size = HIDDEN[api]
     rows = [batches("even", 2, hidden_size)[0].hidden_TD[:1].repeat(40, 1)] * 2
 
-    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[tuple[type, bool]]:
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[tuple[type, bool, bool]]:
         rank, found = parallel.tp.rank, []
         for pair in sizes:
             dispatcher.plan_step(pair)
@@ -104,21 +117,79 @@ def test_steps_alternate_between_modes_by_the_largest_rank() -> None:
             batch.ids_TK, batch.weights_TK = (t[:1].repeat(pair[rank], 1) for t in (batch.ids_TK, batch.weights_TK))
             sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
             out = forward(dispatcher, rank, batch)
-            found.append((type(sent.handle[0]), torch.equal(out, expected(batch))))
+            found.append((type(sent.handle[0]), dispatcher.graph_safe, torch.equal(out, expected(batch))))
         return found
 
-    for found in with_dispatcher("low_latency", 2, work):
-        modes = [LowLatencyMode if max(pair) <= MAX_LOW_LATENCY_TOKENS else NormalMode for pair in sizes]
-        assert found == [(mode, True) for mode in modes]
+    for found in with_dispatcher(api, 2, work):
+        fits = [max(pair) <= MAX_LOW_LATENCY_TOKENS for pair in sizes]
+        assert found == [(few if small else many, small, True) for small in fits]
 
 
-def test_without_a_plan_ranks_use_the_mode_that_takes_every_batch() -> None:
+@pytest.mark.parametrize(
+    ("api", "mode"),
+    [
+        ("normal", NormalMode),
+        ("low_latency", NormalMode),
+        ("low_latency alone", LowLatencyMode),
+        ("elastic", ElasticMode),
+        ("elastic fixed", FixedElasticMode),
+    ],
+)
+def test_without_a_plan_ranks_use_the_mode_that_takes_every_batch(api: str, mode: type[DeepEpMode]) -> None:
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> type:
-        batch = batches("ragged", 2, HIDDEN["low_latency"])[parallel.tp.rank]
+        batch = batches("ragged", 2, HIDDEN[api])[parallel.tp.rank]
         sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
         return type(sent.handle[0])
 
-    assert with_dispatcher("low_latency", 2, work) == [NormalMode, NormalMode]
+    assert with_dispatcher(api, 2, work) == [mode, mode]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("api", ["low_latency", "low_latency alone", "elastic", "elastic fixed"])
+def test_shapes_of_steps_that_can_be_captured_do_not_depend_on_routes(api: str, num_ranks: int) -> None:
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> set[tuple[int, ...]]:
+        shapes = set()
+        for case in ("even", "expert 5 gets every token", "some choose nothing", "one rank gets all"):
+            made = batches(case, num_ranks, HIDDEN[api])
+            batch = made[parallel.tp.rank]
+            dispatcher.plan_step([len(other.hidden_TD) for other in made])
+            assert dispatcher.graph_safe
+            sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
+            shapes |= {tuple(sent.hidden_RD.shape), tuple(sent.local_physical_ids_RS.shape)}
+            dispatcher.combine(experts_of_rank(sent, parallel.tp.rank * dispatcher.shape.slots_per_rank), sent.handle)
+        return shapes
+
+    assert all(len(shapes) == 2 for shapes in with_dispatcher(api, num_ranks, work))
+
+
+@pytest.mark.parametrize("api", ["elastic", "elastic fixed"])
+def test_elastic_rows_come_by_source_and_token(api: str) -> None:
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[int]:
+        tokens = torch.arange(1, 13, dtype=torch.bfloat16) + 100 * parallel.tp.rank
+        ids = torch.tensor([[0, 1, 4, 5]]).repeat(12, 1)
+        dispatcher.plan_step([12, 12])
+        hidden = tokens.unsqueeze(1).repeat(1, HIDDEN[api])
+        sent = dispatcher.dispatch(hidden, ids, torch.ones(12, 4))
+        return sent.hidden_RD[:24, 0].int().tolist()
+
+    everyone = [*range(1, 13), *range(101, 113)]
+    assert with_dispatcher(api, 2, work) == [everyone, everyone]
+
+
+@pytest.mark.parametrize(
+    ("api", "alone", "replicas"),
+    [
+        ("normal", None, "rank by rank"),
+        ("elastic", None, "rank by rank"),
+        ("elastic fixed", None, "rank by rank"),
+        ("low_latency alone", None, None),
+        ("low_latency", "size of a step", "size of a step"),
+    ],
+)
+def test_what_the_order_of_sums_depends_on(api: str, alone: str | None, replicas: str | None) -> None:
+    for found in with_dispatcher(api, 2, lambda dispatcher, _: [dispatcher.order_of_sums(x) for x in (False, True)]):
+        for reason, wanted in zip(found, (alone, replicas), strict=True):
+            assert reason is None if wanted is None else wanted in reason
 
 
 def test_a_rank_never_brings_more_than_the_step_was_planned_for() -> None:
@@ -173,24 +244,77 @@ class TrustsTheExperts(LowLatencyMode):
         return super().dispatch(hidden_TD, ids_TK, torch.ones_like(weights_TK))
 
 
+def places_of(work: DispatchOutput) -> torch.Tensor:
+    """Which rows are real."""
+    return (work.local_physical_ids_RS >= 0).squeeze(1).nonzero().squeeze(1)
+
+
 class PacksWithoutPlaces(LowLatencyMode):
     """Takes the rows of one expert to follow those of the one before."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
-        handle, ids, weights, rows, places = work.handle
-        return DispatchOutput(
-            work.hidden_RD, work.local_physical_ids_RS, None, (handle, ids, weights, torch.arange(len(rows)), places)
-        )
+        work.handle = work.handle, places_of(work)
+        return work
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        packed = torch.zeros_like(expert_out)
+        packed[: len(handle[1])] = expert_out[handle[1]]
+        return super().combine(packed, handle[0])
 
 
 class SortsBySource(LowLatencyMode):
     """Gives the rows of an expert back in the order of their tokens."""
 
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        work = super().dispatch(hidden_TD, ids_TK, weights_TK)
+        work.handle = work.handle, places_of(work), work.local_physical_ids_RS.flatten()
+        return work
+
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        packed_handle, *_, rows, places = handle
-        keys = rows // places * 10_000 + packed_handle[0].flatten()[rows]
-        return super().combine(expert_out[keys.argsort()], handle)
+        inner, rows, experts = handle
+        keys = experts[rows] * 10_000 + inner[0][0].flatten()[rows]
+        expert_out[rows] = expert_out[rows[keys.argsort()]]
+        return super().combine(expert_out, inner)
+
+
+class LeavesElasticWeightsToCombine(ElasticMode):
+    """As in low-latency mode."""
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        work = super().dispatch(hidden_TD, ids_TK, weights_TK)
+        work.weights_RS = None
+        return work
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        return super().combine(expert_out.sum(1), handle)
+
+
+class ComputesWhatCameFirst(FixedElasticMode):
+    """Takes all rows past the first ones to be empty."""
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        work = super().dispatch(hidden_TD, ids_TK, weights_TK)
+        work.local_physical_ids_RS[hidden_TD.shape[0] :] = -1
+        return work
+
+
+class TakesEveryRow(FixedElasticMode):
+    """Does not look how many rows are real."""
+
+    has_fixed_rows = False
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.shape.low_latency_tokens
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        dispatch = self.buffer.dispatch
+        self.buffer.dispatch = lambda **settings: dispatch(**settings | {"do_cpu_sync": False})
+        try:
+            return super().dispatch(hidden_TD, ids_TK, weights_TK)
+        finally:
+            self.buffer.dispatch = dispatch
 
 
 class SendsFloat8(LowLatencyMode):
@@ -204,32 +328,78 @@ class SendsFloat8(LowLatencyMode):
         return DispatchOutput(packed.flatten(0, 1), ids_TK, None, handle)
 
 
-def variant(**modes: Any) -> type[DeepEpDispatcher]:
-    return type("Variant", (DeepEpDispatcher,), modes)
+def variant(kind: type[DeepEpMode]) -> type[DeepEpDispatcher]:
+    """With `kind` in place of the mode that it derives from."""
+    right = kind.__bases__[0]
+    modes = {
+        api: tuple(kind if mode is right else mode for mode in pair) for api, pair in DeepEpDispatcher.modes.items()
+    }
+    return type("Variant", (DeepEpDispatcher,), {"modes": modes})
 
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("api", "modes"),
+    ("api", "kind"),
     [
-        ("normal", {"normal_mode": OneExpertARow}),
-        ("normal", {"normal_mode": LeavesWeightsToCombine}),
-        ("normal", {"normal_mode": MultipliesTwice}),
-        ("low_latency", {"low_latency_mode": TrustsTheExperts}),
-        ("low_latency", {"low_latency_mode": PacksWithoutPlaces}),
-        ("low_latency", {"low_latency_mode": SortsBySource}),
+        ("normal", OneExpertARow),
+        ("normal", LeavesWeightsToCombine),
+        ("normal", MultipliesTwice),
+        ("low_latency", TrustsTheExperts),
+        ("low_latency alone", PacksWithoutPlaces),
+        ("low_latency", SortsBySource),
+        ("elastic fixed", ComputesWhatCameFirst),
     ],
-    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else value,
 )
-def test_a_wrong_mode_gives_other_results(api: str, modes: dict[str, Any], num_ranks: int) -> None:
-    wrong = wrong_cases(api, num_ranks, variant(**modes))
+def test_a_wrong_mode_gives_other_results(api: str, kind: type[DeepEpMode], num_ranks: int) -> None:
+    wrong = wrong_cases(api, num_ranks, variant(kind))
     assert "ragged" in wrong and "no token" not in wrong
 
 
-def test_a_dispatcher_that_lets_states_be_cast_fails_at_once() -> None:
-    with pytest.raises(AttributeError):
-        wrong_cases("low_latency", 2, variant(low_latency_mode=SendsFloat8), ("even",))
+@pytest.mark.mutant
+@pytest.mark.parametrize(
+    ("api", "kind", "error"),
+    [("low_latency", SendsFloat8, AttributeError), ("elastic fixed", TakesEveryRow, IndexError)],
+)
+def test_a_mode_that_takes_what_it_did_not_ask_for_fails_at_once(
+    api: str, kind: type[DeepEpMode], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        wrong_cases(api, 2, variant(kind), ("even",))
+
+
+@pytest.mark.mutant
+def test_weights_that_nobody_applies_are_noticed() -> None:
+    """Steps of many tokens, for which an elastic buffer waits."""
+    made = [random_batch(MAX_TOKENS, HIDDEN["elastic"], 2, "even", torch.Generator().manual_seed(r)) for r in (0, 1)]
+
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> bool:
+        dispatcher.plan_step([MAX_TOKENS] * 2)
+        rank = parallel.tp.rank
+        return torch.equal(forward(dispatcher, rank, made[rank]), expected(made[rank]))
+
+    assert with_dispatcher("elastic", 2, work) == [True, True]
+    assert with_dispatcher("elastic", 2, work, variant(LeavesElasticWeightsToCombine)) == [False, False]
+
+
+class ForgetsItsMode(DeepEpDispatcher):
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        return self._mode.combine(expert_out, handle[1])
+
+
+@pytest.mark.mutant
+def test_a_dispatcher_that_combines_in_another_mode_is_caught() -> None:
+    def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> None:
+        batch = batches("even", 2, HIDDEN["low_latency"])[parallel.tp.rank]
+        dispatcher.plan_step([6, 30])
+        sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
+        out = experts_of_rank(sent, parallel.tp.rank * dispatcher.shape.slots_per_rank)
+        dispatcher.plan_step([6, 6])
+        dispatcher.combine(out, sent.handle)
+
+    with_dispatcher("low_latency", 2, work)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        with_dispatcher("low_latency", 2, work, ForgetsItsMode)
 
 
 class NeverCleans(DeepEpDispatcher):

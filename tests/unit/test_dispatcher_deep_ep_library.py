@@ -25,13 +25,14 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
     require_deep_ep,
 )
 from tests.deepep_stand_in import stand_in
+from tests.nccl_stand_in import stand_in_transport
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.full
 
 NORMAL_ONLY = SimpleNamespace(Buffer=SimpleNamespace())
 RELEASE_1 = SimpleNamespace(Buffer=SimpleNamespace(low_latency_dispatch=None))
-RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)  # ElasticBuffer is not used
+RELEASE_2 = SimpleNamespace(Buffer=RELEASE_1.Buffer, ElasticBuffer=None)
 ELASTIC_ONLY = SimpleNamespace(ElasticBuffer=None)
 
 
@@ -50,23 +51,38 @@ def a_shape(**changes: Any) -> DeepEpShape:
 @pytest.mark.parametrize(
     ("library", "changes", "rdma", "api", "because"),
     [
-        (RELEASE_2, {}, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, ""),
-        (RELEASE_2, {}, False, DeepEpApi.NORMAL, "RDMA"),
-        (RELEASE_2, {"hidden_size": 2064}, True, DeepEpApi.NORMAL, "hidden size of 2064"),
-        (RELEASE_1, {}, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, ""),
-        (RELEASE_1, {}, False, DeepEpApi.NORMAL, "RDMA"),
-        (RELEASE_1, {"hidden_size": 1024}, True, DeepEpApi.NORMAL, "hidden size of 1024"),
-        (RELEASE_1, {"top_k": 12}, True, DeepEpApi.NORMAL, "11 experts"),
-        (RELEASE_1, {"max_low_latency_tokens": 600}, True, DeepEpApi.NORMAL, "511 tokens"),
-        (NORMAL_ONLY, {}, True, DeepEpApi.NORMAL, "no low-latency"),
+        (RELEASE_1, {}, True, DeepEpApi.NORMAL_AND_LOW_LATENCY, []),
+        (RELEASE_1, {}, False, DeepEpApi.NORMAL, ["RDMA"]),
+        (RELEASE_1, {"hidden_size": 1024}, True, DeepEpApi.NORMAL, ["hidden size of 1024"]),
+        (RELEASE_1, {"top_k": 12}, True, DeepEpApi.NORMAL, ["11 experts"]),
+        (RELEASE_1, {"max_low_latency_tokens": 600}, True, DeepEpApi.NORMAL, ["511 tokens a rank, not 600"]),
+        (RELEASE_1, {"mode": "normal"}, True, DeepEpApi.NORMAL, []),
+        (RELEASE_1, {"mode": "low_latency", "max_tokens_per_rank": 64}, True, DeepEpApi.LOW_LATENCY, []),
+        (NORMAL_ONLY, {}, True, DeepEpApi.NORMAL, ["no low-latency"]),
     ],
 )
 def test_the_best_modes_that_fit_are_used(
-    library: Any, changes: dict[str, Any], rdma: bool, api: DeepEpApi, because: str
+    library: Any, changes: dict[str, Any], rdma: bool, api: DeepEpApi, because: list[str]
 ) -> None:
-    chosen, objections = choose_api(library, a_shape(**changes), has_rdma=rdma)
+    chosen, objections = choose_api(library, a_shape(**changes), has_rdma=rdma, has_elastic_group=rdma)
     assert chosen is api
-    assert because in "; ".join(objections) and bool(because) == bool(objections)
+    parts = ["no ElasticBuffer", *because]
+    assert len(parts) == len(objections) and all(part in reason for part, reason in zip(parts, objections, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["auto", "normal", "low_latency"])
+def test_elastic_buffers_come_first(mode: str) -> None:
+    shape = a_shape(mode=mode)
+    chosen, objections = choose_api(RELEASE_2, shape, has_rdma=False, has_elastic_group=True)
+    assert (chosen, objections) == (DeepEpApi.ELASTIC, [])
+    assert choose_api(ELASTIC_ONLY, shape, has_rdma=True, has_elastic_group=True)[0] is DeepEpApi.ELASTIC
+
+
+def test_without_an_nccl_group_the_older_buffer_is_used() -> None:
+    chosen, objections = choose_api(RELEASE_2, a_shape(), has_rdma=True, has_elastic_group=False)
+    assert chosen is DeepEpApi.NORMAL_AND_LOW_LATENCY and "needs an NCCL group" in objections[0]
+    chosen, objections = choose_api(RELEASE_2, a_shape(hidden_size=2064), has_rdma=True, has_elastic_group=True)
+    assert chosen is DeepEpApi.NORMAL and "that 256 divides, not 2064" in objections[0]
 
 
 @pytest.mark.parametrize(
@@ -80,16 +96,36 @@ def test_the_best_modes_that_fit_are_used(
         (RELEASE_1, {"num_physical_experts": 1024}, "at most 128 physical experts a rank, not 256"),
         (RELEASE_2, {"num_ranks": 3, "num_physical_experts": 9}, "2, 4 or 8 ranks of a node, not 3"),
         (ELASTIC_ONLY, {}, "this deep_ep has no Buffer"),
+        (RELEASE_1, {"mode": "low_latency"}, "at most 511 tokens a rank, not 4096 (--chunked-prefill-size"),
+        (NORMAL_ONLY, {"mode": "low_latency"}, "this deep_ep has no low-latency mode"),
     ],
 )
 def test_what_deep_ep_cannot_carry_is_one_line_at_start(library: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match="--moe-a2a-backend deepep cannot carry") as raised:
-        choose_api(library, a_shape(**changes), has_rdma=True)
+        choose_api(library, a_shape(**changes), has_rdma=True, has_elastic_group=False)
     assert message in str(raised.value) and "all_to_all" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("gin", "rdma"), [(None, False), ("1", False), (None, True)])
+def test_ranks_without_rdma_need_another_way_into_the_network(
+    gin: str | None, rdma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EP_DISABLE_GIN", raising=False)
+    if gin is not None:
+        monkeypatch.setenv("EP_DISABLE_GIN", gin)
+
+    def work(parallel: Parallel) -> DeepEpApi:
+        library = stand_in(parallel.tp, "2.1")
+        return DeepEpDispatcher(library, parallel.tp, a_shape(num_ranks=2), has_rdma=rdma).api
+
+    wanted = DeepEpApi.ELASTIC if gin or rdma else DeepEpApi.NORMAL
+    assert run_ranks(ParallelLayout(tp_size=2), work, 20.0, stand_in_transport) == [wanted] * 2
 
 
 def test_low_latency_places_are_a_multiple_of_four_and_not_more_than_needed() -> None:
     assert [a_shape(max_tokens_per_rank=n).low_latency_tokens for n in (1, 4, 30, 4096)] == [4, 4, 32, 128]
+    fixed = [a_shape(max_tokens_per_rank=n, mode="low_latency").low_latency_tokens for n in (1, 30, 4096)]
+    assert fixed == [4, 32, 4096]
 
 
 def test_a_buffer_that_cannot_be_set_up_is_a_startup_error() -> None:

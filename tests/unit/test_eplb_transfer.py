@@ -77,7 +77,7 @@ def test_the_new_map_holds_and_nothing_is_sent_twice(num_ranks: int) -> None:
     def work(parallel: Parallel) -> tuple[Moved, int]:
         parallel.tp.reset_counts()
         end = move_experts(parallel.tp, migration, Fault())
-        return end, parallel.tp.counts["send"].num_bytes
+        return end, parallel.tp.counts["send_receive"].num_bytes
 
     results = run_ranks(ParallelLayout(tp_size=num_ranks), work, timeout_s=10.0)
     check([end for end, _ in results], migration)

@@ -427,7 +427,7 @@ def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str
     def wrong(**options: Any) -> Server:
         server = Server(folder, dtype, **options)
         runner = server.harness.scheduler.runner
-        runner._attention = OtherBlocksInPrefill(runner._attention)
+        runner.attention = OtherBlocksInPrefill(runner.attention)
         return server
 
     want = wrong(disable_radix_cache=True).alone(batch)

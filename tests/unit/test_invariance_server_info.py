@@ -57,11 +57,30 @@ def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_device() -> None:
-    status = build._load_kernels(ServerArgs(device="cuda"), torch.device("cuda"))
+    status = build._load_kernels(ServerArgs(), torch.device("mps"))
     assert batch_invariance({"layers": False}, status.reason) == {
         "batch_invariant": False,
-        "batch_invariance_note": "layers on plain torch: no compiled operators for device cuda",
+        "batch_invariance_note": "layers on plain torch: no compiled operators for device mps",
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "line"),
+    [
+        ({}, KernelStatus(True), "Triton kernels for add_rms_norm, "),
+        ({}, KernelStatus(False, "triton is not installed"), "running on plain torch, several times slower: triton is"),
+        ({"disable_native_kernels": True}, KernelStatus(True), ""),
+    ],
+)
+def test_a_line_says_what_a_gpu_runs(
+    settings: dict[str, Any], status: KernelStatus, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(build, "load_gpu_kernels", lambda: status)
+    monkeypatch.setattr(build, "say", lambda words, **_: said.append(words))
+    found = build._load_kernels(ServerArgs(device="cuda", **settings), torch.device("cuda"))
+    assert found.available == (status.available and not settings)
+    assert len(said) == bool(line) and all(words.startswith(line) for words in said)
 
 
 def test_what_was_chosen_counts_and_not_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

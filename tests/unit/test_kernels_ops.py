@@ -406,7 +406,7 @@ def test_the_choice_of_operators() -> None:
     for dtype, device, available in (
         (torch.float64, "cpu", True),
         (torch.float16, "cpu", True),
-        (torch.bfloat16, "cuda", True),
+        (torch.bfloat16, "mps", True),
         (torch.bfloat16, "cpu", False),
     ):
         assert select_ops(dtype, device, available).linear is plain.linear

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollout.core.errors import StartupError
 from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.memory import available_memory_bytes, kv_pool_tokens
+from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
 from tests.tiers import examples
 
@@ -162,19 +163,50 @@ def test_available_memory_is_the_smaller_of_machine_and_cgroup(
     assert available_memory_bytes("cpu", root=tmp_path) == expected
 
 
-def test_pool_size_leaves_room_for_the_next_weights() -> None:
-    common = {"bytes_per_token": 100, "mem_fraction": 0.5, "context_length": 10**6, "max_running_requests": 10}
-    assert kv_pool_tokens(1_000_000, staging_bytes=0, **common) == 5000
-    assert kv_pool_tokens(1_000_000, staging_bytes=300_000, **common) == 2000
-    with pytest.raises(StartupError, match="not enough memory"):
-        kv_pool_tokens(1_000_000, staging_bytes=500_000, **common)
+COMMON = {"mem_fraction": 0.5, "context_length": 10**6, "max_running_requests": 10, "weight_bytes": 3 << 20}
+
+
+def test_pool_size_leaves_room_for_all_that_is_kept() -> None:
+    assert kv_pool_tokens(1_000_000, 100, kept=Kept(), **COMMON) == 5000
+    assert kv_pool_tokens(1_000_000, 100, kept=Kept(staging=300_000), **COMMON) == 2000
+    parts = Kept(staging=100_000, activations=50_000, graphs=20_000, tables=10_000, states=20_000)
+    assert kv_pool_tokens(1_000_000, 100, kept=parts, **COMMON) == 3000
+
+
+def test_a_pool_that_does_not_fit_tells_all_numbers() -> None:
+    kept = Kept(staging=1 << 20, activations=2 << 20, graphs=3 << 20, tables=4 << 20, states=5 << 20)
+    with pytest.raises(StartupError, match="not enough memory") as refused:
+        kv_pool_tokens(32 << 20, (1 << 16) + 1, kept=kept, **COMMON)
+    # Weights, free, allowed, five that are kept, left, needed.
+    wanted = [f"{value:.1f} MiB" for value in (3, 32, 16, 1, 2, 3, 4, 5, 1, 1)]
+    found = [f"{value} MiB" for value in re.findall(r"([-0-9.]+) MiB", str(refused.value))]
+    assert found == wanted
+
+
+def test_a_number_of_tokens_that_is_asked_for_must_fit() -> None:
+    assert kv_pool_tokens(1_000_000, 100, kept=Kept(staging=300_000), wanted=1999, **COMMON) == 1999
+    with pytest.raises(StartupError, match=r"--max-total-tokens 2001 needs 0\.2 MiB"):
+        kv_pool_tokens(1_000_000, 100, kept=Kept(staging=300_000), wanted=2001, **COMMON)
+
+
+@given(
+    available=st.integers(0, 10**9),
+    parts=st.lists(st.integers(0, 10**8), min_size=5, max_size=5),
+    token_bytes=st.integers(1, 10**5),
+)
+def test_a_pool_never_takes_what_is_kept(available: int, parts: list[int], token_bytes: int) -> None:
+    kept = Kept(*parts)
+    try:
+        tokens = kv_pool_tokens(available, token_bytes, kept=kept, **COMMON)
+    except StartupError:
+        assert int(available * 0.5) - sum(parts) < 16 * token_bytes
+    else:
+        assert tokens >= 16 and tokens * token_bytes + sum(parts) <= available * 0.5
 
 
 def test_pool_is_not_larger_than_requests_can_use() -> None:
-    assert (
-        kv_pool_tokens(10**12, 100, staging_bytes=0, mem_fraction=0.5, context_length=128, max_running_requests=4)
-        == 512
-    )
+    few = COMMON | {"context_length": 128, "max_running_requests": 4}
+    assert kv_pool_tokens(10**12, 100, kept=Kept(), **few) == 512
 
 
 def test_allocator_hands_out_each_slot_once() -> None:

@@ -238,7 +238,8 @@ def test_the_choice_of_sampler() -> None:
     for dtype, device, available in (
         (torch.float64, "cpu", True),
         (torch.float16, "cpu", True),
-        (torch.bfloat16, "cuda", True),
+        (torch.float64, "cuda", True),
+        (torch.bfloat16, "cuda", False),
         (torch.bfloat16, "cpu", False),
     ):
         assert isinstance(select_sampler(dtype, device, available), TorchSampler)

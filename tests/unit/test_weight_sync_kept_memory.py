@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rollout.kernels.ops import compiled_ops, plain_ops
 from rollout.model_executor.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
-from weight_sync.held_memory import Areas, HeldMemory
+from weight_sync.held_memory import Areas, HeldMemory, pinned_area
 from weight_sync.shadow import ShadowStaging, _Shadow
 from weight_sync.tensor_meta import parts_of
 from weight_sync.transaction import WeightTransaction
@@ -138,3 +139,48 @@ def test_what_messages_are_received_into_is_kept_too(keep: bool) -> None:
     assert (held.receive.take(0, 1 << 16, "cpu").data_ptr() == area.data_ptr()) == keep
     held.release(5.0)
     assert held.receive.take(0, 1 << 16, "cpu").data_ptr() != area.data_ptr()
+
+
+class Cudart:
+    """Registers host memory; `refuses`: as a system that lets nobody pin memory of its own."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.registered: dict[int, int] = {}
+        self._status = int(refuses)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self._status:
+            self.registered[address] = num_bytes
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, 1)  # it is still there
+        del self.registered[address]
+        return 0
+
+
+def test_pinned_memory_is_as_large_as_it_must_be_and_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    num_bytes = (3 << 20) + 5
+    area = pinned_area(num_bytes).fill_(7)
+    view = area[5:]
+    assert cudart.registered == {area.data_ptr(): num_bytes} and area.numel() == num_bytes
+    del area
+    assert cudart.registered and bool((view == 7).all())
+    del view
+    assert not cudart.registered
+
+
+@pytest.mark.parametrize(("refuses", "num_bytes"), [(True, 2 << 20), (False, 100)], ids=["refused", "small"])
+def test_torchs_pinned_memory_is_taken_otherwise(
+    refuses: bool, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart, asked = Cudart(refuses), []
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(
+        torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory) or empty(size, dtype=dtype)
+    )
+    assert pinned_area(num_bytes).numel() == num_bytes
+    assert asked == [True] and not cudart.registered

@@ -22,6 +22,7 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weight_sync.cuda_ipc import CudaStorage
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.receivers.base import BucketSource, Receiver
@@ -112,6 +113,8 @@ class IpcSource(BucketSource):
         finally:
             for segment in buffer.segments:
                 release_torch_shared_file(segment)
+            if isinstance(buffer.storage, CudaStorage):
+                buffer.storage.release()
 
     def _unless_given_up(self, message: Message | SenderFailure) -> Message:
         """The message.  Raises `TransportError` where the sender gives up with it; the conversation is over then."""

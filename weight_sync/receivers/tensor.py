@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weight_sync.cuda_ipc import require_cuda
+from weight_sync.cuda_ipc import CudaStorage, require_cuda
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Record
 from weight_sync.receivers.base import StoredSource
@@ -52,7 +52,7 @@ class TensorSource(StoredSource):
         self._ranks = ranks
         self._is_shared = is_shared
         self._reader = TorchPayload()
-        self._release = weakref.finalize(self, _release_all, self._reader.segments)
+        self._release = weakref.finalize(self, _release_all, self._reader.segments, self._reader.cuda_storages)
 
     def _parse(self) -> list[StoredTensor]:
         if self._load_format not in (None, FLATTENED):
@@ -81,7 +81,7 @@ class TensorSource(StoredSource):
         return name_tensor(name, value)
 
     def _check_storages(self) -> None:
-        if self._reader.uses_cuda:
+        if self._reader.cuda_storages:
             require_cuda()
         if self._is_shared and self._reader.segments:
             raise WeightRequestError(
@@ -148,6 +148,8 @@ def _refused_format(load_format: str | None) -> str:
     return f"unknown load_format {str(load_format)[:64]!r}; known: null, {FLATTENED!r}"
 
 
-def _release_all(segments: list[SharedSegment]) -> None:
+def _release_all(segments: list[SharedSegment], cuda_storages: list[CudaStorage]) -> None:
     while segments:
         release_torch_shared_file(segments.pop())
+    while cuda_storages:
+        cuda_storages.pop().release()

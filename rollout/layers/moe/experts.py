@@ -78,7 +78,7 @@ class Experts(WeightLayer):
 
         With a shard of the inner features, it is this rank's part of a sum.
         """
-        if work.has_holes:
+        if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)
         return self._outputs(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS)
 
@@ -98,7 +98,10 @@ class Experts(WeightLayer):
         )
 
     def _of_filled_slots(self, work: DispatchOutput) -> torch.Tensor:
-        """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros."""
+        """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros.
+
+        How many there are is asked of the device.
+        """
         hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.local_physical_ids_RS, work.weights_RS
         filled_RS = ids_RS >= 0
         rows_A = filled_RS.nonzero()[:, 0]

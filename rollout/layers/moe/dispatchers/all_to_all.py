@@ -1,12 +1,12 @@
 """Each (token, expert) pair goes to the rank that holds the expert, and its output comes back.
 
-    counts        how many pairs every rank sends to every rank
+    counts        how many pairs every rank sends to every rank; the only thing that the host waits for
     there         [hidden | local expert] of each pair, by rank, in the order of tokens and their choices
     back          the unweighted output of each pair, the same way
 
 A token's sum runs at home, in the order of its K choices, as on one rank.
 
-Shapes: T tokens of this rank, D hidden, K top-k, A = T * K pairs, R pairs that this rank computes.
+Shapes: T tokens of this rank, D hidden, K top-k, G ranks, A = T * K pairs, R pairs that this rank computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AllToAllDispatcher(Dispatcher):
 
     scatters_tokens = True
 
-    def __init__(self, parallel: Parallel, num_physical_experts: int) -> None:
+    def __init__(self, parallel: Parallel, num_physical_experts: int, device: torch.device | str = "cpu") -> None:
         layout = parallel.layout
         if layout.ep_size != layout.tp_size:
             raise StartupError(
@@ -45,6 +45,7 @@ class AllToAllDispatcher(Dispatcher):
                 f"got {layout.ep_size} and {layout.tp_size}"
             )
         self._tp = parallel.tp
+        self._ranks_G = torch.arange(layout.ep_size, device=device)
         self._num_local_experts = num_physical_experts // layout.ep_size
 
     def dispatch(
@@ -53,8 +54,10 @@ class AllToAllDispatcher(Dispatcher):
         ids_A = physical_ids_TK.flatten()
         ranks_A = ids_A // self._num_local_experts
         order_A = ranks_A.argsort(stable=True)
-        send_counts = ranks_A.bincount(minlength=self._tp.size).tolist()
-        receive_counts = [counts[self._tp.rank] for counts in self._tp.gather_ints(send_counts)]
+        # Not bincount, which reads its largest value on the host first; and one wait for all counts, not one for ours.
+        to_each_G = (ranks_A.unsqueeze(1) == self._ranks_G).sum(dim=0)
+        counts_GG = self._tp.all_gather(to_each_G).tolist()
+        send_counts, receive_counts = counts_GG[self._tp.rank], [counts[self._tp.rank] for counts in counts_GG]
         local_ids_A1 = (ids_A % self._num_local_experts).index_select(0, order_A).to(torch.int32).unsqueeze(1)
         hidden_AD = hidden_TD.index_select(0, order_A // physical_ids_TK.shape[1])
         sent = [hidden_AD, local_ids_A1]

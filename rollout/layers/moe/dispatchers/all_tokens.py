@@ -30,6 +30,8 @@ class AllTokensDispatcher(Dispatcher):
         self._first_slot = parallel.position.ep_rank * self._num_local_experts
         self._is_spread = layout.ep_size > 1
         self._tokens_by_rank: list[int] = []
+        # Between groups of ranks, what is sent has a size of its own in each step.
+        self.graph_safe = self._attn_dp.size == 1 and self._tp.device is not None
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         self._tokens_by_rank = list(tokens_by_rank)

@@ -39,6 +39,10 @@ class Dispatcher(ABC):
     # Whether ranks that share tokens bring a slice each, rather than all of them.
     scatters_tokens = False
 
+    # Whether `dispatch` and `combine` can be captured in a CUDA graph: they read nothing on the host that changes from
+    # step to step, and what they send is captured too.
+    graph_safe = False
+
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
         """Before the layers of each forward: how many tokens each rank of the engine brings to `dispatch`."""
 
@@ -62,6 +66,8 @@ class Dispatcher(ABC):
 
 class LocalDispatcher(Dispatcher):
     """All experts are on this rank: rows are the tokens, slots their K choices, and the experts do the sum."""
+
+    graph_safe = True
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

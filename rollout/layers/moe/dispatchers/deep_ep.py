@@ -1,26 +1,28 @@
 """Tokens travel through DeepEP's buffers, between the GPUs of expert-parallel ranks.
 
-The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interface of
-`deep_ep.Buffer` in DeepEP 1.2.1 and 2.1.0, and its contract tests run against a stand-in of the package on a CPU
-(`tests/deepep_stand_in.py`).
+The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interfaces of
+`deep_ep.Buffer` in DeepEP 1.2.1 and 2.1.0 and of `deep_ep.ElasticBuffer` in 2.1.0, and its contract tests run against a
+stand-in of the package on a CPU (`tests/deepep_stand_in.py`).
 
-    mode          a row is                          weights are applied by   rows of a rank come
-    normal        a token, once for each rank       the experts              by source rank, then by token
-    low-latency   a token, once for each expert     combine                  in any order
+    --deepep-mode   steps of at most M tokens a rank        larger steps
+    auto            low-latency, or elastic of fixed rows   normal, or elastic
+    normal          normal, or elastic                      the same
+    low_latency     low-latency, or elastic of fixed rows   there are none
 
-In normal mode the experts' sum over a token's slots on one rank is rounded to bfloat16, then the ranks'
-sums are added in float32 in rank order and rounded once more; low-latency mode adds weighted outputs in float32 in the
-order of the K choices and rounds once.  So the last bits differ from one rank's, and from mode to mode.
+What the modes do is in `deep_ep_modes`.  In normal and elastic mode the experts' sum over a token's slots on one rank
+is rounded to bfloat16, then the ranks' sums are added in float32 and rounded once more; low-latency mode adds weighted
+outputs in float32 in the order of the K choices and rounds once.  So the last bits differ from one rank's, and from
+low-latency mode to normal mode.
 
 Waits end by deep_ep's own time-outs: 100 s on the device, up to 300 s on the host.
 
-Shapes: T tokens of this rank, D hidden, K top-k, R rows received, S slots of a row, G ranks, P physical experts on all
-ranks, C = P / G on this one, M most tokens of a rank.  Physical expert p is local expert p % C of rank p // C.
+Shapes: T tokens of this rank, D hidden, K top-k.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,84 +37,17 @@ from rollout.layers.moe.dispatchers.deep_ep_library import (
     choose_api,
     has_rdma_device,
     make_buffer,
+    shows_communicator,
+)
+from rollout.layers.moe.dispatchers.deep_ep_modes import (
+    DeepEpMode,
+    ElasticMode,
+    FixedElasticMode,
+    LowLatencyMode,
+    NormalMode,
 )
 
 logger = logging.getLogger(__name__)
-
-
-class NormalMode:
-    """`Buffer.dispatch`: high throughput.
-
-    Modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights, and give back
-    [T, D] bfloat16.  A handle is read by the mode that made it.
-    """
-
-    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
-        self.buffer, self.shape = buffer, shape
-
-    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        counts_G, counts_of_nodes, counts_P, is_token_in_rank_TG, _ = self.buffer.get_dispatch_layout(
-            topk_idx=ids_TK, num_experts=self.shape.num_physical_experts
-        )
-        received_RD, local_ids_RK, received_weights_RK, _, handle, _ = self.buffer.dispatch(
-            x=hidden_TD,
-            num_tokens_per_rank=counts_G,
-            num_tokens_per_rdma_rank=counts_of_nodes,
-            is_token_in_rank=is_token_in_rank_TG,
-            num_tokens_per_expert=counts_P,
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-        )
-        # Choices of other ranks arrive with id -1 and weight 0.
-        weights_RK = received_weights_RK.to(received_RD.dtype)
-        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
-        return combined_TD
-
-
-class LowLatencyMode:
-    """`Buffer.low_latency_dispatch`: at most M tokens a rank, results [C, G * M, D] of which the first rows are real.
-
-    local expert 0   [ row row row  .   .   . ]     G * M places, recv_count of them filled,
-    local expert 1   [ row  .   .   .   .   . ]     the rest is uninitialized
-    """
-
-    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
-        self.buffer, self.shape = buffer, shape
-
-    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        packed_CND, counts_C, handle, _, _ = self.buffer.low_latency_dispatch(
-            x=hidden_TD,
-            topk_idx=ids_TK,
-            num_max_dispatch_tokens_per_rank=self.shape.low_latency_tokens,
-            num_experts=self.shape.num_physical_experts,
-            use_fp8=False,
-        )
-        num_places = packed_CND.shape[1]
-        is_row_CN = torch.arange(num_places, device=packed_CND.device) < counts_C.unsqueeze(1)
-        rows_R = is_row_CN.flatten().nonzero().squeeze(1)
-        # A copy: what arrived lies in one of two buffers that the next calls write to.
-        received_RD = packed_CND.flatten(0, 1).index_select(0, rows_R)
-        local_ids_RS = (rows_R // num_places).unsqueeze(1)
-        return DispatchOutput(received_RD, local_ids_RS, None, (handle, ids_TK, weights_TK, rows_R, num_places))
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        packed_handle, ids_TK, weights_TK, rows_R, num_places = handle
-        local_experts, hidden_size = self.shape.slots_per_rank, self.shape.hidden_size
-        packed = expert_out.new_empty(local_experts * num_places, hidden_size)
-        packed.index_copy_(0, rows_R, expert_out.squeeze(1))
-        combined_TD, _, _ = self.buffer.low_latency_combine(
-            x=packed.view(local_experts, num_places, hidden_size),
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            handle=packed_handle,
-        )
-        return combined_TD
-
-
-Mode = NormalMode | LowLatencyMode
 
 
 class DeepEpDispatcher(Dispatcher):
@@ -125,8 +60,13 @@ class DeepEpDispatcher(Dispatcher):
     """
 
     scatters_tokens = True
-    normal_mode: type[NormalMode] = NormalMode
-    low_latency_mode: type[LowLatencyMode] = LowLatencyMode
+    # For any step, and for steps of few tokens.
+    modes: dict[DeepEpApi, tuple[type[DeepEpMode] | None, type[DeepEpMode] | None]] = {
+        DeepEpApi.ELASTIC: (ElasticMode, FixedElasticMode),
+        DeepEpApi.NORMAL_AND_LOW_LATENCY: (NormalMode, LowLatencyMode),
+        DeepEpApi.NORMAL: (NormalMode, None),
+        DeepEpApi.LOW_LATENCY: (None, LowLatencyMode),
+    }
 
     def __init__(
         self,
@@ -137,39 +77,46 @@ class DeepEpDispatcher(Dispatcher):
     ) -> None:
         assert communicator.size == shape.num_ranks
         self.shape = shape
-        everywhere = communicator.all_agree(has_rdma_device() if has_rdma is None else has_rdma)
-        self.api, objections = choose_api(library, shape, has_rdma=everywhere)
-        if len(set(communicator.gather_bytes(self.api.value.encode()))) > 1:
-            raise StartupError("--moe-a2a-backend deepep needs the same release of deep_ep on all ranks")
-        if objections:
-            logger.info("deep_ep: %s (%s)", self.api.value, "; ".join(objections))
+        self.api = _agreed_api(library, communicator, shape, has_rdma_device() if has_rdma is None else has_rdma)
         self._ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
-        low_latency = self.api is DeepEpApi.NORMAL_AND_LOW_LATENCY
         try:
-            self._buffer = make_buffer(library, shape, communicator, low_latency)
+            self._buffer = make_buffer(library, self.api, shape, communicator)
         except Exception as error:
             reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
             raise StartupError(
                 f"deep_ep cannot set up {self.api.value}: {reason}; all_to_all needs none of it"
             ) from error
-        self._low_latency = self.low_latency_mode(self._buffer, shape) if low_latency else None
-        self._normal = self.normal_mode(self._buffer, shape)
-        self._mode: Mode = self._normal
+        for_any, for_few = self.modes[self.api]
+        if shape.mode == "normal":
+            for_few = None
+        if shape.mode == "low_latency":
+            for_any = None
+        made = [None if mode is None else mode(self._buffer, shape) for mode in (for_any, for_few)]
+        self._for_any, self._for_few = made
         self._max_tokens = shape.max_tokens_per_rank
         self._needs_cleaning = False
+        self._mode = self._mode_for(self._max_tokens)
+
+    @property
+    def graph_safe(self) -> bool:  # type: ignore[override]
+        """Of the step that was planned last: no host waits for how many rows come, and that number is fixed."""
+        return self._mode.has_fixed_rows
 
     def order_of_sums(self, has_replicas: bool) -> str | None:
-        return "the size of a step picks the mode of deep_ep, and modes add in different orders"
+        if self.api is DeepEpApi.NORMAL_AND_LOW_LATENCY and self._for_any and self._for_few:
+            return "the size of a step picks the mode of deep_ep, and modes add in different orders"
+        if self.api is DeepEpApi.LOW_LATENCY or not has_replicas:
+            return None
+        return "expert outputs are added rank by rank, and a token's row in the batch picks among replicas on ranks"
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
-        """Low-latency mode for steps in which no rank brings more tokens than it takes.
+        """The mode for few tokens if no rank brings more than it takes.
 
         Ranks in different modes would wait for each other, so what a rank itself brings cannot choose.
         """
         self._max_tokens = max(tokens_by_rank)
         assert self._max_tokens <= self.shape.max_tokens_per_rank
-        fits = self._max_tokens <= self.shape.low_latency_tokens
-        self._mode = self._low_latency if self._low_latency is not None and fits else self._normal
+        self._mode = self._mode_for(self._max_tokens)
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -177,23 +124,28 @@ class DeepEpDispatcher(Dispatcher):
         """Ids of -1 choose nothing."""
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
-        if mode is self._low_latency:
+        if isinstance(mode, LowLatencyMode):
             self._clean()
-        else:
-            self._needs_cleaning = True
+        self._needs_cleaning |= isinstance(mode, NormalMode)
         work = mode.dispatch(
             hidden_TD.contiguous(), physical_ids_TK.to(self._ids_dtype).contiguous(), weights_TK.float().contiguous()
         )
         work.handle = mode, work.handle
         return work
 
-    def combine(self, expert_out: torch.Tensor, handle: tuple[Mode, Any]) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor, handle: tuple[DeepEpMode, Any]) -> torch.Tensor:
         mode, inner = handle
         return mode.combine(expert_out, inner)
 
     def close(self) -> None:
         """Give the buffers back; on all ranks."""
         self._buffer.destroy()
+
+    def _mode_for(self, max_tokens: int) -> DeepEpMode:
+        few = self._for_few is not None and max_tokens <= self.shape.low_latency_tokens
+        mode = self._for_few if few else self._for_any
+        assert mode is not None
+        return mode
 
     def _clean(self) -> None:
         """Low-latency kernels need zeros where normal mode may have written."""
@@ -203,3 +155,19 @@ class DeepEpDispatcher(Dispatcher):
                 shape.low_latency_tokens, shape.hidden_size, shape.num_physical_experts
             )
             self._needs_cleaning = False
+
+
+def _agreed_api(library: Any, communicator: Communicator, shape: DeepEpShape, has_rdma: bool) -> DeepEpApi:
+    """The best API on all ranks.  Raises `StartupError`."""
+    starts_networks = has_rdma or os.environ.get("EP_DISABLE_GIN") == "1"  # of NCCL, from the device
+    api, objections = choose_api(
+        library,
+        shape,
+        has_rdma=communicator.all_agree(has_rdma),
+        has_elastic_group=communicator.all_agree(starts_networks and shows_communicator(communicator)),
+    )
+    if len(set(communicator.gather_bytes(api.value.encode()))) > 1:
+        raise StartupError("--moe-a2a-backend deepep needs the same release of deep_ep on all ranks")
+    if objections:
+        logger.info("deep_ep: %s (%s)", api.value, "; ".join(objections))
+    return api

@@ -1,9 +1,10 @@
 """The optional `deep_ep` package: whether it can be used here, which of its APIs, and how its buffer is made.
 
+    ElasticBuffer                  2.x; an NCCL group, and on each rank an RDMA device or EP_DISABLE_GIN=1
     normal and low-latency modes   2, 4 or 8 ranks of a node, each with an RDMA device
     normal mode                    2, 4 or 8 ranks of a node
 
-The first of these that the package offers and that fits is used, through its `Buffer`.
+The first of these that the package offers and that fits is used.
 
 Source: DeepEP (github.com/deepseek-ai/DeepEP), 1.2.1 and 2.1.0.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,19 +29,24 @@ _MAX_LOW_LATENCY_TOKENS = 511  # two requests a token and two more fit the defau
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-class DeepEpApi(enum.Enum):
-    """The modes in use, best first."""
+DeepEpModeName = Literal["auto", "normal", "low_latency"]  # of --deepep-mode
 
+
+class DeepEpApi(enum.Enum):
+    """The modes in use, best first.  Low-latency mode alone is for those who ask for it."""
+
+    ELASTIC = "ElasticBuffer"
     NORMAL_AND_LOW_LATENCY = "Buffer, normal and low-latency modes"
     NORMAL = "Buffer, normal mode"
+    LOW_LATENCY = "Buffer, low-latency mode"
 
 
 @dataclass(frozen=True)
 class DeepEpShape:
     """What the buffers are made for; the same on all ranks.
 
-    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: steps of at most so many tokens a rank are sent in
-    low-latency mode, whose memory grows with it.
+    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: in mode auto, steps of at most so many tokens a rank
+    are sent in the mode for few tokens, whose memory grows with it.
     """
 
     hidden_size: int
@@ -50,6 +56,7 @@ class DeepEpShape:
     num_ranks: int
     max_tokens_per_rank: int
     max_low_latency_tokens: int = 128
+    mode: DeepEpModeName = "auto"
 
     @property
     def slots_per_rank(self) -> int:
@@ -57,8 +64,11 @@ class DeepEpShape:
 
     @property
     def low_latency_tokens(self) -> int:
-        """A multiple of four, which the kernels' copies need."""
-        return -(-min(self.max_low_latency_tokens, self.max_tokens_per_rank) // 4) * 4
+        """Most tokens of a rank in the mode for few: a multiple of four, which the kernels' copies need."""
+        most = self.max_tokens_per_rank
+        if self.mode == "auto":
+            most = min(most, self.max_low_latency_tokens)
+        return -(-most // 4) * 4
 
 
 def load_deep_ep() -> Any:
@@ -83,18 +93,41 @@ def has_rdma_device() -> bool:
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
-def choose_api(library: Any, shape: DeepEpShape, *, has_rdma: bool) -> tuple[DeepEpApi, list[str]]:
+def shows_communicator(communicator: Communicator) -> bool:
+    """Whether devices are joined by an NCCL group whose communicator torch shows, as `ElasticBuffer` needs it."""
+    return communicator.device is not None and hasattr(communicator.device.backend, "_comm_ptr")
+
+
+def choose_api(
+    library: Any, shape: DeepEpShape, *, has_rdma: bool, has_elastic_group: bool
+) -> tuple[DeepEpApi, list[str]]:
     """The best modes that `library` offers and that fit, and why better ones are not used.
 
-    `has_rdma`: every rank has an RDMA device.  Raises `StartupError` with every reason if nothing fits.
+    `has_rdma`: every rank has an RDMA device.  `has_elastic_group`: every rank has what `ElasticBuffer` needs of its
+    group.  Raises `StartupError` with every reason if nothing fits.
     """
-    reasons = _common_objections(shape) or _normal_objections(library, shape)
-    if reasons:
-        raise StartupError(
-            f"--moe-a2a-backend deepep cannot carry this model on these ranks: {'; '.join(reasons)}; all_to_all can"
-        )
-    objections = _low_latency_objections(library, shape, has_rdma)
-    return DeepEpApi.NORMAL if objections else DeepEpApi.NORMAL_AND_LOW_LATENCY, objections
+    if reasons := _common_objections(shape):
+        raise _refusal(reasons)
+    not_elastic = _elastic_objections(library, shape, has_elastic_group)
+    if not not_elastic:
+        return DeepEpApi.ELASTIC, []
+    not_normal = _normal_objections(library, shape)
+    not_low_latency = not_normal or _low_latency_objections(library, shape, has_rdma)
+    if shape.mode == "low_latency":
+        if not_low_latency:
+            raise _refusal(not_low_latency)
+        return DeepEpApi.LOW_LATENCY, not_elastic
+    if not_normal:
+        raise _refusal(not_normal)
+    if shape.mode == "normal":
+        return DeepEpApi.NORMAL, not_elastic
+    return DeepEpApi.NORMAL if not_low_latency else DeepEpApi.NORMAL_AND_LOW_LATENCY, not_elastic + not_low_latency
+
+
+def _refusal(reasons: list[str]) -> StartupError:
+    return StartupError(
+        f"--moe-a2a-backend deepep cannot carry this model on these ranks: {'; '.join(reasons)}; all_to_all can"
+    )
 
 
 def _common_objections(shape: DeepEpShape) -> list[str]:
@@ -105,6 +138,17 @@ def _common_objections(shape: DeepEpShape) -> list[str]:
         found.append(f"{shape.num_ranks} ranks do not divide {shape.num_physical_experts} physical experts")
     if shape.top_k > 32:
         found.append(f"deep_ep sends a token to at most 32 experts, not {shape.top_k}")
+    return found
+
+
+def _elastic_objections(library: Any, shape: DeepEpShape, has_elastic_group: bool) -> list[str]:
+    if not hasattr(library, "ElasticBuffer"):
+        return ["this deep_ep has no ElasticBuffer"]
+    found = []
+    if not has_elastic_group:
+        found.append("ElasticBuffer needs an NCCL group, and an RDMA device or EP_DISABLE_GIN=1 on each rank")
+    if shape.hidden_size % 256:
+        found.append(f"ElasticBuffer needs a hidden size that 256 divides, not {shape.hidden_size}")
     return found
 
 
@@ -132,16 +176,29 @@ def _low_latency_objections(library: Any, shape: DeepEpShape, has_rdma: bool) ->
     if shape.top_k > 11:
         found.append(f"low-latency mode sends a token to at most 11 experts, not {shape.top_k}")
     if shape.low_latency_tokens > _MAX_LOW_LATENCY_TOKENS:
-        found.append(f"low-latency mode takes at most {_MAX_LOW_LATENCY_TOKENS} tokens a rank")
+        found.append(
+            f"low-latency mode takes at most {_MAX_LOW_LATENCY_TOKENS} tokens a rank, not {shape.low_latency_tokens} "
+            "(--chunked-prefill-size and --max-running-requests over the ranks that share them)"
+        )
     return found
 
 
-def make_buffer(library: Any, shape: DeepEpShape, communicator: Communicator, low_latency: bool) -> Any:
-    """One buffer for both modes: NVLink bytes for normal, RDMA bytes for low-latency."""
+def make_buffer(library: Any, api: DeepEpApi, shape: DeepEpShape, communicator: Communicator) -> Any:
+    """One buffer for all modes of `api`."""
+    if api is DeepEpApi.ELASTIC:
+        return library.ElasticBuffer(
+            group=_ElasticGroup(communicator),
+            num_max_tokens_per_rank=shape.max_tokens_per_rank,
+            hidden=shape.hidden_size,
+            num_topk=shape.top_k,
+            deterministic=True,
+            allow_hybrid_mode=False,
+            explicitly_destroy=True,
+        )
     num_ranks, row_bytes = shape.num_ranks, shape.hidden_size * shape.dtype.itemsize
     configs = library.Buffer.get_dispatch_config(num_ranks), library.Buffer.get_combine_config(num_ranks)
     settings: dict[str, Any] = {}
-    if low_latency:
+    if api is not DeepEpApi.NORMAL:
         settings = {
             "low_latency_mode": True,
             "num_qps_per_rank": shape.slots_per_rank,
@@ -156,6 +213,27 @@ def make_buffer(library: Any, shape: DeepEpShape, communicator: Communicator, lo
         explicitly_destroy=True,
         **settings,
     )
+
+
+class _ElasticGroup:
+    """The calls of a torch process group that `ElasticBuffer` makes."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    def size(self) -> int:
+        return self._communicator.size
+
+    def barrier(self) -> None:
+        self._communicator.all_agree(True)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """NCCL's, whose communicator the buffer shares."""
+        assert self._communicator.device is not None
+        return self._communicator.device.backend
 
 
 class _BufferComm:

@@ -18,7 +18,7 @@ from rollout.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
 from rollout.layers.moe.dispatchers.all_tokens import AllTokensDispatcher
 from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
-from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape, require_deep_ep
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpModeName, DeepEpShape, require_deep_ep
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class MoeBackend:
 
     name: str = "none"
     max_step_tokens: int = 16384
+    deepep_mode: DeepEpModeName = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ def _deepep(needs: DispatcherNeeds) -> Dispatcher:
         dtype=needs.dtype,
         num_ranks=layout.tp_size,
         max_tokens_per_rank=-(-needs.backend.max_step_tokens // layout.attn_tp_size),
+        mode=needs.backend.deepep_mode,
     )
     return DeepEpDispatcher(require_deep_ep(needs.device), needs.parallel.tp, shape)
 
@@ -58,7 +60,7 @@ def _deepep(needs: DispatcherNeeds) -> Dispatcher:
 # --moe-a2a-backend -> its dispatcher
 DISPATCHERS: dict[str, Callable[[DispatcherNeeds], Dispatcher]] = {
     "none": lambda needs: AllTokensDispatcher(needs.parallel, needs.num_physical_experts),
-    "all_to_all": lambda needs: AllToAllDispatcher(needs.parallel, needs.num_physical_experts),
+    "all_to_all": lambda needs: AllToAllDispatcher(needs.parallel, needs.num_physical_experts, needs.device),
     "deepep": _deepep,
 }
 

@@ -1,0 +1,64 @@
+"""What the device allows: bandwidth of a copy and of a read, and matrix arithmetic, measured when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+TRIES = 10
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A second, best of some tries.  `copy_bytes_per_s`: read and written together, of a copy within the device's
+    memory; `read_bytes_per_s`: of a sum; `bf16_flops_per_s`: of a product of random matrices."""
+
+    copy_bytes_per_s: float
+    read_bytes_per_s: float
+    bf16_flops_per_s: float
+
+    def least_seconds(self, bytes_read: float, flops: float) -> float:
+        """The roofline (Williams et al., 2009)."""
+        bandwidth = max(self.copy_bytes_per_s, self.read_bytes_per_s)
+        return max(bytes_read / bandwidth, flops / self.bf16_flops_per_s)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """4 GiB copied and 8192^3 multiplied; little of both on a CPU."""
+    on_cuda = device.type == "cuda"
+    count, size = (1 << 30, 8192) if on_cuda else (1 << 20, 256)
+    copied, read = _memory(count, device)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    multiplied = best_seconds(lambda: a @ b, device)
+    return Ceilings(copied, read, 2 * size**3 / multiplied)
+
+
+def _memory(count: int, device: torch.device) -> tuple[float, float]:
+    """Bytes a second of a copy, read and written, and of a sum, over so many float32."""
+    source = torch.ones(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copied = best_seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / copied, source.nbytes / best_seconds(source.sum, device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:
+    """The shortest of some runs after three that warm up, on the device's own clock."""
+    for _ in range(3):
+        work()
+    return min(_seconds(work, device) for _ in range(tries))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -1,0 +1,82 @@
+"""The expert kernels alone: Triton and torch's `grouped_mm` over numbers of tokens, for the constants of the choice.
+
+`EXPERT_CHOICE` and `EXPERT_TILES` of `rollout/kernels/gpu/experts_plan.py` are to be set by this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.ceilings import best_seconds, measure_ceilings
+from benchmarks.gpu.settings import Settings
+from rollout.kernels.gpu import experts_plan
+from rollout.kernels.gpu.experts import fused_experts
+from rollout.kernels.gpu.experts_grouped import grouped_experts
+from rollout.kernels.gpu.experts_plan import Tiles
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Beside the tiles of the table: what else might be the best at some load.
+TILES = (
+    Tiles(16, 64, 4, 6),
+    Tiles(16, 128, 4, 4),
+    Tiles(32, 64, 4, 5),
+    Tiles(64, 64, 4, 4),
+    Tiles(64, 128, 4, 4),
+    Tiles(64, 256, 8, 3),
+    Tiles(128, 128, 8, 3),
+    Tiles(128, 256, 8, 3),
+    Tiles(128, 256, 8, 4),
+)
+
+
+def run(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each implementation and number of tokens: time, bytes of touched experts a second, arithmetic."""
+    device = settings.device
+    experts, hidden, inner, top_k = (8, 64, 32, 2) if settings.dry_run else (128, 2048, 768, 8)
+    dtype = torch.float32 if settings.dry_run else torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    w13, w2 = rand(experts, 2 * inner, hidden, scale=hidden**-0.5), rand(experts, hidden, inner, scale=inner**-0.5)
+    ceilings = measure_ceilings(device)
+    for tokens in (1, 5) if settings.dry_run else TOKENS:
+        x = rand(tokens, hidden, scale=1.0)
+        scores = torch.rand(tokens, experts, generator=generator, device=device)
+        weights, ids = scores.topk(top_k)
+        weights, touched = weights.to(dtype), len(ids.unique())
+        arguments = (x, ids, weights, w13, w2, inner)
+        nbytes = touched * 3 * hidden * inner * dtype.itemsize + 2 * x.nbytes
+        flops = 6 * tokens * top_k * hidden * inner
+        for name, seconds in _timed(arguments, settings):
+            yield {
+                "tokens": tokens,
+                "R": tokens * top_k / experts,
+                "implementation": name,
+                "us": 1e6 * seconds,
+                "GB/s": nbytes / seconds / 1e9,
+                "TFLOP/s": flops / seconds / 1e12,
+                "share of the roofline": ceilings.least_seconds(nbytes, flops) / seconds,
+            }
+
+
+def _timed(arguments: tuple[Any, ...], settings: Settings) -> list[tuple[str, float]]:
+    """By the table, then by each of `TILES`, then by `grouped_mm`; what does not compile is left out with a line."""
+    device, usual = settings.device, experts_plan.EXPERT_TILES
+    size = arguments[0].dtype.itemsize
+    found = [("triton, table", best_seconds(lambda: fused_experts(*arguments), device))]
+    for tiles in TILES[:1] if settings.dry_run else TILES:
+        experts_plan.EXPERT_TILES = usual | {size: ((float("inf"), tiles),)}
+        name = f"triton {tiles.tokens} x {tiles.rows}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+        try:
+            found.append((name, best_seconds(lambda: fused_experts(*arguments), device)))
+        except Exception as error:  # of a compiler: too much shared memory for these tiles
+            print(f"{name}: {type(error).__name__}: {error}")
+        finally:
+            experts_plan.EXPERT_TILES = usual
+    found.append(("grouped_mm", best_seconds(lambda: grouped_experts(*arguments), device)))
+    return found

@@ -1,0 +1,203 @@
+"""A model of the size of Qwen3-30B-A3B with random weights, made where it is used: no file of 61 GB is written.
+
+The engine is the one that serves, its reader of checkpoints apart: the tensors come from a generator on the device,
+through the same path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.gpu.settings import Settings
+from eplb.placement import ExpertPlacement
+from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.message import ControlReqInput, ControlReqOutput
+from rollout.core.model_config import ModelConfig
+from rollout.core.sampling_params import SamplingParams
+from rollout.core.server_args import ServerArgs
+from rollout.distributed.parallel import Parallel
+from rollout.engine import build
+from rollout.entrypoints.make_checkpoint import CheckpointSpec, hf_config, random_weights
+from rollout.kernels.ops import Ops
+from rollout.layers.moe.dispatchers.select import MoeBackend
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.scheduler.channel import LocalChannel
+from weight_sync.loading import WeightLedger, load_weights
+from weight_sync.staging import DirectSink
+
+# huggingface.co/Qwen/Qwen3-30B-A3B, config.json
+QWEN3_30B_A3B = CheckpointSpec(
+    hidden_size=2048, intermediate_size=6144, layers=48, dense_first=0, heads=32, kv_heads=4, head_dim=128, experts=128,
+    top_k=8, moe_intermediate_size=768, vocab_size=151936, context_length=40960, rope_theta=1e6, dtype="bfloat16",
+)  # fmt: skip
+_TINY = CheckpointSpec(
+    hidden_size=64, layers=2, dense_first=0, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2,
+    moe_intermediate_size=32, vocab_size=320, context_length=512, dtype="float32",
+)  # fmt: skip
+
+
+def shape(settings: Settings) -> CheckpointSpec:
+    """Of the model that is measured: `--num-layers` of them, or in a dry run next to nothing."""
+    if settings.dry_run:
+        return _TINY
+    return dataclasses.replace(QWEN3_30B_A3B, layers=settings.num_layers)
+
+
+def num_parameters(spec: CheckpointSpec) -> int:
+    """Of all tensors but norms."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    experts = spec.experts * (3 * spec.hidden_size * spec.moe_intermediate_size + spec.hidden_size)
+    return spec.layers * (attention + experts) + 2 * spec.vocab_size * spec.hidden_size
+
+
+@contextmanager
+def config_folder(spec: CheckpointSpec) -> Iterator[Path]:
+    """A checkpoint folder without weights."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        (Path(name) / "config.json").write_text(json.dumps(hf_config(spec, [0, 1])))
+        yield Path(name)
+
+
+class Driver:
+    """An engine in this thread, step by step; `load_seconds` is what its weights took, `start_seconds` all of it."""
+
+    def __init__(self, spec: CheckpointSpec, folder: Path, device: torch.device, **settings: Any) -> None:
+        self.spec, self.device = spec, device
+        self._channel, self._count = LocalChannel(), 0
+        self._answers: dict[str, ControlReqOutput[Any]] = {}
+        args = ServerArgs(model_path=str(folder), device=str(device), skip_tokenizer_init=True, **settings)
+        started = time.perf_counter()
+        with patch.object(build, "load_model", self._load):
+            self.scheduler, self.ready = build.build_scheduler(args, self._channel)
+        self.synchronize()
+        self.start_seconds = time.perf_counter() - started
+
+    def _load(
+        self,
+        model_path: str,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: ExpertPlacement,
+        ops: Ops,
+        progress: object = None,
+        parallel: Parallel | None = None,
+        moe_backend: MoeBackend | None = None,
+        memory: AbstractContextManager[object] | None = None,
+    ) -> DecoderForCausalLM:
+        """In the place of `load_model`."""
+        started = time.perf_counter()
+        with memory or nullcontext():
+            model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
+        ledger, sink = WeightLedger(model.weights.metas()), DirectSink(model.weights)
+        for named in random_weights(self.spec, device):
+            load_weights(model.weights, [named], sink, ledger, cast=True)
+        ledger.settle()
+        model.weights.recompute_derived()
+        self.synchronize()
+        self.load_seconds = time.perf_counter() - started
+        return model
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def submit(self, count: int, prompt_tokens: int, new_tokens: int, **fields: Any) -> list[str]:
+        """Requests of random ids, greedy, none of which ends early."""
+        generator, rids = torch.Generator().manual_seed(self._count), []
+        for _ in range(count):
+            self._count += 1
+            ids = torch.randint(2, self.spec.vocab_size, (prompt_tokens,), generator=generator).tolist()
+            params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+            rid = f"r{self._count}"
+            rids.append(rid)
+            self._channel.inbox.append(
+                TokenizedGenerateReqInput(
+                    rid=rid, input_ids=ids, sampling_params=params, **{"return_logprob": True} | fields
+                )
+            )
+        return rids
+
+    def control(self, verb: type[ControlReqInput[Any]], timeout_s: float, **fields: Any) -> ControlReqOutput[Any]:
+        """The verb's answer; raises `RuntimeError` for a refusal, or where none comes in time."""
+        self._count += 1
+        request_id = f"c{self._count}"
+        self._channel.inbox.append(verb(request_id=request_id, **fields))
+        deadline = time.monotonic() + timeout_s
+        while request_id not in self._answers:
+            self.tick()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer to {verb.__name__} after {timeout_s} s")
+        answer = self._answers.pop(request_id)
+        if not answer.success:
+            raise RuntimeError(f"{verb.__name__}: {answer.message}")
+        return answer
+
+    @torch.inference_mode()
+    def tick(self) -> None:
+        self.scheduler.tick(0)
+        while self._channel.outbox:
+            message = self._channel.outbox.popleft()
+            if isinstance(message, ControlReqOutput):
+                self._answers[message.request_id] = message
+
+    def run(self) -> None:
+        while self.scheduler.has_work or self._channel.inbox:
+            self.tick()
+
+    def seconds_per_decode_step(self, batch: int, prompt_tokens: int, steps: int, **fields: Any) -> float:
+        """Mean over `steps` steps in which `batch` requests decode and nothing else happens."""
+        stats = self.scheduler.stats
+        self.submit(batch, prompt_tokens, steps + 16, **fields)
+        in_a_row, since = 0, stats.num_generated
+        while in_a_row < 4:
+            before = stats.num_generated
+            self.tick()
+            in_a_row = in_a_row + 1 if stats.num_generated - before == batch else 0
+            if stats.num_generated - since > 12 * batch:
+                raise RuntimeError(f"{batch} requests never decode together")
+        before = stats.num_generated
+        self.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.tick()
+        self.synchronize()
+        seconds = time.perf_counter() - started
+        if stats.num_generated - before != batch * steps:
+            raise RuntimeError(f"{stats.num_generated - before} tokens in {steps} steps of {batch} requests")
+        self.run()
+        return seconds / steps
+
+    def seconds_of_prefill(self, count: int, prompt_tokens: int, **fields: Any) -> float:
+        """From the first step of such prompts to the first token of the last."""
+        self.submit(count, prompt_tokens, 1, **fields)
+        self.synchronize()
+        started = time.perf_counter()
+        self.run()
+        self.synchronize()
+        return time.perf_counter() - started
+
+
+@contextmanager
+def driver(spec: CheckpointSpec, device: torch.device, **settings: Any) -> Iterator[Driver]:
+    """An engine whose memory goes back at the end."""
+    with config_folder(spec) as folder:
+        one = Driver(spec, folder, device, **settings)
+        try:
+            yield one
+        finally:
+            del one
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()

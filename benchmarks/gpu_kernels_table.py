@@ -1,0 +1,103 @@
+"""What the compiler makes of every Triton kernel, on a machine without a GPU: `python -m benchmarks.gpu_kernels_table`.
+
+Compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200) and prints the registers
+of a thread, bytes that it spills to memory, shared memory of a block, and which instructions multiply matrices: `wgmma`
+of Hopper, `mma` of all since Ampere, or none.  Registers and spills are what `cuobjdump`, which comes with triton,
+reads from the binary; another release of triton compiles to others.
+
+    python -m benchmarks.gpu_kernels_table [--only WORDS] [--json FILE]
+
+Nothing is launched.  The first run takes some seconds a kernel; triton keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import rollout.kernels.gpu
+from rollout.kernels.gpu.compile_cases import HOPPER, CompileCase, compile_for
+
+DUMP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled.  `spilled_bytes`: local memory of a thread, which holds what registers do not."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    matrix_instruction: str
+    warps: int
+    stages: int
+
+
+def cases(only: str = "") -> list[CompileCase]:
+    """Of every module of `rollout.kernels.gpu` that has kernels; `only`: those whose names hold these words."""
+    found: list[CompileCase] = []
+    for module in pkgutil.iter_modules(rollout.kernels.gpu.__path__, f"{rollout.kernels.gpu.__name__}."):
+        of_module = getattr(import_module(module.name), "compile_cases", None)
+        found += of_module() if callable(of_module) else []
+    return [case for case in found if only in case.name]
+
+
+def compile_case(case: CompileCase) -> Compiled:
+    """Compile one, or take it from triton's cache."""
+    kernel = compile_for(case)
+    registers, spilled = _resources(kernel.asm["cubin"])
+    instruction = next((word for word in ("wgmma", "mma") if f"{word}." in kernel.asm["ptx"]), "")
+    return Compiled(case.name, registers, spilled, kernel.metadata.shared, instruction, case.num_warps, case.num_stages)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread, from the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [str(tool), "-res-usage", file.name]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=DUMP_TIMEOUT_S, check=True).stdout
+    registers, stack, local = (re.findall(rf"\b{word}:(\d+)", said) for word in ("REG", "STACK", "LOCAL"))
+    if not len(registers) == len(stack) == len(local) == 1:
+        raise RuntimeError(f"cuobjdump says nothing of one kernel: {said!r}")
+    return int(registers[0]), int(stack[0]) + int(local[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels_table", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="only kernels whose names hold these words")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("TRITON_INTERPRET=1 interprets kernels instead of compiling them: unset it")
+    console = Console()
+    chosen = cases(args.only)
+    if not chosen:
+        raise SystemExit(f"no kernel's name holds {args.only!r}")
+    rows = [compile_case(case) for case in track(chosen, "compiling", console=console, transient=True)]
+    columns = ("kernel", "registers", "spilled", "shared", "matrix product", "warps", "stages")
+    table = Table(*columns, title=f"sm_{HOPPER}, triton {triton.__version__}; bytes")
+    for row in rows:
+        table.add_row(*map(str, asdict(row).values()), style="red" if row.spilled_bytes else None)
+    console.print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""FlashInfer's wrappers for the kinds of layers of a model: grouped query heads, and latent attention.
+
+A kind is what FlashInfer's `plan` asks for: layers of one kind share a plan.  The extending sequences of a step and the
+decoding ones have a wrapper each.  Written against flashinfer-python 0.7.2.post1.
+
+Shapes: T tokens of the step, H query heads, hd head size, B decoding requests, S slots, R rank of latents, rd rotated
+elements.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from rollout.attention.flashinfer_sequences import CsrPart
+
+# The sum of a softmax comes as its logarithm to the base of 2.
+_LN_2 = math.log(2)
+
+
+class LayerKind(NamedTuple):
+    """Layers that can share a plan.  `is_latent`: values are the first `value_size` elements of the keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    scale: float
+    window: int | None
+    is_latent: bool
+
+
+class FixedBuffers(NamedTuple):
+    """Device memory of captured steps of B requests, all int32 but for the workspace: kernels read it at each replay.
+
+    They take what `CsrPart` has: `qo_indptr`, `kv_indptr` [B + 1]; `lens` [B], of the last pages or of the KV, as the
+    wrapper asks; `kv_indices`, room for the longest sequences.  `int_workspace` uint8: plans of grouped query heads.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    lens: torch.Tensor
+    kv_indices: torch.Tensor
+    int_workspace: torch.Tensor
+
+
+class KindOfLayer(ABC):
+    """Plans and runs the layers of one kind.  `dtype` is that of queries, keys and values.
+
+    `workspace` uint8 is zero before its first use, and may be shared by all kinds.  With `fixed` buffers there are only
+    decoding requests, always as many, and `run` can be captured.
+    """
+
+    def __init__(
+        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+    ) -> None:
+        self.kind, self.dtype, self.fixed = kind, dtype, fixed
+        self._num_extend_tokens = 0
+        self._has_decodes = False
+
+    def plan(self, extends: CsrPart | None, decodes: CsrPart | None) -> None:
+        """For the step that runs next."""
+        assert self.fixed is None or extends is None, "only steps that decode are captured"
+        self._num_extend_tokens, self._has_decodes = 0, decodes is not None
+        if extends is not None:
+            self._num_extend_tokens = int(extends.qo_indptr[-1])
+            self._plan_extends(extends)
+        if decodes is not None:
+            self._plan_decodes(decodes)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """q [T, H, hd] over the pools k and v [S, kv heads, size] of a layer.  Returns [T, H, value size]."""
+        out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
+        cut = self._num_extend_tokens
+        if cut:
+            self._run_extends(q[:cut], k, v, sinks, out[:cut])
+        if self._has_decodes:
+            self._run_decodes(q[cut:], k, v, sinks, out[cut:])
+        return out
+
+    @abstractmethod
+    def _plan_extends(self, part: CsrPart) -> None: ...
+
+    @abstractmethod
+    def _plan_decodes(self, part: CsrPart) -> None: ...
+
+    @abstractmethod
+    def _run_extends(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None: ...
+
+    @abstractmethod
+    def _run_decodes(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None: ...
+
+
+class GroupedHeads(KindOfLayer):
+    """Grouped query heads.  Decoding and extending run the same module, that of FlashAttention 2 on tensor cores.
+
+    It takes groups of any size, which the kernel for plain cores does not.
+    """
+
+    def __init__(
+        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+    ) -> None:
+        super().__init__(library, kind, dtype, workspace, fixed)
+        self._extend = self._decode = None
+        if fixed is None:
+            self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+            self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=True, backend="fa2"
+            )
+        else:
+            self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=fixed.kv_indptr,
+                paged_kv_indices_buffer=fixed.kv_indices,
+                paged_kv_last_page_len_buffer=fixed.lens,
+                backend="fa2",
+            )
+            self._decode.reset_workspace_buffer(workspace, fixed.int_workspace)
+
+    def _plan_extends(self, part: CsrPart) -> None:
+        kind = self.kind
+        assert self._extend is not None
+        self._extend.plan(
+            part.qo_indptr,
+            part.kv_indptr,
+            part.kv_indices,
+            part.last_page_len,
+            kind.num_heads,
+            kind.num_kv_heads,
+            kind.key_size,
+            1,
+            causal=True,
+            sm_scale=kind.scale,
+            window_left=-1 if kind.window is None else kind.window - 1,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+
+    def _plan_decodes(self, part: CsrPart) -> None:
+        # Nothing before the window is among the indices: the module without windows serves all.
+        kind = self.kind
+        assert self._decode is not None
+        self._decode.plan(
+            part.kv_indptr,
+            part.kv_indices,
+            part.last_page_len,
+            kind.num_heads,
+            kind.num_kv_heads,
+            kind.key_size,
+            1,
+            sm_scale=kind.scale,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+
+    def _run_extends(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        _run_paged(self._extend, q, k, v, sinks, out)
+
+    def _run_decodes(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        _run_paged(self._decode, q, k, v, sinks, out)
+
+
+def _run_paged(
+    wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    pages = k.unsqueeze(1), v.unsqueeze(1)
+    if sinks is None:
+        wrapper.run(q, pages, out=out)
+        return
+    # `run` takes `sinks`, and ignores them where it does not run on Blackwell.  One more score in the sum of the
+    # softmax, which has no value, scales what comes out.
+    _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True)
+    out.mul_(torch.sigmoid(log2_sums_TH * _LN_2 - sinks.float()).unsqueeze(-1))
+
+
+class Latents(KindOfLayer):
+    """Latent attention in the absorbed form: queries [T, H, R + rd], one latent of as many elements in each slot."""
+
+    def __init__(
+        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+    ) -> None:
+        super().__init__(library, kind, dtype, workspace, fixed)
+        assert kind.window is None, "no model has latent attention with a window"
+        self._metadata = library.mla.MLAPlanMetadata
+        wrapper = library.BatchMLAPagedAttentionWrapper
+        self._extend = None
+        if fixed is None:
+            self._extend, self._decode = wrapper(workspace), wrapper(workspace)
+        else:
+            self._decode = wrapper(
+                workspace,
+                use_cuda_graph=True,
+                qo_indptr=fixed.qo_indptr,
+                kv_indptr=fixed.kv_indptr,
+                kv_indices=fixed.kv_indices,
+                kv_len_arr=fixed.lens,
+            )
+        # A tile is 64 or 128 rows of heads; where its end cuts a token, FlashInfer refuses causal plans.
+        self._causal_heads = 1 << (kind.num_heads - 1).bit_length()
+
+    def _plan_extends(self, part: CsrPart) -> None:
+        self._plan(self._extend, part, self._causal_heads, causal=True)
+
+    def _plan_decodes(self, part: CsrPart) -> None:
+        self._plan(self._decode, part, self.kind.num_heads, causal=False)
+
+    def _plan(self, wrapper: Any, part: CsrPart, num_heads: int, causal: bool) -> None:
+        kind = self.kind
+        wrapper.plan(
+            metadata=self._metadata.csr(part.qo_indptr, part.kv_indptr, part.kv_indices, part.kv_lens),
+            num_heads=num_heads,
+            head_dim_ckv=kind.value_size,
+            head_dim_kpe=kind.key_size - kind.value_size,
+            page_size=1,
+            causal=causal,
+            sm_scale=kind.scale,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+
+    def _run_extends(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        assert sinks is None and self._extend is not None, "no model has latent attention with sinks"
+        missing = self._causal_heads - q.shape[1]
+        if missing:
+            out.copy_(self._extend.run(query=F.pad(q, (0, 0, 0, missing)), kv_cache=k)[:, : q.shape[1]])
+        else:
+            self._extend.run(query=q, kv_cache=k, out=out)
+
+    def _run_decodes(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        assert sinks is None, "no model has latent attention with sinks"
+        self._decode.run(query=q, kv_cache=k, out=out)

@@ -1,0 +1,95 @@
+"""`Transport`: how bytes get from rank to rank, over the backend of one process group.
+
+                          gloo                        NCCL (`rollout.distributed.nccl`)
+    tensors               in host memory              in device memory
+    a call returns when   the bytes are there         the current stream will wait for them; the host does not
+    a lost rank           raises after the deadline   is noticed later, where the host waits for the device
+
+What `Communicator` sends is bytes: NCCL and gloo know different dtypes, and sums run in rank order here.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+Parcel = tuple[torch.Tensor, int]  # uint8 [n], and the other rank
+
+
+class Transport(ABC):
+    """Tensors are contiguous uint8, and stay untouched by others until the call has returned.
+
+    Every call raises `RuntimeError` where the backend can tell that a rank is lost.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """`tensor` of rank `root`, in place."""
+        options = _in_stream_order(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = root, 0
+        self._wait(self.backend.broadcast([tensor], options), timeout_s)
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor, timeout_s: float) -> None:
+        """The tensors of all ranks, one after the other, into `out`."""
+        options = _in_stream_order(AllgatherOptions())
+        self._wait(self.backend._allgather_base(out, mine, options), timeout_s)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        mine: torch.Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Rows [n, width] by rank: `send_counts[r]` rows of `mine` to rank r, `receive_counts[r]` of `out` from it."""
+        options = _in_stream_order(AllToAllOptions())
+        work = self.backend.alltoall_base(out, mine, list(receive_counts), list(send_counts), options)
+        self._wait(work, timeout_s)
+
+    @abstractmethod
+    def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
+        """All of `sends` and `receives` at once, pairs of two ranks in one order on both."""
+
+    @abstractmethod
+    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+        """Until what follows may read what `work` writes."""
+
+
+class GlooTransport(Transport):
+    """Each call blocks the host, for `timeout_s` at most."""
+
+    def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
+        works = [self.backend.recv([tensor], peer, 0) for tensor, peer in receives]
+        works += [self.backend.send([tensor], peer, 0) for tensor, peer in sends]
+        for work in works:
+            self._wait(work, timeout_s)
+
+    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+        work.wait(datetime.timedelta(seconds=timeout_s))
+
+
+def gloo_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *, loopback: bool) -> GlooTransport:
+    """Connect to the other ranks, which all call this with the same `store`.  Raises `RuntimeError`."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if loopback
+        else dist.ProcessGroupGloo.create_default_device()
+    ]
+    return GlooTransport(dist.ProcessGroupGloo(store, rank, size, options))
+
+
+def _in_stream_order(options: Any) -> Any:
+    """On the caller's stream rather than on one beside it, where the backend has streams."""
+    options.asyncOp = False
+    return options

@@ -1,0 +1,109 @@
+"""Captures the steps that only decode, where that is possible and wanted; says so, or why not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from rollout.attention.base import AttentionBackend
+from rollout.core.console import say
+from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs
+from rollout.kernels.ops import Ops
+from rollout.mem_cache.memory import available_memory_bytes
+from rollout.model_executor.cuda_graph import graph_pools
+from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model_executor.graph_buffers import GraphBuffers
+from rollout.model_executor.graph_runner import GraphPool, GraphRunner, graph_batch_sizes
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.sampling.base import Sampler
+from rollout.scheduler.cache_manager import CacheManager
+from rollout.scheduler.window_pages import WindowPages
+
+DEFAULT_MAX_BS = 256
+
+
+def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
+    """Give `runner` its graphs, all of them captured.  Called once weights, KV and observers of routes are there.
+
+    Raises `StartupError` where a capture fails.
+    """
+    device = torch.device(args.device)
+    new_pool = None if args.disable_cuda_graph else graph_pools(device)
+    if new_pool is None:
+        return
+    reason = obstacle(runner.state.model, runner.attention, ops)
+    if reason is not None:
+        say(f"steps are not captured, decoding is slower: {reason}", prefix="")
+        return
+    sizes = _sizes(args)
+    say(f"capturing steps of {_ranges(sizes)} requests", prefix="")
+    before, began = available_memory_bytes(device), time.monotonic()
+    graphs = runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
+    try:
+        graphs.capture_all(runner.wants_routes)
+    except RuntimeError as error:
+        raise StartupError(
+            f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs, or --disable-cuda-graph"
+        ) from error
+    taken, seconds = before - available_memory_bytes(device), time.monotonic() - began
+    say(f"captured {len(sizes)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB", prefix="")
+
+
+def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:
+    """Why no step of this engine can be captured; None where it can."""
+    if not model.dispatcher.graph_safe:
+        return f"{type(model.dispatcher).__name__} plans each step on the host"
+    if model.parallel.layout.world_size > 1:
+        return "the ranks of an engine exchange parts of sums in each layer"
+    if not ops.graph_safe:
+        return "layers run on plain torch, which waits for the device"
+    if any(layer is not None for layer in model.state_layers):
+        return "the model has recurrent layers"
+    if attention.for_graph(1) is None:
+        return f"{type(attention).__name__} cannot be captured; see --attention-backend"
+    return None
+
+
+def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
+    """About what `capture_all` will take of the device's memory, for who sizes the KV pool before; not measured so far.
+
+    What a step of the largest size computes on the way, its logits in float32 several times, is held once for all
+    sizes; the driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.
+    """
+    if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
+        return 0
+    config, sizes = model.config, _sizes(args)
+    kernels = (25 * len(config.layers) + 50) * len(sizes)
+    return 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size) + kernels * 2048
+
+
+def _sizes(args: ServerArgs) -> list[int]:
+    return graph_batch_sizes(min(args.cuda_graph_max_bs or DEFAULT_MAX_BS, args.max_running_requests))
+
+
+def _graphs(
+    runner: ModelRunner,
+    cache: CacheManager,
+    sampler: Sampler,
+    sizes: list[int],
+    new_pool: Callable[[], GraphPool],
+) -> GraphRunner:
+    config, capturer = runner.state.model.config, runner.new_capturer()
+    device = runner.kv_pool.k[0].device
+    window_table = cache.states.table if isinstance(cache.states, WindowPages) else None
+    buffers = GraphBuffers(
+        sizes[-1],
+        runner.kv_pool,
+        cache.pool,
+        window_table,
+        hidden_like=torch.empty(config.hidden_size, dtype=runner.state.model.dtype, device=device),
+        routes_like=torch.empty((capturer.num_moe_layers, capturer.top_k), dtype=capturer.dtype, device=device),
+    )
+    return GraphRunner(runner.state, runner.attention, sampler, capturer, buffers, sizes, new_pool)
+
+
+def _ranges(sizes: list[int]) -> str:
+    return f"1 to {sizes[-1]}" if len(sizes) > 8 else ", ".join(map(str, sizes))

@@ -1,0 +1,59 @@
+"""The device of a rank.
+
+--device cpu                       every rank in host memory
+--device cuda [--base-gpu-id B]    rank r of a machine on CUDA device B + r, of those that CUDA_VISIBLE_DEVICES shows
+--device cuda:I                    one rank, on CUDA device I
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rollout.core.errors import StartupError
+from rollout.core.server_args import ServerArgs
+from rollout.distributed.layout import layout_of
+
+
+def claim_device(args: ServerArgs, world_rank: int) -> torch.device:
+    """The device of this process from now on, also of tensors made on "cuda" without an index by this thread.
+
+    Called before anything else touches a device: CUDA sets up whichever one it is first asked for.  All ranks of a
+    machine come to the same `StartupError` if one of them has no device.
+    """
+    device = rank_device(args, world_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def rank_device(args: ServerArgs, world_rank: int) -> torch.device:
+    """Raises `StartupError` in one line."""
+    try:
+        asked = torch.device(args.device)
+    except RuntimeError as error:
+        raise StartupError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    if asked.type != "cuda":
+        return asked
+    ranks_here = layout_of(args).world_size // args.nnodes
+    if asked.index is not None and ranks_here > 1:
+        raise StartupError(
+            f"--device {asked} is one device for {ranks_here} ranks: give --device cuda --base-gpu-id {asked.index}"
+        )
+    first = args.base_gpu_id if asked.index is None else asked.index
+    _require_cuda(args.device)
+    last, visible = first + ranks_here - 1, torch.cuda.device_count()
+    if last >= visible:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limit = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown})"
+        wanted = f"{ranks_here} ranks from device {first} on need" if ranks_here > 1 else "this rank needs"
+        raise StartupError(f"{wanted} CUDA device {last}, and this machine shows {visible} of them{limit}")
+    return torch.device("cuda", first + world_rank % ranks_here)
+
+
+def _require_cuda(asked: str) -> None:
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise StartupError(f"--device {asked}: this torch, {torch.__version__}, is built without CUDA")
+    if not torch.cuda.is_available():
+        raise StartupError(f"--device {asked}: torch finds no CUDA device here (no driver, or none visible)")

@@ -1,0 +1,140 @@
+"""The largest step that a scheduler may launch, run once before the KV pool is made: what it takes beside that is not
+the pool's.
+
+One chunk of prompts behind the longest context, a token of every running request, logits and samples of each of them.
+Its KV is written to a small pool of its own; all positions before the chunk have the same slot, as what is computed
+does not matter.
+
+Shapes: T tokens of the step, N rows that are sampled, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.attention.registry import create_attention_backend
+from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.core.sampling_params import SamplingParams
+from rollout.distributed.parallel import Parallel
+from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
+from rollout.mem_cache.state_pool import StatePool
+from rollout.model_executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_state import ModelState
+from rollout.sampling.base import Sampler
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """`num_tokens`: of a chunk and of all requests that decode; `num_rows`: of them."""
+
+    num_tokens: int
+    num_rows: int
+    context_length: int
+
+
+@torch.inference_mode()
+def activation_bytes(
+    state: ModelState,
+    sampler: Sampler,
+    size: StepSize,
+    device: torch.device,
+    parallel: Parallel,
+    *,
+    attention: str,
+    kernels_available: bool,
+    wants_routes: bool,
+) -> int:
+    """What the largest step takes at its peak on a CUDA device, beside weights and KV; what attention keeps included.
+
+    All ranks call it together.  0 on another device: its memory is the system's.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    pool_bytes = run_largest_step(
+        state,
+        sampler,
+        size,
+        device,
+        parallel,
+        attention=attention,
+        kernels_available=kernels_available,
+        wants_routes=wants_routes,
+    )
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return max(0, peak - before - pool_bytes)
+
+
+def run_largest_step(
+    state: ModelState,
+    sampler: Sampler,
+    size: StepSize,
+    device: torch.device,
+    parallel: Parallel,
+    *,
+    attention: str,
+    kernels_available: bool,
+    wants_routes: bool,
+) -> int:
+    """Run it.  Returns the bytes of the pools that it had for itself."""
+    model = state.model
+    kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device)
+    batch = _largest_batch(size, device, parallel)
+    state_pool = None
+    if any(model.state_layers):
+        num_sequences = len(batch.extend_lens)
+        state_pool = StatePool(num_sequences, model.state_layers, model.dtype, device)
+        batch.states = _states(batch, device)
+    backend = create_attention_backend(attention, kv_pool, kernels_available)
+    runner = ModelRunner(state, kv_pool, backend, None, None, state_pool)
+    if wants_routes:
+        runner.route_observers.append(lambda *_: None)
+    hidden_TD, _ = runner.forward(batch)
+    logits_NV = runner.logits(hidden_TD[: size.num_rows])
+    # Filters need the most memory of all ways to sample.
+    rows = [SamplingRow(SamplingParams(top_p=0.9, top_k=50), 0, (), (), [])] * len(logits_NV)
+    info = SamplingBatchInfo(rows, logits_NV.shape[1], device)
+    sampler.sample(logits_NV, info, torch.zeros(len(logits_NV), dtype=torch.int64))
+    tensors = [*kv_pool.tensors, *(state_pool.tensors if state_pool is not None else ()), batch.req_to_token]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> ForwardBatch:
+    """Sequences that reach to the longest context; as many as it takes."""
+    counts: list[int] = []
+    while sum(counts) < size.num_tokens:
+        counts.append(min(size.num_tokens - sum(counts), size.context_length))
+    pool = ReqToTokenPool(len(counts), size.context_length, size.num_tokens, device)
+    pool.table.zero_()
+    extends, slot = [], 0
+    for row, count in enumerate(counts):
+        prefix_len = size.context_length - count
+        pool.table[row, prefix_len:] = torch.arange(slot, slot + count, device=device)
+        extends.append(ExtendInput([0] * count, row, prefix_len, wants_logits=True))
+        slot += count
+    nothing = torch.empty(0, dtype=torch.int64)
+    decode = DecodeInput(nothing, nothing, nothing, nothing)
+    batch = build_forward_batch(extends, decode, nothing.to(device), pool)
+    if parallel.attn_dp.size > 1:
+        batch.global_num_tokens = [size.num_tokens] * parallel.attn_dp.size
+    return batch
+
+
+def _states(batch: ForwardBatch, device: torch.device) -> StateOperands:
+    """Every sequence starts from no state."""
+    count = len(batch.extend_lens)
+    return StateOperands(
+        query_lens=torch.tensor(batch.extend_lens, dtype=torch.int64, device=device),
+        rows=torch.arange(count, device=device),
+        sources=torch.full((count,), -1, dtype=torch.int64, device=device),
+        snapshots=torch.empty((0, 3), dtype=torch.int64, device=device),
+    )

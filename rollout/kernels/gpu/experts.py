@@ -1,0 +1,235 @@
+"""`fused_experts` for CUDA, and the same of FP8 weights: four launches, or two grouped products of torch.
+
+    plan          assignments sorted by expert, cut into blocks     of a size that the worst routing needs
+    gate and up   blocks x tiles of inner features                  the activation in the same kernel
+    down          blocks x tiles of hidden features                 written to the assignment's own place
+    sum           tokens x features                                 in slot order, without atomics
+
+No value of a tensor is read by the host and every size follows from shapes, so that calls can be captured in a CUDA
+graph.  Tensors lie on the current CUDA device; weights are contiguous.
+
+A row's result is the same in every batch: `experts_kernels` says why.  It is tested in Triton's interpreter, for equal
+tiles; that tensor cores add in one order for all widths of an instruction was not run on a GPU.  `grouped_mm` gives no
+such word.  Neither speed nor bfloat16 was run on a GPU.
+
+Shapes: T tokens, D hidden, K slots, A = T K assignments, P experts stored here, I expert intermediate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from rollout.kernels import plain
+from rollout.kernels.expert_compute import has_grouped
+from rollout.kernels.gpu import experts_kernels as kernels
+from rollout.kernels.gpu.experts_grouped import grouped_experts
+from rollout.kernels.gpu.experts_plan import (
+    Tiles,
+    choose_implementation,
+    choose_tiles,
+    depth_step,
+    most_blocks,
+    plan_chunk,
+)
+from weight_sync.fp8_blocks import QUANTISED
+
+SUM_WIDTH = 1024  # features that a program of the weighted sum takes
+_LANES = 32  # of a warp: bins of a histogram
+PLAIN_WARPS = 4  # of kernels without products
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fused_experts(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    inner_size: int,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    """SwiGLU of expert `ids[t, k]` on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].
+
+    The arguments are those of the operator in `schemas`, weights row-major.  Ids that are no expert's, such as -1, are
+    empty slots: their output is zero, their weight is not read.  float64 is computed by plain torch, which
+    synchronises and takes no empty slots.
+    """
+    if hidden.dtype not in _TRITON_DTYPES:
+        return plain.fused_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
+    if choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm" and has_grouped(w2):
+        return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
+    return _of_matrices(hidden, ids, weights, _Matrices(w13, w2, w13_bias, w2_bias), limit, alpha)
+
+
+def fused_experts_fp8(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    """`fused_experts` of weights in FP8 blocks (`weight_sync.fp8_blocks`), for bfloat16 and float16 activations.
+
+    `w13` [P, 2I, D] and `w2` [P, D, I] float8_e4m3fn; scales float32 of blocks of 128 x 128, [P, 2 ceil(I / 128),
+    ceil(D / 128)], gate's before up's, and [P, ceil(D / 128), ceil(I / 128)].  A weight becomes its value in the dtype
+    of the activations, as `dequantise` rounds it, before it is multiplied.  The engine holds values, not blocks, so no
+    operator calls this yet.
+    """
+    assert w13.dtype == w2.dtype == QUANTISED and hidden.dtype.itemsize == 2, (w13.dtype, hidden.dtype)
+    return _of_matrices(hidden, ids, weights, _Matrices(w13, w2, w13_bias, w2_bias, w13_scale, w2_scale), limit, alpha)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """What the experts hold; scales of FP8 weights, both or none."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.w13.is_contiguous() and self.w2.is_contiguous(), "experts are stored row by row"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """P, D, I."""
+        experts, hidden, inner = self.w2.shape
+        return experts, hidden, inner
+
+
+class _Blocks(NamedTuple):
+    """Assignments by expert; see the picture in `experts_kernels`."""
+
+    order_A: torch.Tensor  # int32
+    table_N3: torch.Tensor  # int32
+
+
+def _of_matrices(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    held: _Matrices,
+    limit: float | None,
+    alpha: float,
+) -> torch.Tensor:
+    (num_tokens, top_k), (experts, hidden_size, _) = ids.shape, held.sizes
+    if num_tokens == 0:
+        return hidden.new_empty(0, hidden_size) if weights is not None else hidden.new_empty(0, top_k, hidden_size)
+    hidden, ids = hidden.contiguous(), ids.contiguous()
+    tiles = choose_tiles(ids.numel(), experts, held.w13.dtype)
+    blocks = _plan(ids, experts, tiles)
+    inner_AI = _gate_up(hidden, held, blocks, top_k, tiles, limit, alpha)
+    # Without weights empty slots are part of the result.
+    empty = torch.empty if weights is not None else torch.zeros
+    out_TKD = empty((num_tokens, top_k, hidden_size), dtype=hidden.dtype, device=hidden.device)
+    _down(inner_AI, held, blocks, tiles, out_TKD)
+    return out_TKD if weights is None else _weighted_sum(out_TKD, ids, weights.contiguous(), experts)
+
+
+def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
+    count = ids.numel()
+    num_blocks = most_blocks(count, experts, tiles.tokens)
+    order_A = torch.empty(count, dtype=torch.int32, device=ids.device)
+    table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
+    constants = plan_constants(experts, tiles.tokens, plan_chunk(count))
+    kernels.plan_kernel[(experts,)](
+        ids, order_A, table_N3, count, num_blocks, **constants, num_warps=PLAIN_WARPS, enable_fp_fusion=False
+    )
+    return _Blocks(order_A, table_N3)
+
+
+def _gate_up(
+    hidden: torch.Tensor,
+    held: _Matrices,
+    blocks: _Blocks,
+    top_k: int,
+    tiles: Tiles,
+    limit: float | None,
+    alpha: float,
+) -> torch.Tensor:
+    _, hidden_size, inner_size = held.sizes
+    inner_AI = hidden.new_empty(blocks.order_A.shape[0], inner_size)
+    grid = (blocks.table_N3.shape[0] * triton.cdiv(inner_size, tiles.rows // 2),)
+    kernels.gate_up_kernel[grid](
+        hidden,
+        held.w13,
+        held.w13_scale,
+        held.w13_bias,
+        inner_AI,
+        *blocks,
+        0.0 if limit is None else float(limit),
+        float(alpha),
+        D=hidden_size,
+        I=inner_size,
+        K=top_k,
+        HAS_BIAS=held.w13_bias is not None,
+        CLAMPED=limit is not None,
+        **product_constants(tiles, held.w13.dtype, held.w13_scale is not None),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=False,
+    )
+    return inner_AI
+
+
+def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles, out_TKD: torch.Tensor) -> None:
+    _, hidden_size, inner_size = held.sizes
+    grid = (blocks.table_N3.shape[0] * triton.cdiv(hidden_size, tiles.rows),)
+    kernels.down_kernel[grid](
+        inner_AI,
+        held.w2,
+        held.w2_scale,
+        held.w2_bias,
+        out_TKD,
+        *blocks,
+        D=hidden_size,
+        I=inner_size,
+        HAS_BIAS=held.w2_bias is not None,
+        **product_constants(tiles, held.w2.dtype, held.w2_scale is not None),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
+def _weighted_sum(out_TKD: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+    num_tokens, top_k, hidden_size = out_TKD.shape
+    sum_TD = out_TKD.new_empty(num_tokens, hidden_size)
+    kernels.weighted_sum_kernel[(num_tokens, triton.cdiv(hidden_size, SUM_WIDTH))](
+        out_TKD,
+        ids,
+        weights,
+        sum_TD,
+        D=hidden_size,
+        K=top_k,
+        P=experts,
+        BLOCK_D=SUM_WIDTH,
+        num_warps=PLAIN_WARPS,
+        enable_fp_fusion=False,
+    )
+    return sum_TD
+
+
+def plan_constants(experts: int, tokens: int, chunk: int) -> dict[str, object]:
+    bins = max(_LANES, triton.next_power_of_2(experts + 1))
+    return {"P": experts, "BINS": bins, "BLOCK_M": tokens, "CHUNK": chunk}
+
+
+def product_constants(tiles: Tiles, weight_dtype: torch.dtype, scaled: bool) -> dict[str, object]:
+    return {"SCALED": scaled, "BLOCK_M": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": depth_step(weight_dtype)}

@@ -1,0 +1,81 @@
+"""The configurations of the expert kernels that a model of 30B-A3B's sizes, or one with biases and clamps, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rollout.kernels.gpu import experts_kernels as kernels
+from rollout.kernels.gpu.compile_cases import CompileCase
+from rollout.kernels.gpu.experts import PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
+from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, plan_chunk
+
+_EXPERTS, _TOP_K, _HIDDEN, _INNER = 128, 8, 2048, 768
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
+_DEFAULT_STAGES = 3  # Triton's own, where a launch names none
+_PRODUCTS = (  # activations, weights
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float8_e4m3fn),
+)
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    for chunk in sorted({plan_chunk(_TOP_K), plan_chunk(1 << 20)}):
+        for tokens in sorted({tiles.tokens for table in EXPERT_TILES.values() for _, tiles in table}):
+            yield _plan_case(tokens, chunk)
+    for dtype, weight_dtype in _PRODUCTS:
+        for _, tiles in EXPERT_TILES[weight_dtype.itemsize]:
+            for clamped in (False, True):
+                yield from _product_cases(dtype, weight_dtype, tiles, clamped)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield _sum_case(dtype)
+
+
+def _plan_case(tokens: int, chunk: int) -> CompileCase:
+    signature = {"ids_ptr": "*i64", "order_ptr": "*i32", "blocks_ptr": "*i32"}
+    signature |= {"num_assignments": "i32", "num_blocks": "i32"}
+    constants = plan_constants(_EXPERTS, tokens, chunk)
+    name = f"experts plan, blocks of {tokens}, chunks of {chunk}"
+    return CompileCase(name, kernels.plan_kernel, signature, constants, PLAIN_WARPS, _DEFAULT_STAGES)
+
+
+def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool) -> Iterator[CompileCase]:
+    """Experts that clamp have biases."""
+    own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
+    weight = f"*{_TYPES[weight_dtype]}"
+    beside = {"scale_ptr": "*fp32" if scaled else None, "bias_ptr": own if clamped else None}
+    plan = {"order_ptr": "*i32", "blocks_ptr": "*i32"}
+    shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "HAS_BIAS": clamped}
+    shared |= product_constants(tiles, weight_dtype, scaled)
+    name = f"{_TYPES[weight_dtype]}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
+    gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, "inner_ptr": own, **plan}
+    yield _case(
+        f"experts gate and up, {name}",
+        kernels.gate_up_kernel,
+        gate_up_types | {"limit": "fp32", "alpha": "fp32"},
+        shared | {"K": _TOP_K, "CLAMPED": clamped},
+        tiles,
+    )
+    down_types = {"inner_ptr": own, "w2_ptr": weight, **beside, "out_ptr": own, **plan}
+    yield _case(f"experts down, {name}", kernels.down_kernel, down_types, shared, tiles)
+
+
+def _case(
+    name: str, kernel: Any, types: Mapping[str, str | None], constants: dict[str, object], tiles: Tiles
+) -> CompileCase:
+    """Pointers without a type are None."""
+    given = {argument: kind for argument, kind in types.items() if kind is not None}
+    absent = dict.fromkeys(types.keys() - given.keys())
+    return CompileCase(name, kernel, given, constants | absent, tiles.num_warps, tiles.num_stages)
+
+
+def _sum_case(dtype: torch.dtype) -> CompileCase:
+    own = f"*{_TYPES[dtype]}"
+    signature = {"out_ptr": own, "ids_ptr": "*i64", "weights_ptr": own, "sum_ptr": own}
+    constants: dict[str, object] = {"D": _HIDDEN, "K": _TOP_K, "P": _EXPERTS, "BLOCK_D": SUM_WIDTH}
+    name = f"experts weighted sum, {_TYPES[dtype]}"
+    return CompileCase(name, kernels.weighted_sum_kernel, signature, constants, PLAIN_WARPS, _DEFAULT_STAGES)

@@ -1,0 +1,287 @@
+"""The Triton kernels of the grouped SwiGLU: sort by expert, gate and up, down, weighted sum.
+
+    ids [T, K]      3 0 | 3 5 | 0 3            an assignment is a place in it, counted through: a = t K + k; -1 is empty
+    order [A]       1 4 . . | 0 2 5 . | 3      assignments by expert, in their own order within one
+    blocks [N, 3]   (0, 0, 2) (3, 2, 3) (5, 5, 1) (., ., 0)  ..        expert, first place in `order`, number of places
+
+A block is at most BLOCK_M assignments of one expert.  The table has as many as the worst routing needs; those that
+are left over have no places, and their programs return at once.  So nothing is read back by the host.
+
+A program multiplies a tile of ROWS weight rows by the block's columns, weights on the left:
+
+    [ROWS, BLOCK_K] of weights  x  [BLOCK_K, BLOCK_M] of activations, BLOCK_K after BLOCK_K
+
+Warps' matrix instructions take 64 rows on the left and as few as 8 columns on the right, so that few tokens waste few
+products, and the same instruction serves one token and thousands.  An element of the result is one sum over the depth,
+in ascending steps, by one warp group: how many columns a block has, how large tiles are and which place a token takes
+enter no sum.
+
+Every result that plain torch would round, between the two products too, is rounded here.
+
+Shapes: T tokens, K slots of a token, A = T K, N blocks, P experts stored here, D hidden, I expert intermediate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SCALE_BLOCK = tl.constexpr(128)  # rows and columns that have one scale
+_INTERLEAVE = tl.constexpr(8)  # gate rows, then as many up rows, in a tile: one thread holds both results
+
+
+@triton.jit(do_not_specialize=["num_assignments", "num_blocks"])
+def plan_kernel(
+    ids_ptr,
+    order_ptr,
+    blocks_ptr,
+    num_assignments,
+    num_blocks,
+    P: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`order` and `blocks` of ids [A] int64; one program an expert.  BINS: a power of two above P.
+
+    Ids that are no expert's are left out of both.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    chunk = tl.arange(0, CHUNK)
+    counts = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, num_assignments, CHUNK):
+        counts += tl.histogram(_experts(ids_ptr, start + chunk, num_assignments, P), BINS)
+    of_blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    count = tl.sum(tl.where(bins == expert, counts, 0))
+    place = tl.sum(tl.where(bins < expert, counts, 0))
+    end = place + count
+    first_block = tl.sum(tl.where(bins < expert, of_blocks, 0))
+    last_block = first_block + (count + BLOCK_M - 1) // BLOCK_M
+    for block in range(first_block, last_block):
+        first = place + (block - first_block) * BLOCK_M
+        tl.store(blocks_ptr + 3 * block, expert)
+        tl.store(blocks_ptr + 3 * block + 1, first)
+        tl.store(blocks_ptr + 3 * block + 2, tl.minimum(end - first, BLOCK_M))
+    if expert == P - 1:
+        for start in range(last_block, num_blocks, CHUNK):
+            tl.store(blocks_ptr + 3 * (start + chunk) + 2, 0, mask=start + chunk < num_blocks)
+    if count > 0:
+        for start in range(0, num_assignments, CHUNK):
+            assignments = start + chunk
+            mine = (_experts(ids_ptr, assignments, num_assignments, P) == expert).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(mine, 0) - 1, assignments, mask=mine > 0)
+            place += tl.sum(mine)
+
+
+@triton.jit
+def _experts(ids_ptr, assignments, num_assignments, P: tl.constexpr):
+    """Ids as int32, P in the place of what is none."""
+    ids = tl.load(ids_ptr + assignments, mask=assignments < num_assignments, other=-1)
+    return tl.where((ids >= 0) & (ids < P), ids, P).to(tl.int32)
+
+
+@triton.jit
+def gate_up_kernel(
+    hidden_ptr,
+    w13_ptr,
+    scale_ptr,
+    bias_ptr,
+    inner_ptr,
+    order_ptr,
+    blocks_ptr,
+    limit,
+    alpha,
+    D: tl.constexpr,
+    I: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The activation of each assignment, by place in `order`: inner [A, I], of hidden [T, D] and w13 [P, 2I, D].
+
+    SCALED: w13 is float8_e4m3fn, with scales [P, 2 ceil(I / 128), ceil(D / 128)], gate's before up's.
+    """
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = ROWS // 2  # inner features of a tile
+    TILES: tl.constexpr = (I + WIDTH - 1) // WIDTH
+    block = tl.program_id(0) // TILES
+    num_places = tl.load(blocks_ptr + 3 * block + 2)
+    if num_places == 0:
+        return
+    expert = tl.load(blocks_ptr + 3 * block).to(tl.int64)
+    first = tl.load(blocks_ptr + 3 * block + 1)
+    begin = tl.program_id(0) % TILES * WIDTH
+
+    # Beyond the edges the last column and the last row are computed once more, and not stored.
+    column = tl.arange(0, BLOCK_M)
+    assignments = tl.load(order_ptr + first + tl.minimum(column, num_places - 1))
+    row = tl.arange(0, ROWS)
+    half = row // _INTERLEAVE % 2
+    feature = begin + row // (2 * _INTERLEAVE) * _INTERLEAVE + row % _INTERLEAVE
+    feature = tl.minimum(feature, I - 1)
+    sums = _sums(
+        w13_ptr + expert * (2 * I * D),
+        half * I + feature,
+        scale_ptr,
+        (expert * 2 + half) * tl.cdiv(I, SCALE_BLOCK) + feature // SCALE_BLOCK,
+        hidden_ptr,
+        (assignments // K).to(tl.int64),
+        D,
+        SCALED,
+        BLOCK_M,
+        ROWS,
+        BLOCK_K,
+    )
+    by_half = tl.reshape(sums, (ROWS // (2 * _INTERLEAVE), 2, _INTERLEAVE, BLOCK_M))
+    gate, up = tl.split(tl.permute(by_half, (0, 2, 3, 1)))
+    gate = _rounded(tl.reshape(gate, (WIDTH, BLOCK_M)), dtype)
+    up = _rounded(tl.reshape(up, (WIDTH, BLOCK_M)), dtype)
+
+    feature = begin + tl.arange(0, WIDTH)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * (2 * I) + tl.minimum(feature, I - 1)
+        gate = _rounded(gate + tl.load(bias_ptrs).to(tl.float32)[:, None], dtype)
+        up = _rounded(up + tl.load(bias_ptrs + I).to(tl.float32)[:, None], dtype)
+    inner = _activation(gate, up, limit, alpha, CLAMPED, dtype)
+    places = (first + column).to(tl.int64)
+    stored = (feature < I)[:, None] & (column < num_places)[None, :]
+    tl.store(inner_ptr + places[None, :] * I + feature[:, None], inner.to(dtype), mask=stored)
+
+
+@triton.jit
+def down_kernel(
+    inner_ptr,
+    w2_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    blocks_ptr,
+    D: tl.constexpr,
+    I: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The output of each assignment: out [A, D], of inner [A, I] by place in `order` and w2 [P, D, I].
+
+    SCALED: w2 is float8_e4m3fn, with scales [P, ceil(D / 128), ceil(I / 128)].
+    """
+    dtype: tl.constexpr = inner_ptr.dtype.element_ty
+    TILES: tl.constexpr = (D + ROWS - 1) // ROWS
+    block = tl.program_id(0) // TILES
+    num_places = tl.load(blocks_ptr + 3 * block + 2)
+    if num_places == 0:
+        return
+    expert = tl.load(blocks_ptr + 3 * block).to(tl.int64)
+    first = tl.load(blocks_ptr + 3 * block + 1)
+
+    column = tl.arange(0, BLOCK_M)
+    places = first + tl.minimum(column, num_places - 1)
+    feature = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(feature, D - 1)
+    sums = _sums(
+        w2_ptr + expert * (D * I),
+        row,
+        scale_ptr,
+        expert * tl.cdiv(D, SCALE_BLOCK) + row // SCALE_BLOCK,
+        inner_ptr,
+        places.to(tl.int64),
+        I,
+        SCALED,
+        BLOCK_M,
+        ROWS,
+        BLOCK_K,
+    )
+    out = _rounded(sums, dtype)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + expert * D + row).to(tl.float32)[:, None]
+    assignments = tl.load(order_ptr + places).to(tl.int64)
+    stored = (feature < D)[:, None] & (column < num_places)[None, :]
+    tl.store(out_ptr + assignments[None, :] * D + feature[:, None], out.to(dtype), mask=stored)
+
+
+@triton.jit
+def _sums(
+    w_ptr,
+    w_rows,
+    scale_ptr,
+    scale_rows,
+    x_ptr,
+    x_rows,
+    DEPTH: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[ROWS, BLOCK_M] in float32: rows `w_rows` of a matrix times rows `x_rows` of another, both of DEPTH columns."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    step = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + w_rows[:, None] * DEPTH + step[None, :]
+    x_ptrs = x_ptr + x_rows[None, :] * DEPTH + step[:, None]
+    sums = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
+    for start in range(0, DEPTH, BLOCK_K):
+        if DEPTH % BLOCK_K == 0:
+            w = tl.load(w_ptrs + start)
+            x = tl.load(x_ptrs + start)
+        else:
+            w = tl.load(w_ptrs + start, mask=step[None, :] < DEPTH - start, other=0.0)
+            x = tl.load(x_ptrs + start, mask=step[:, None] < DEPTH - start, other=0.0)
+        if SCALED:
+            tl.static_assert(SCALE_BLOCK % BLOCK_K == 0)
+            scale = tl.load(scale_ptr + scale_rows * tl.cdiv(DEPTH, SCALE_BLOCK) + start // SCALE_BLOCK)
+            w = (w.to(tl.float32) * scale[:, None]).to(dtype)
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _activation(gate, up, limit, alpha, CLAMPED: tl.constexpr, dtype: tl.constexpr):
+    """`silu_and_mul`, or `clamped_swiglu`, of float32 that holds numbers of `dtype`."""
+    if CLAMPED:
+        gate = _rounded(tl.where(gate > limit, limit, gate), dtype)  # what is no number stays so
+        up = _rounded(tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)), dtype)
+        sigmoid = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, dtype))), dtype)
+        return _rounded(up + 1.0, dtype) * _rounded(gate * sigmoid, dtype)
+    return _rounded(gate / (1.0 + tl.exp(-gate)), dtype) * up
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def weighted_sum_kernel(
+    out_ptr,
+    ids_ptr,
+    weights_ptr,
+    sum_ptr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """sum [T, D] of out [T, K, D] times weights [T, K]: products rounded, added in float32 in slot order.
+
+    Empty slots count as zero, whatever their outputs and weights hold.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for slot in tl.static_range(K):  # unrolled, so that all loads are under way together
+        assignment = token * K + slot
+        expert = tl.load(ids_ptr + assignment)
+        weight = tl.load(weights_ptr + assignment).to(tl.float32)
+        out = tl.load(out_ptr + assignment * D + feature, mask=feature < D, other=0.0).to(tl.float32)
+        total += tl.where((expert >= 0) & (expert < P), _rounded(out * weight, dtype), 0.0)
+    tl.store(sum_ptr + token * D + feature, total.to(dtype), mask=feature < D)

@@ -1,0 +1,87 @@
+"""Which implementation the experts of a step run on, and with which tiles: functions of shapes alone.
+
+A shape is known on the host without a look at the routes, so the choice costs no synchronisation and a CUDA graph of a
+batch size keeps its own.  Load is measured as assignments per stored expert, R.  The two tables are read at each call:
+a benchmark may put others in their place, one row after the other, and write what it found here.
+
+No number here was measured on a GPU yet: tiles are chosen by arithmetic (below), and Triton serves every load, since
+one implementation for all loads keeps a token's bits the same in decode and prefill.
+
+    R small    weights are read once and that is all there is: small tiles, so that the few experts of one token give
+               every multiprocessor work, and many stages, so that enough bytes are under way
+    R large    matrix units are the limit: tiles of 256 x 128, so that what is read again from the second-level cache
+               stays under its bandwidth
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+
+Choice = TypeVar("Choice")
+Implementation = Literal["triton", "grouped_mm"]
+
+
+class Tiles(NamedTuple):
+    """A tile of a product is `rows` of a weight times `tokens`."""
+
+    tokens: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+# Up to which R, which implementation; in ascending order.  grouped_mm is taken for bfloat16 alone, where it is aligned.
+EXPERT_CHOICE: tuple[tuple[float, Implementation], ...] = ((math.inf, "triton"),)
+
+# Up to which R, which tiles; in ascending order.  By bytes of an element of the weights: float8 of bfloat16 or float16
+# activations, those themselves, float32.
+EXPERT_TILES: dict[int, tuple[tuple[float, Tiles], ...]] = {
+    1: (
+        (8, Tiles(tokens=16, rows=64, num_warps=4, num_stages=5)),
+        (24, Tiles(tokens=32, rows=64, num_warps=4, num_stages=4)),
+        (96, Tiles(tokens=64, rows=128, num_warps=4, num_stages=3)),
+        (math.inf, Tiles(tokens=128, rows=128, num_warps=8, num_stages=3)),
+    ),
+    2: (
+        (8, Tiles(tokens=16, rows=64, num_warps=4, num_stages=6)),
+        (24, Tiles(tokens=32, rows=64, num_warps=4, num_stages=5)),
+        (96, Tiles(tokens=64, rows=128, num_warps=4, num_stages=4)),
+        (math.inf, Tiles(tokens=128, rows=256, num_warps=8, num_stages=4)),
+    ),
+    4: ((math.inf, Tiles(tokens=16, rows=64, num_warps=4, num_stages=3)),),
+}
+
+_LINE_BYTES = 128  # of a weight row in one step: a line of the cache, and whole blocks of scales
+_FEW = 1024  # assignments that the plan reads at once
+
+
+def choose_implementation(num_assignments: int, num_experts: int) -> Implementation:
+    """By `EXPERT_CHOICE`."""
+    return _by_load(EXPERT_CHOICE, num_assignments / num_experts)
+
+
+def choose_tiles(num_assignments: int, num_experts: int, weight_dtype: torch.dtype) -> Tiles:
+    """By `EXPERT_TILES`."""
+    return _by_load(EXPERT_TILES[weight_dtype.itemsize], num_assignments / num_experts)
+
+
+def depth_step(weight_dtype: torch.dtype) -> int:
+    """Columns of a weight that are multiplied at once: the same for every load, as it orders the sums."""
+    return _LINE_BYTES // weight_dtype.itemsize
+
+
+def most_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:
+    """Blocks of `tokens` assignments of one expert each that the worst routing needs."""
+    return num_assignments // tokens + min(num_experts, num_assignments)
+
+
+def plan_chunk(num_assignments: int) -> int:
+    """Assignments that a program of the plan reads at once."""
+    return _FEW if num_assignments <= _FEW else 2 * _FEW
+
+
+def _by_load(table: tuple[tuple[float, Choice], ...], load: float) -> Choice:
+    return next(choice for limit, choice in table if load <= limit)

@@ -1,0 +1,149 @@
+"""The ways in which `deep_ep` carries tokens, each as a dispatch and a combine.
+
+    mode          buffer          rows R                     a row is                       sum of a token
+    normal        Buffer          as many as came            a token, once for each rank    over ranks, ascending
+    low-latency   Buffer          C * G * M, mostly empty    a token, once for each expert  over its K choices
+    elastic       ElasticBuffer   as many as came, or G * M  a token, once for each rank    over ranks
+
+Where rows are as many as came, the host waits for their number.  Where their number is fixed it does not, and the step
+can be captured in a CUDA graph; empty rows have ids of -1.
+
+All modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights, and give back
+[T, D] bfloat16.  A handle is read by the mode that made it.
+
+Shapes: T tokens of this rank, D hidden, K top-k, R rows, S slots of a row, G ranks, P physical experts on all ranks,
+C = P / G on this one, M most tokens of a rank, N = G * M.  Physical expert p is local expert p % C of rank p // C.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from rollout.layers.moe.dispatchers.base import DispatchOutput
+from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape
+
+
+class DeepEpMode(ABC):
+    """Over `buffer`, which modes of a rank share."""
+
+    has_fixed_rows = False  # their number depends on `shape` alone
+
+    def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
+        self.buffer, self.shape = buffer, shape
+
+    @abstractmethod
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        """Ids of -1 choose nothing."""
+
+    @abstractmethod
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        """The sums of this rank's tokens [T, D]."""
+
+
+class NormalMode(DeepEpMode):
+    """`Buffer.dispatch`: the experts apply the weights, and round a token's sum on a rank to bfloat16."""
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        counts_G, counts_of_nodes, counts_P, is_token_in_rank_TG, _ = self.buffer.get_dispatch_layout(
+            topk_idx=ids_TK, num_experts=self.shape.num_physical_experts
+        )
+        received_RD, local_ids_RK, received_weights_RK, _, handle, _ = self.buffer.dispatch(
+            x=hidden_TD,
+            num_tokens_per_rank=counts_G,
+            num_tokens_per_rdma_rank=counts_of_nodes,
+            is_token_in_rank=is_token_in_rank_TG,
+            num_tokens_per_expert=counts_P,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+        )
+        # Choices of other ranks arrive with id -1 and weight 0.
+        weights_RK = received_weights_RK.to(received_RD.dtype)
+        return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
+        return combined_TD
+
+
+class LowLatencyMode(DeepEpMode):
+    """`Buffer.low_latency_dispatch`: `combine` applies the weights to what the experts gave.
+
+    local expert 0   [ row row row  .   .   . ]     N places, recv_count of them filled in any order,
+    local expert 1   [ row  .   .   .   .   . ]     the rest is uninitialized
+
+    What arrived lies in one of two buffers, which the second next call writes to: experts read it before `combine`.
+    """
+
+    has_fixed_rows = True
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        packed_CND, counts_C, handle, _, _ = self.buffer.low_latency_dispatch(
+            x=hidden_TD,
+            topk_idx=ids_TK,
+            num_max_dispatch_tokens_per_rank=self.shape.low_latency_tokens,
+            num_experts=self.shape.num_physical_experts,
+            use_fp8=False,
+        )
+        experts_C1 = torch.arange(packed_CND.shape[0], device=packed_CND.device).unsqueeze(1)
+        places_N = torch.arange(packed_CND.shape[1], device=packed_CND.device)
+        local_ids_CN = torch.where(places_N < counts_C.unsqueeze(1), experts_C1, -1)
+        return DispatchOutput(
+            packed_CND.flatten(0, 1), local_ids_CN.view(-1, 1), None, (handle, ids_TK, weights_TK), has_holes=True
+        )
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        packed_handle, ids_TK, weights_TK = handle
+        combined_TD, _, _ = self.buffer.low_latency_combine(
+            x=expert_out.reshape(self.shape.slots_per_rank, -1, self.shape.hidden_size),
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            handle=packed_handle,
+        )
+        return combined_TD
+
+
+class ElasticMode(DeepEpMode):
+    """`ElasticBuffer.dispatch` for any number of tokens; the host waits for how many come.
+
+    The experts apply the weights, as in normal mode.  The buffer is a deterministic one: rows come by source rank, then
+    by token.
+    """
+
+    def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
+        received_RD, local_ids_RK, received_weights_RK, handle, _ = self.buffer.dispatch(
+            x=hidden_TD,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_experts=self.shape.num_physical_experts,
+            num_max_tokens_per_rank=self._max_tokens,
+            do_cpu_sync=not self.has_fixed_rows,
+        )
+        ids_RK = local_ids_RK.long()
+        if self.has_fixed_rows:
+            count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            rows_R1 = torch.arange(ids_RK.shape[0], device=ids_RK.device).unsqueeze(1)
+            ids_RK = ids_RK.masked_fill(rows_R1 >= count, -1)
+        # Weights come as they were given, also those of choices of other ranks.
+        weights_RK = received_weights_RK.masked_fill(ids_RK < 0, 0.0).to(received_RD.dtype)
+        return DispatchOutput(received_RD, ids_RK, weights_RK, handle, has_holes=True)
+
+    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
+        return combined_TD
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.shape.max_tokens_per_rank
+
+
+class FixedElasticMode(ElasticMode):
+    """The same for few tokens: N rows, those that came first."""
+
+    has_fixed_rows = True
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.shape.low_latency_tokens

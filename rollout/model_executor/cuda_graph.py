@@ -1,0 +1,41 @@
+"""`CudaGraphPool`: recordings of CUDA kernels.  Not run on a GPU so far.
+
+What a capture must not do (CUDA programming guide, "CUDA Graphs"; torch.cuda.graphs): wait for the device, copy between
+host and device other than from pinned memory, or run on another stream.  torch gives what a capture allocates memory of
+the pool, which the next capture uses again; an address in a recording is for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_WARM_UPS = 2  # the first call compiles and loads kernels and makes workspaces, the second finds them
+
+
+class CudaGraphPool:
+    """Graphs that are captured and replayed on one stream of `device`, in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `GraphPool`.  Other threads may go on using the device meanwhile."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+def graph_pools(device: torch.device) -> Callable[[], CudaGraphPool] | None:
+    """What makes pools for recordings on `device`; None: nothing is captured there."""
+    return (lambda: CudaGraphPool(device)) if device.type == "cuda" else None

@@ -1,0 +1,199 @@
+"""`GraphRunner`: steps that only decode, as recordings that a device plays without Python between its kernels.
+
+    startup     capture for 256, .. 4, 2, 1 requests             the sizes share their memory, the largest comes first
+    a step      fill the buffers | plan attention | replay       n requests take the next larger size, padded
+                copy out what they computed
+
+Two recordings a size: the forward, with the routers' choices written into a buffer, and output head and sampling, with
+the log-probabilities.  A step whose rows ask for more than a token and its log-probability replays the first alone.
+
+A recording reads weights, KV and expert tables where they lay when it was captured.  They keep their addresses under
+a refresh, and tables change in place, so it holds for every version; where something did move it is captured anew.
+
+Shapes: n requests of a step, D hidden, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from rollout.attention.base import AttentionBackend
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.sampling_params import SamplingParams
+from rollout.layers.context import ForwardContext
+from rollout.model_executor.graph_buffers import GraphBuffers
+from rollout.model_executor.memory_saver import weight_tensors
+from rollout.model_executor.model_state import ModelState, ServingEpoch
+from rollout.sampling.base import SampledTokens, Sampler
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+
+Replay = Callable[[], None]
+
+
+class GraphPool(Protocol):
+    """Recordings that share the memory of what they compute on the way: one is played at a time."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Record the kernels that `run` launches.  What it returns launches them again, on the very same memory.
+
+        `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
+        and allocates nothing whose size depends on numbers there.  What it allocates must not be read after it.
+        """
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """Steps of one size.  `sample` None: the sampler has no way that can be captured."""
+
+    batch: ForwardBatch
+    attention: AttentionBackend
+    forward: Replay
+    sample: Replay | None
+
+
+class GraphRunner:
+    """Called by `ModelRunner`.  `sizes`: ascending numbers of requests; `new_pool` makes memory for recordings."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        capturer: RoutedExpertsCapturer,
+        buffers: GraphBuffers,
+        sizes: Sequence[int],
+        new_pool: Callable[[], GraphPool],
+    ) -> None:
+        self._state = state
+        self._attention = attention
+        self._sampler = sampler
+        self._capturer = capturer
+        self._buffers = buffers
+        self.sizes = list(sizes)
+        self._new_pool = new_pool
+        self._pool = new_pool()
+        self._captured: dict[int, _Captured] = {}
+        self._weights = weight_tensors(state.model)
+        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # under which `_holds_for` was found
+        self._holds_for: Hashable = None  # what the recordings were made under
+        self._replayed: tuple[_Captured, int] | None = None  # the last step, and its requests
+        self._plain_of: SamplingBatchInfo | None = None  # whose rows are in the buffers
+        self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
+
+    def capture_all(self, with_routes: bool) -> None:
+        """Capture every size, the largest first, whose memory the others then share.  `with_routes`: see `forward`."""
+        self._renew(with_routes)
+        for size in reversed(self.sizes):
+            self._capture(size, with_routes)
+
+    def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Hidden states [n, D] of the step, and with routes the logical ids [n, L, K]: copies.
+
+        None: the step is none that is captured.  It has prompts or routes to follow, or more requests than the largest
+        size.
+        """
+        self._replayed = None
+        count = batch.num_tokens
+        is_captured = 0 < count <= self.sizes[-1] and not batch.extend_lens
+        if not is_captured or batch.forced_routes is not None or batch.states is not None:
+            return None
+        self._renew(with_routes)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        step = self._captured.get(size) or self._capture(size, with_routes)
+        self._buffers.fill(batch)
+        step.attention.plan(step.batch)
+        step.forward()
+        self._replayed = step, count
+        outputs = self._buffers.outputs
+        return _owned(outputs.hidden, count), _owned(outputs.routes, count) if with_routes else None
+
+    def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
+        """As `Sampler.sample`, for the step that `forward` was called for last.
+
+        None: that one was not replayed, or its rows ask for more than is captured.
+        """
+        if self._replayed is None:
+            return None
+        step, count = self._replayed
+        if step.sample is None or not self._takes(info):
+            return None
+        self._buffers.fill_positions(positions_N)
+        step.sample()
+        outputs = self._buffers.outputs
+        logprobs = _owned(outputs.logprobs, count).masked_fill_(~info.wants_logprob, torch.nan)
+        return SampledTokens.plain(_owned(outputs.token_ids, count), logprobs)
+
+    def _takes(self, info: SamplingBatchInfo) -> bool:
+        """Whether its rows are plain; they are in the buffers then."""
+        if self._plain_of is not info:
+            rows = self._sampler.plain_rows(info, self._buffers.outputs.hidden.device)
+            if rows is None:
+                return False
+            self._buffers.fill_plain(rows)
+            self._plain_of = info
+        return True
+
+    def _renew(self, with_routes: bool) -> None:
+        """Drop the recordings if they hold for something else than is there now.  Looked up once for each epoch."""
+        epoch, placement = self._state.epoch, self._state.placement
+        if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
+            return
+        self._seen = epoch, placement.epoch, with_routes
+        holds_for = with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights)
+        if holds_for != self._holds_for:
+            self._captured.clear()
+            self._pool = self._new_pool()
+            self._holds_for = holds_for
+
+    def _capture(self, size: int, with_routes: bool) -> _Captured:
+        attention = self._attention.for_graph(size)
+        assert attention is not None, "build asks before it makes a GraphRunner"
+        buffers, outputs, model = self._buffers, self._buffers.outputs, self._state.model
+        buffers.clear()
+        batch = buffers.batch(size)
+        attention.plan(batch)
+        hooks = [self._capturer.record] if with_routes else []
+        context = ForwardContext(batch, attention, hooks)
+        rows, positions = buffers.plain_rows(size)
+
+        def forward() -> None:
+            self._capturer.begin_step_in(outputs.routes[:size])
+            outputs.hidden[:size].copy_(model(batch, context))
+            if with_routes:
+                self._capturer.finish_step()
+
+        def sample() -> None:
+            logits = model.compute_logits(outputs.hidden[:size])
+            token_ids, logprobs = self._sampler.sample_plain(logits, rows, positions)
+            outputs.token_ids[:size].copy_(token_ids)
+            outputs.logprobs[:size].copy_(logprobs)
+
+        play_forward = self._pool.capture(forward)
+        play_sample = self._pool.capture(sample) if self._samples else None
+        step = self._captured[size] = _Captured(batch, attention, play_forward, play_sample)
+        return step
+
+
+def graph_batch_sizes(most: int) -> list[int]:
+    """The numbers of requests for which a step is captured, ascending, up to `most` and with it.
+
+    Close together where a padding row is a large share of a step.
+    """
+    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def _owned(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first rows: the next replay overwrites the buffer, perhaps before this step is finished."""
+    return buffer[:count].clone()
+
+
+def _one_row(state: ModelState) -> SamplingBatchInfo:
+    row = SamplingRow(SamplingParams(temperature=0.0), 0, (), (), [])
+    return SamplingBatchInfo([row], state.model.config.vocab_size)

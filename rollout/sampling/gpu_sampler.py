@@ -1,0 +1,50 @@
+"""`Sampler` on CUDA: Triton kernels for batches of plain rows, plain torch for the others.
+
+A plain row (`PlainRows`) gets the token and the log-probability that the CPU samplers would give it, up to rounding,
+and the same bits in every batch of such rows.  In a batch with a row that is not plain all rows are sampled by
+`TorchSampler`.  There the host waits for the device where a row
+
+    has top-p or min-p, and top-k none or above 1024   whether a partial sort is enough
+    has bias, penalties, a minimum length or chosen ids   they are copied to the device
+    wants its mask                                      the number of kept tokens
+
+Not run on a GPU; interpreted on a CPU by tests.
+
+Shapes: as in `base`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.kernels.gpu.sample import sample_rows
+from rollout.sampling.base import PlainRows, SampledTokens
+from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.torch_sampler import TorchSampler
+
+
+class GpuSampler(TorchSampler):
+    """For bfloat16, float16 and float32 logits.  Not batch invariant: rows that are not plain are torch's."""
+
+    def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
+        rows = self.plain_rows(info, logits_NV.device)
+        if rows is None:
+            return super().sample(logits_NV, info, positions_N)
+        positions_N = positions_N.to(logits_NV.device, non_blocking=True)
+        token_ids, logprobs = self.sample_plain(logits_NV, rows, positions_N)
+        nothing = logprobs.new_empty(0)
+        return SampledTokens(
+            token_ids,
+            logprobs.masked_fill_(~info.wants_logprob, torch.nan),
+            top_ids=token_ids.new_empty(len(token_ids), 0),
+            top_logprobs=logprobs.new_empty(len(token_ids), 0),
+            chosen_logprobs=nothing,
+            kept_counts=torch.zeros(len(token_ids), dtype=torch.int64),
+            kept_ids=torch.empty(0, dtype=torch.int32),
+            kept_logprobs=nothing,
+        )
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample_rows(logits_NV, *rows, positions_N)

@@ -1,0 +1,40 @@
+"""Compares the stand-in's signatures with those of an installed flashinfer: names, kinds and defaults of parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tests.flashinfer_stand_in import stand_in
+
+# Where the package hides what `plan` takes behind **kwargs, the method that names them is compared, too.
+METHODS = {
+    "BatchDecodeWithPagedKVCacheWrapper": ("__init__", "plan", "_plan_impl", "run", "reset_workspace_buffer"),
+    "BatchPrefillWithPagedKVCacheWrapper": ("__init__", "plan", "run", "reset_workspace_buffer"),
+    "BatchMLAPagedAttentionWrapper": ("__init__", "plan", "run"),
+}
+
+
+def differences(library: Any) -> list[str]:
+    """A line for every method whose signature is not that of the stand-in; empty where all are the same.
+
+    `library`: what `import flashinfer` gives; nothing of it is called.
+    """
+    ours = stand_in()
+    found = []
+    for class_name, methods in METHODS.items():
+        for method in methods:
+            pair = (getattr(getattr(x, class_name), method) for x in (ours, library))
+            found += _differences(f"{class_name}.{method}", *map(_parameters, pair))
+    pair = (x.mla.MLAPlanMetadata.csr for x in (ours, library))
+    return found + _differences("MLAPlanMetadata.csr", *map(_parameters, pair))
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, str(p.kind), p.default) for p in parameters if p.name not in ("self", "cls")]
+
+
+def _differences(name: str, ours: list[tuple[str, str, Any]], theirs: list[tuple[str, str, Any]]) -> list[str]:
+    return [] if ours == theirs else [f"{name}: the stand-in has {ours}, the package {theirs}"]

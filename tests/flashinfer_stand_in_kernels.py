@@ -1,0 +1,61 @@
+"""What the stand-in's kernels compute, from what lies on the device when they run.
+
+plan in the int workspace, int32    | n | query rows of each of n sequences | KV read of each |
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def write_plan(pinned: torch.Tensor, qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> None:
+    """Into page-locked memory, a uint8 tensor."""
+    numbers = torch.cat([torch.tensor([len(kv_lens)]), qo_indptr[1:] - qo_indptr[:-1], kv_lens]).to(torch.int32)
+    pinned.view(torch.int32)[: len(numbers)].copy_(numbers)
+
+
+def read_plan(workspace: torch.Tensor) -> list[tuple[int, int]]:
+    """Query rows and KV of each sequence."""
+    count, *numbers = workspace.view(torch.int32).tolist()
+    return list(zip(numbers[:count], numbers[count : 2 * count]))
+
+
+def attend_paged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lens: list[tuple[int, int]],
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """q [T, H, hd]; k, v [pages, page size, kv heads, size].  Rows that no sequence has are left NaN."""
+    out.fill_(math.nan)
+    group, size = q.shape[1] // k.shape[2], k.shape[1]
+    row = 0
+    for number, (rows, length) in enumerate(lens):
+        begin, end = indptr[number : number + 2].tolist()
+        pages = indices[begin:end].long()
+        keys, values = (x[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (k, v))
+        length = min(length, size * len(pages))
+        queries = q[row : row + rows].double()
+        scores = torch.einsum("ihd,jhd->hij", queries, keys) * scale
+        ago = (torch.arange(len(queries)) + length - rows)[:, None] - torch.arange(length)
+        masked = torch.zeros_like(ago, dtype=torch.bool)
+        if causal:
+            masked |= ago < 0
+        if window_left >= 0:
+            masked |= ago > window_left
+        scores = scores.masked_fill(masked, -math.inf)
+        values = values.masked_fill(masked.all(0)[:, None, None], 0)  # what nothing reads may be NaN
+        out[row : row + rows] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values).to(out.dtype)
+        if lse is not None:
+            lse[row : row + rows] = (scores.logsumexp(-1).T / math.log(2)).float()
+        row += rows

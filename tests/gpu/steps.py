@@ -1,0 +1,37 @@
+"""The steps of `make test-gpu`: a file of tests each, in a process of its own, with a time that it may take.
+
+The longest runs that a lent machine allows are ten minutes, so the times sum to less than eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LIMIT_S = 480
+NOT_RUN = "NOT RUN: "
+"""How the reason of a test begins that cannot run on this machine; a skip without it counts as a failure."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """`file` under tests/gpu; `workers`: processes of pytest-xdist, where it is installed (kernels compile in each)."""
+
+    name: str
+    file: str
+    budget_s: int
+    workers: int = 1
+
+
+STEPS = (
+    Step("machine", "test_machine.py", 20),
+    Step("kernels", "test_kernels.py", 60, workers=4),
+    Step("parity", "test_parity.py", 80, workers=4),
+    Step("attention", "test_attention.py", 30),
+    Step("sampling", "test_sampling.py", 20),
+    Step("graphs", "test_graphs.py", 50),
+    Step("loops", "test_loops.py", 50),
+    Step("refresh", "test_refresh.py", 60),
+    Step("processes", "test_processes.py", 55),
+    Step("memory", "test_memory.py", 30),
+    Step("ranks", "test_ranks.py", 25),
+)

@@ -1,0 +1,163 @@
+"""A refresh of an engine on the device: whole or nothing, in place, under captured graphs and while requests run.
+
+Tensors are handed in where a transport would deliver them, from memory of the host or of the device; everything after
+that is the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.core.io_struct import GetStateReqInput
+from rollout.core.weight_io_struct import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    WeightsCheckerReqInput,
+)
+from rollout.model_executor.memory_saver import weight_tensors
+from tests.gpu.engines import checkpoint, engine
+from tests.local_refresh import deliver, refresh
+from tests.model_zoo import logical_tensors
+from tests.scheduler_harness import Harness
+from weight_sync.errors import WeightSyncError
+from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.tensor_meta import TensorMeta
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8]]
+PARAMS = {"max_new_tokens": 12}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> list[Path]:
+    base = tmp_path_factory.mktemp("models")
+    return [checkpoint(base / f"v{seed}", device, seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(params=["from the host", "from the device"])
+def new(request: pytest.FixtureRequest, folders: list[Path], device: torch.device) -> Tensors:
+    where = "cpu" if request.param == "from the host" else device
+    return {name: tensor.to(where) for name, tensor in logical_tensors(folders[1]).items()}
+
+
+def started(folders: list[Path], device: torch.device, version: int = 0, **settings: Any) -> Harness:
+    return engine(folders[version], device, weight_version=f"v{version + 1}", **settings)
+
+
+def said(harness: Harness) -> list[tuple[list[int], list[float], bytes]]:
+    """Tokens, log-probabilities and rows of experts, without what the prefix cache holds."""
+    results = harness.generate(PROMPTS, PARAMS, extra_key=f"k{harness._count}")
+    return [(one.token_ids, one.logprobs, one.routes.tobytes()) for one in results]
+
+
+def digest_of(tensors: Tensors) -> str:
+    return digest((TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t.cpu())) for n, t in tensors.items())
+
+
+def addresses(harness: Harness) -> list[int]:
+    return [tensor.data_ptr() for tensor in weight_tensors(harness.scheduler.runner.state.model)]
+
+
+@pytest.mark.parametrize("staging", ["host", "device", "journal", "in_place"])
+def test_a_refresh_is_a_fresh_start_with_the_new_weights(
+    staging: str, folders: list[Path], new: Tensors, device: torch.device, facts: dict[str, Any]
+) -> None:
+    """Bit for bit, at the same addresses, with what was captured before."""
+    harness = started(folders, device, weight_staging=staging)
+    old_words, old_addresses = said(harness), addresses(harness)
+    answer = refresh(harness, new, "v2")
+    assert answer.success, answer.message
+    facts["stall, ms"] = 1e3 * (answer.data.get("stall_seconds") or 0.0)
+    assert harness.control(WeightsCheckerReqInput).data["digest"] == digest_of(new)
+    assert addresses(harness) == old_addresses
+    new_words = said(harness)
+    assert new_words != old_words and new_words == said(started(folders, device, version=1))
+    harness.check_idle()
+
+
+FAULTS = ("nan", "shape", "missing", "unknown", "fingerprint")
+
+
+def spoiled(new: Tensors, fault: str) -> Tensors:
+    name = sorted(new)[3]
+    if fault == "nan":
+        return new | {name: torch.full_like(new[name], float("nan"))}
+    if fault == "shape":
+        return new | {name: new[name].repeat_interleave(2, -1)}
+    if fault == "missing":
+        return {key: tensor for key, tensor in new.items() if key != name}
+    if fault == "unknown":
+        return new | {"model.layers.9.nothing": new[name]}
+    return new | {name: new[name] + 1e-3}
+
+
+def manifest(tensors: Tensors) -> list[dict[str, Any]]:
+    return [
+        {"name": n, "dtype": str(t.dtype), "shape": list(t.shape), "fingerprint": fingerprint_hex(fingerprint(t.cpu()))}
+        for n, t in tensors.items()
+    ]
+
+
+@pytest.mark.parametrize("staging", ["host", "device", "journal"])
+def test_a_refused_refresh_changes_no_bit(
+    staging: str, folders: list[Path], new: Tensors, device: torch.device
+) -> None:
+    harness = started(folders, device, weight_staging=staging)
+    before = said(harness)
+    for fault in FAULTS:
+        stated = {"manifest": manifest(new)} if fault == "fingerprint" else {}
+        begun = harness.control(BeginWeightUpdateReqInput, weight_version="v2", **stated)
+        assert begun.success, begun.message
+        with contextlib.suppress(WeightSyncError):
+            deliver(harness, spoiled(new, fault))
+        assert not harness.control(EndWeightUpdateReqInput).success, fault
+        harness.control(AbortWeightUpdateReqInput)
+        assert harness.control(GetStateReqInput).data["weight_version"] == "v1"
+        assert said(harness) == before, fault
+    assert refresh(harness, new, "v2").success, "what was refused spoils nothing"
+    assert said(harness) == said(started(folders, device, version=1))
+
+
+def test_running_requests_say_which_weights_made_each_token(
+    folders: list[Path], new: Tensors, device: torch.device
+) -> None:
+    """The tokens before the commit are those of an engine that is never refreshed."""
+    harness, undisturbed = started(folders, device), started(folders, device)
+    params = {"max_new_tokens": 80}
+    rids = [harness.submit(prompt, params=params) for prompt in PROMPTS]
+    for _ in range(10):
+        harness.tick()
+    assert refresh(harness, new, "v2").success
+    harness.run()
+    for rid, want in zip(rids, undisturbed.generate(PROMPTS, params), strict=True):
+        result = harness.results[rid]
+        (first, start, changed), (second, again, end) = result.versions
+        assert (first, start, second, end) == ("v1", 0, "v2", 80) and changed == again
+        assert 0 < changed < 80
+        assert result.token_ids[:changed] == want.token_ids[:changed]
+        assert result.logprobs[:changed] == want.logprobs[:changed]
+        assert result.logprobs[changed:] != want.logprobs[changed:]
+    harness.check_idle()
+
+
+def test_many_refreshes_one_after_another_leave_no_memory_behind(
+    folders: list[Path], device: torch.device, facts: dict[str, Any]
+) -> None:
+    harness = started(folders, device, weight_staging="device")
+    versions = [
+        {name: tensor.to(device) for name, tensor in logical_tensors(folder).items()} for folder in folders[::-1]
+    ]
+    taken = []
+    for turn in range(8):
+        assert refresh(harness, versions[turn % 2], f"turn {turn}").success
+        said(harness)
+        taken.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+    facts["bytes after each"] = taken
+    assert taken[-1] <= taken[2], "memory grows with every refresh"
+    assert said(harness) == said(started(folders, device))

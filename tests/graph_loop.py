@@ -1,0 +1,72 @@
+"""Engines on the CPU whose decode steps are captured: the real `GraphRunner` over `StandInGraphPool`.
+
+The sampler is the compiled one, with its plain rows as an operator's call, so that log-probabilities and tokens come
+out of the recording too.  The sizes are few, and end at 24: larger steps run as they would without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rollout.attention.native_cpu import _CapturedCpuBackend
+from rollout.core.sampling_params import SamplingParams
+from rollout.engine import build, build_graphs
+from rollout.sampling.base import Sampler
+from rollout.sampling.batch_info import ROW_SETTINGS, PlainRows, SamplingBatchInfo, SamplingRow
+from rollout.sampling.native_sampler import NativeSampler
+from tests.graph_stand_in import StandInGraphPool, forbid_in_capture
+
+SIZES = [1, 2, 4, 8, 24]
+
+
+class PlainNativeSampler(NativeSampler):
+    """`plain_rows` and `sample_plain` by the operator that `sample` calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        row = SamplingRow(SamplingParams(), 0, (), (), [])
+        self._table_1S = torch.frombuffer(bytearray(row.settings), dtype=torch.int64)[None]
+        none = torch.empty(0, dtype=torch.int64)
+        self._rest = (none, none, torch.empty(0), none, none, 0)
+
+    def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
+        return info.plain_rows
+
+    def sample_plain(
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table_NS = self._table_1S.expand(len(logits_NV), -1).clone()
+        columns = {
+            "seed": rows.seeds,
+            "temperature": rows.temperatures.double().view(torch.int64),
+            "is_greedy": rows.greedy.long(),
+        }
+        for name, values in columns.items():
+            table_NS[:, ROW_SETTINGS.names.index(name)] = values
+        token_ids, logprobs, *_ = self._sample_rows(logits_NV, positions_N, table_NS, *self._rest)
+        return token_ids, logprobs
+
+
+def _select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Sampler:
+    usual = _usual_sampler(dtype, device, kernels_available)
+    return PlainNativeSampler() if type(usual) is NativeSampler else usual
+
+
+_usual_sampler = build.select_sampler
+
+
+@contextmanager
+def captured_engines(sizes: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Engines that are built inside replay their decode steps, where their parts can be captured."""
+    chosen = sizes or SIZES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_graphs, "graph_pools", lambda device: StandInGraphPool)
+        patch.setattr(build_graphs, "graph_batch_sizes", lambda most: [x for x in chosen if x < most] + [most])
+        patch.setattr(build_graphs, "DEFAULT_MAX_BS", chosen[-1])
+        patch.setattr(build, "select_sampler", _select_sampler)
+        patch.setattr(_CapturedCpuBackend, "plan", forbid_in_capture(_CapturedCpuBackend.plan))
+        yield patch

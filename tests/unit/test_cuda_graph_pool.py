@@ -1,0 +1,58 @@
+"""How `CudaGraphPool` calls torch: against a stand-in for `torch.cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout.model_executor import cuda_graph
+from rollout.model_executor.cuda_graph import CudaGraphPool, graph_pools
+from tests.cuda_graph_stand_in import CudaStandIn, GraphStandIn, Stream
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStandIn:
+    stand_in = CudaStandIn()
+    for name in ("graph_pool_handle", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(stand_in, name))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphStandIn)
+    return stand_in
+
+
+def captured(cuda: CudaStandIn) -> list[Callable[[], None]]:
+    pool = CudaGraphPool(DEVICE)
+    return [pool.capture(cuda.launch) for _ in range(3)]
+
+
+def test_graphs_of_a_pool(cuda: CudaStandIn) -> None:
+    replays = captured(cuda)
+    assert [graph.launches for graph in cuda.graphs] == [1, 1, 1], "a capture records one run"
+    assert {graph.pool for graph in cuda.graphs} == {(0, 1)} and cuda.handles == 1
+    replays[1]()
+    assert [graph.replays for graph in cuda.graphs] == [0, 1, 0]
+    CudaGraphPool(DEVICE)
+    assert cuda.handles == 2, "another pool has other memory"
+
+
+def test_only_cuda_devices_have_pools(cuda: CudaStandIn) -> None:
+    assert graph_pools(torch.device("cpu")) is None
+    make = graph_pools(DEVICE)
+    assert make is not None and isinstance(make(), CudaGraphPool)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("wrong", ["does not wait before", "does not wait after", "no warm-up"])
+def test_a_wrong_order_is_noticed(cuda: CudaStandIn, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    wait = Stream.wait_stream
+    if wrong == "no warm-up":
+        monkeypatch.setattr(cuda_graph, "_WARM_UPS", 0)
+    else:
+        skipped = (lambda self: self is not cuda.default) if "before" in wrong else (lambda self: self is cuda.default)
+        monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None if skipped(self) else wait(self, other))
+    with pytest.raises(AssertionError):
+        captured(cuda)

@@ -1,0 +1,406 @@
+"""Captured steps on the CPU: the real graph runner over a stand-in for CUDA graphs.
+
+Float32 on the compiled operators, where a row has the same bits in every batch: padded or not, replayed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.load_dump import LoadDump
+from rollout.attention.native_cpu import _CapturedCpuBackend
+from rollout.core.errors import StartupError
+from rollout.core.expert_io_struct import (
+    DumpExpertDistributionReqInput,
+    StartExpertDistributionReqInput,
+    StopExpertDistributionReqInput,
+)
+from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.engine import build
+from rollout.kernels.ops import plain_ops
+from rollout.layers.moe.experts import Experts
+from rollout.model_executor import graph_runner
+from rollout.model_executor.graph_buffers import GraphBuffers
+from rollout.model_executor.graph_runner import GraphRunner, graph_batch_sizes
+from rollout.scheduler.window_pages import WindowPages
+from tests.family_zoo import family_checkpoint
+from tests.graph_loop import captured_engines
+from tests.graph_stand_in import StandInGraphPool
+from tests.kernels import native_ops
+from tests.late_loop import overlap
+from tests.local_refresh import refresh
+from tests.model_zoo import logical_tensors, tiny_checkpoint
+from tests.scheduler_harness import Harness
+
+SMALL = {"max_total_tokens": 72, "chunked_prefill_size": 8, "max_running_requests": 7, "weight_version": "v0"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    torch.set_num_threads(1)
+    native_ops()
+    base = tmp_path_factory.mktemp("models")
+    return [tiny_checkpoint(base / str(seed), "moe_dense_first", seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def graphs() -> Iterator[pytest.MonkeyPatch]:
+    with captured_engines() as patch:
+        StandInGraphPool.reset_counts()
+        yield patch
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(1, 250, (length,), generator=generator).tolist()
+
+
+def asks() -> Iterator[tuple[list[int], dict[str, Any], dict[str, Any]]]:
+    """Greedy and random ones of many lengths; some that ask for more than is captured."""
+    for index in range(12):
+        params: dict[str, Any] = {"max_new_tokens": 5 + 7 * index % 19}
+        if index % 2:
+            params |= {"temperature": 0.7 + 0.1 * index, "sampling_seed": index}
+        if index == 9:
+            params |= {"top_k": 5}
+        yield prompt_of(index, 2 + 3 * index % 8), params, {"top_logprobs_num": 2} if index == 4 else {}
+
+
+def play(harness: Harness, prefix: str = "") -> list[tuple]:
+    rids = [
+        harness.submit(prompt, rid=f"{prefix}{number}", params=params, **fields)
+        for number, (prompt, params, fields) in enumerate(asks())
+    ]
+    harness.run()
+    harness.check_idle()
+    results = [harness.results[rid] for rid in rids]
+    return [(x.token_ids, x.logprobs, x.top, x.routes.tolist(), x.versions) for x in results]
+
+
+def runner_of(harness: Harness) -> GraphRunner:
+    graphs = harness.scheduler.runner.graphs
+    assert graphs is not None
+    return graphs
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sequential", "late"])
+def test_replays_give_what_steps_in_python_give(folders: list[Path], graphs: Any, in_flight: bool) -> None:
+    """Tokens, log-probabilities, routes, to the bit: with padding, and while the next step is in flight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "capture_all", lambda *args: None)
+        expected = play(Harness(folders[0], **SMALL))
+    if in_flight:
+        overlap(graphs)
+    harness = Harness(folders[0], **SMALL)
+    assert runner_of(harness).sizes == [1, 2, 4, 7]
+    captured = StandInGraphPool.num_captures
+    assert captured == 8, "forward and sampling, for each size"
+    assert play(harness) == expected
+    assert StandInGraphPool.num_replays > 30
+    assert StandInGraphPool.num_captures == captured
+
+
+def test_a_replay_records_this_steps_routes(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    """Regression of a known fault elsewhere: rows of routes that the step before left in the captured buffer."""
+    harness = Harness(folders[0], **SMALL)
+    store, seen = harness.scheduler.runner.route_store, []
+    assert store is not None
+    write = store.write
+    graphs.setattr(store, "write", lambda slots, rows: (seen.append(rows.clone()), write(slots, rows)))
+    harness.generate([prompt_of(1, 5)], {"max_new_tokens": 12})
+    decodes = [rows for rows in seen if len(rows) == 1]
+    assert len(decodes) >= 10 and any(not torch.equal(one, two) for one, two in pairwise(decodes))
+    whole = Harness(folders[0], **SMALL | {"disable_cuda_graph": True})
+    again = whole.generate([prompt_of(1, 5)], {"max_new_tokens": 12})[0]
+    assert harness.results["r1"].routes.tolist() == again.routes.tolist()
+
+
+def test_padding_touches_nothing_of_anybody(folders: list[Path], graphs: Any) -> None:
+    """Three requests in a step of four: KV goes to their slots and to the padding slot, rows to their slots alone."""
+    harness = Harness(folders[0], **SMALL)
+    pool, store = harness.scheduler.runner.kv_pool, harness.scheduler.runner.route_store
+    assert store is not None
+    for tensor in (*pool.k, *pool.v):
+        tensor.fill_(torch.nan)
+    pool._epoch[:] = -1
+    results = harness.generate([prompt_of(index, 4) for index in range(3)], {"max_new_tokens": 9})
+    used = 3 * (4 + 8)
+    written = [~tensor.isnan().any(-1).any(-1) for tensor in pool.k]
+    for slots in written:
+        assert slots[pool.padding_slot] and int(slots.sum()) == used + 1
+    assert int((pool._epoch >= 0).sum()) == used == int(store._written.sum())
+    assert len(store._written) == len(pool._epoch) == pool.padding_slot
+    assert all(torch.tensor(result.logprobs).isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize("captures_routes", [True, False], ids=["captured", "from then on"])
+def test_expert_loads_count_no_padding(folders: list[Path], graphs: Any, captures_routes: bool) -> None:
+    """Also where nobody wanted routes at the start: the steps are captured anew with them, once."""
+    settings = SMALL | {"enable_return_routed_experts": captures_routes}
+
+    def counts(**more: Any) -> Any:
+        harness = Harness(folders[0], **settings | more)
+        assert harness.control(StartExpertDistributionReqInput, mode="stat").success
+        harness.generate([prompt_of(index, 4) for index in range(3)], {"max_new_tokens": 9})
+        answer = harness.control(DumpExpertDistributionReqInput)
+        assert harness.control(StopExpertDistributionReqInput).success
+        harness.generate([prompt_of(index, 4) for index in range(3)], {"max_new_tokens": 9})
+        return {name: counts.tolist() for name, counts in LoadDump.from_message(answer.data["dump"]).tensors.items()}
+
+    assert counts() == counts(disable_cuda_graph=True)
+    assert StandInGraphPool.num_replays
+
+
+@pytest.mark.parametrize("staging", ["host", "device", "journal", "in_place"])
+def test_a_refresh_is_seen_without_a_new_capture(
+    folders: list[Path], graphs: Any, tmp_path: Path, staging: str
+) -> None:
+    journal = {"weight_journal_dir": str(tmp_path)} if staging == "journal" else {}
+    settings = SMALL | {"weight_staging": staging} | journal
+    expected = [Harness(folder, **settings | {"disable_cuda_graph": True}) for folder in folders]
+    harness = Harness(folders[0], **settings)
+    captured = StandInGraphPool.num_captures
+    prompts = [prompt_of(index, 4) for index in range(3)]
+    for version, fresh in enumerate(expected):
+        if version:
+            answer = refresh(harness, logical_tensors(folders[1]), "v1")
+            assert answer.success, answer.message
+        found = harness.generate(prompts, {"max_new_tokens": 9})
+        wanted = fresh.generate(prompts, {"max_new_tokens": 9})
+        assert [(x.token_ids, x.logprobs) for x in found] == [(x.token_ids, x.logprobs) for x in wanted]
+        assert [x.routes.tolist() for x in found] == [x.routes.tolist() for x in wanted]
+        assert found[0].versions == [(f"v{version}", 0, 9)]
+    assert StandInGraphPool.num_captures == captured
+
+
+def test_windows_with_pages_of_their_own(graphs: Any, tmp_path: Path) -> None:
+    """Requests that pass from page to page; padding writes to the last slot of either pool."""
+    folder = family_checkpoint(tmp_path / "model", "gpt_oss", 3, max_position_embeddings=512)
+    settings = SMALL | {"max_total_tokens": 1200, "chunked_prefill_size": 64}
+    answers, prompts = [], [prompt_of(index, 100 + 9 * index) for index in range(3)]
+    for more in ({"disable_cuda_graph": True}, {}):
+        harness = Harness(folder, **settings | more)
+        assert isinstance(harness.scheduler.cache.states, WindowPages)
+        pool = harness.scheduler.runner.kv_pool
+        assert {len(k) for k in pool.k} == {pool.padding_slot + 1, pool.window_padding_slot + 1}
+        answers.append([(x.token_ids, x.logprobs) for x in harness.generate(prompts, {"max_new_tokens": 60})])
+        harness.check_idle()
+    assert answers[0] == answers[1]
+    assert StandInGraphPool.num_replays > 100
+
+
+def moved(harness: Harness, map_row: list[int]) -> None:
+    """Put the experts where the map says, weights and tables."""
+    state = harness.scheduler.runner.state
+    placement, experts = (
+        state.placement,
+        [layer for _, layer in state.model.named_layers() if isinstance(layer, Experts)],
+    )
+    old = placement.metadata.physical_to_logical_map
+    new = torch.tensor(map_row).expand_as(old).clone()
+    with state.mutate("test"):
+        for layer, layer_experts in enumerate(experts):
+            order = torch.stack([(old[layer] == expert).nonzero()[0, 0] for expert in new[layer]])
+            for tensor in layer_experts.slot_tensors():
+                tensor.copy_(tensor[order])
+        placement.adopt(ExpertLocationMetadata(new, placement.num_logical_experts))
+        state.publish_placement()
+
+
+def test_a_placement_changes_under_the_recordings(folders: list[Path], graphs: Any) -> None:
+    """Captured anew where its calls change, from experts that lie in order to ones that do not; else in place."""
+    harness = Harness(folders[0], **SMALL)
+    expected = play(harness)
+    num_experts = harness.scheduler.runner.state.placement.num_logical_experts
+    captures = []
+    for turn, shift in enumerate((3, 5, 0)):
+        moved(harness, [(expert + shift) % num_experts for expert in range(num_experts)])
+        before = StandInGraphPool.num_captures
+        assert play(harness, f"{turn}-") == expected
+        captures.append(StandInGraphPool.num_captures - before)
+    assert captures[0] > 0 and captures[1] == 0 and captures[2] > 0
+
+
+def test_a_weight_that_moved_is_noticed(folders: list[Path], graphs: Any) -> None:
+    """Against the promise that addresses stay: the steps are captured anew."""
+    harness = Harness(folders[0], **SMALL)
+    captured = StandInGraphPool.num_captures
+    expected = play(harness)
+    move_a_weight(harness)
+    assert play(harness, "again") == expected
+    assert StandInGraphPool.num_captures > captured
+
+
+def move_a_weight(harness: Harness) -> None:
+    """To another address, its old memory overwritten, at a commit."""
+    state = harness.scheduler.runner.state
+    head = state.model.lm_head.weight
+    old = torch.empty(0, dtype=head.dtype).set_(head)
+    head.set_(head.clone())
+    old.zero_()
+    with state.mutate("test"):
+        state.relabel(state.epoch.weight_version)
+
+
+def test_released_memory_comes_back_under_the_recordings(folders: list[Path], graphs: Any) -> None:
+    harness = Harness(folders[0], **SMALL, enable_memory_saver=True, enable_weights_cpu_backup=True)
+    captured = StandInGraphPool.num_captures
+    expected = play(harness)
+    assert harness.control(ReleaseMemoryOccupationReqInput).success
+    table = harness.scheduler.cache.pool.table
+    assert int(table[-1, 0]) == 0
+    assert harness.control(ResumeMemoryOccupationReqInput).success
+    assert int(table[-1, 0]) == harness.scheduler.runner.kv_pool.padding_slot
+    assert play(harness, "again") == expected
+    assert StandInGraphPool.num_captures == captured
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("qwen3_moe", {"disable_native_kernels": True}, "plain torch"),
+        ("qwen3_moe", {"attention_backend": "torch_native"}, "TorchNativeBackend cannot be captured"),
+        ("qwen3_next", {}, "recurrent layers"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(
+    tmp_path: Path, graphs: Any, capsys: pytest.CaptureFixture[str], family: str, settings: dict, reason: str
+) -> None:
+    harness = Harness(family_checkpoint(tmp_path / "model", family, 1), **SMALL, **settings)
+    assert harness.scheduler.runner.graphs is None
+    said = capsys.readouterr().err
+    assert "steps are not captured, decoding is slower: " in said and reason in said
+
+
+def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    """Wrong: operators that look at the routes on the host say that they can be captured."""
+    graphs.setattr(build, "select_ops", lambda *args: replace(plain_ops(), graph_safe=True))
+    with pytest.raises(StartupError, match=r"^capturing steps failed: .* give a smaller --cuda-graph-max-bs, or --dis"):
+        Harness(folders[0], **SMALL)
+
+
+def test_a_cpu_captures_nothing(folders: list[Path]) -> None:
+    assert Harness(folders[0], **SMALL).scheduler.runner.graphs is None
+
+
+def test_batch_sizes() -> None:
+    assert graph_batch_sizes(1) == [1]
+    assert graph_batch_sizes(3) == [1, 2, 3]
+    assert graph_batch_sizes(24) == [1, 2, 4, 8, 12, 16, 24]
+    sizes = graph_batch_sizes(600)
+    assert sizes == sorted(set(sizes)) and sizes[-3:] == [544, 576, 600] and 256 in sizes
+
+
+# --- wrong runners ----------------------------------------------------------------------------------------------------
+
+
+def stale_routes(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: a capture writes routes into a buffer that a replay does not read."""
+    begin = RoutedExpertsCapturer.begin_step_in
+    patch.setattr(RoutedExpertsCapturer, "begin_step_in", lambda self, rows: begin(self, torch.empty_like(rows)))
+
+
+def padding_not_filled(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: rows beyond the step's keep what an earlier, larger step had there."""
+    patch.setattr(GraphBuffers, "_pad", lambda self, first: setattr(self, "_num_real", first))
+
+
+def outputs_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: what leaves the runner is overwritten by the next replay."""
+    patch.setattr(graph_runner, "_owned", lambda buffer, count: buffer[:count])
+
+
+def too_small_a_graph(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: the next smaller size is taken."""
+    bisect = graph_runner.bisect_left
+    patch.setattr(graph_runner, "bisect_left", lambda sizes, count: max(bisect(sizes, count) - 1, 0))
+
+
+def planned_once(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: attention is planned before the capture alone."""
+    plan = _CapturedCpuBackend.plan
+
+    def first(self: _CapturedCpuBackend, batch: Any) -> None:
+        if not vars(self).setdefault("_was_planned", False):
+            self._was_planned = True  # type: ignore[attr-defined]
+            plan(self, batch)
+
+    patch.setattr(_CapturedCpuBackend, "plan", first)
+
+
+def inputs_replaced(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: the step's tensors take the place of the buffers."""
+    fill = GraphBuffers.fill
+
+    def replaced(self: GraphBuffers, batch: Any) -> None:
+        kept = self._input_ids
+        self._input_ids = kept.clone()
+        fill(self, batch)
+
+    patch.setattr(GraphBuffers, "fill", replaced)
+
+
+def settings_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: rows sample with the temperatures and seeds of those that came first."""
+    takes = GraphRunner._takes
+
+    def taken(self: GraphRunner, info: Any) -> bool:
+        known = self._plain_of is not None
+        return takes(self, info) if not known else self._sampler.plain_rows(info, "cpu") is not None
+
+    patch.setattr(GraphRunner, "_takes", taken)
+
+
+def positions_of_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """Wrong: every token is drawn by the number of the first position."""
+    patch.setattr(GraphBuffers, "fill_positions", lambda self, positions: None)
+
+
+WRONG = [
+    stale_routes,
+    padding_not_filled,
+    outputs_not_copied,
+    too_small_a_graph,
+    planned_once,
+    inputs_replaced,
+    settings_of_others,
+    positions_of_the_capture,
+]
+
+
+def is_right(folder: Path, expected: list[tuple]) -> bool:
+    """Without a prefix cache slots of KV are soon another request's."""
+    try:
+        return play(Harness(folder, **SMALL, disable_radix_cache=True)) == expected
+    except (AssertionError, IndexError, KeyError, RuntimeError, ValueError):
+        return False
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_runner_is_noticed(
+    folders: list[Path], graphs: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    expected = play(Harness(folders[0], **SMALL | {"disable_cuda_graph": True}))
+    overlap(graphs)
+    assert is_right(folders[0], expected)
+    wrong(graphs)
+    assert not is_right(folders[0], expected)
+
+
+@pytest.mark.mutant
+def test_addresses_that_nobody_compares_are_noticed(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    harness = Harness(folders[0], **SMALL)
+    expected = play(harness)
+    graphs.setattr(GraphRunner, "_renew", lambda self, with_routes: None)
+    move_a_weight(harness)
+    assert play(harness, "again") != expected

@@ -1,0 +1,105 @@
+"""The largest step runs on models of every kind, and what is read of a device comes to what the KV pool must leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.distributed.parallel import Parallel
+from rollout.engine import warm_up
+from rollout.engine.warm_up import StepSize, activation_bytes, run_largest_step
+from rollout.kernels.ops import plain_ops
+from rollout.mem_cache.kv_pool import kv_bytes_per_token
+from rollout.model_executor.model_runner import ModelRunner
+from rollout.model_executor.model_state import ModelState
+from rollout.sampling.native_sampler import select_sampler
+from tests.model_zoo import load_tiny, tiny_checkpoint, trivial_placement
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelState]:
+    torch.set_num_threads(1)
+    base, found = tmp_path_factory.mktemp("models"), {}
+    for kind in ("moe", "dense"):
+        model = load_tiny(tiny_checkpoint(base / kind, kind), torch.float32, ops=plain_ops())
+        found[kind] = ModelState(model, trivial_placement(model.config), "v")
+    return found
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    common = {"attention": "torch_native", "kernels_available": False, "wants_routes": True}
+    return {"device": torch.device("cpu"), "parallel": Parallel()} | common | changes
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("context_length", [16, 64], ids=["many_sequences", "one_sequence"])
+def test_the_largest_step_has_all_tokens_and_reaches_to_the_longest_context(
+    states: dict[str, ModelState], kind: str, context_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    forward = ModelRunner.forward
+
+    def noted(self: ModelRunner, batch: Any) -> Any:
+        seen.append(
+            (batch.num_tokens, [a + b for a, b in zip(batch.extend_prefix_lens, batch.extend_lens, strict=True)])
+        )
+        assert len(set(batch.out_cache_loc.tolist())) == batch.num_tokens, "every token has a slot of its own"
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    state, sampler = states[kind], select_sampler(torch.float32, torch.device("cpu"), False)
+    size = StepSize(num_tokens=40, num_rows=8, context_length=context_length)
+    pool_bytes = run_largest_step(state, sampler, size, **arguments())
+    num_sequences = -(-40 // context_length)
+    assert seen == [(40, [context_length] * num_sequences)]
+    assert pool_bytes >= 40 * kv_bytes_per_token(state.model.kv_layers, torch.float32)
+    assert state.epoch.weight_epoch == 0
+
+
+def test_a_cpu_is_not_measured(states: dict[str, ModelState]) -> None:
+    sampler = select_sampler(torch.float32, torch.device("cpu"), False)
+    assert activation_bytes(states["moe"], sampler, StepSize(8, 2, 16), **arguments()) == 0
+
+
+class FakeCuda:
+    """The counters of torch's allocator: what is allocated, and the most since the last reset."""
+
+    def __init__(self, weights: int) -> None:
+        self.now, self.peak = weights, 10 * weights
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, function in {
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": self._reset,
+            "memory_allocated": lambda device: self.now,
+            "max_memory_allocated": lambda device: self.peak,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def _reset(self, device: torch.device) -> None:
+        self.peak = self.now
+
+
+@pytest.mark.parametrize("peak", [700, 100], ids=["usual", "nothing_beside_the_pools"])
+def test_the_peak_counts_without_weights_and_pools(peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the peak of loading, nor the weights, nor the small pool."""
+    cuda = FakeCuda(weights=5000)
+    cuda.install(monkeypatch)
+
+    def step(*_: Any, **__: Any) -> int:
+        cuda.peak = max(cuda.peak, cuda.now + peak)
+        return 100
+
+    monkeypatch.setattr(warm_up, "run_largest_step", step)
+    taken = activation_bytes(None, None, StepSize(8, 2, 16), **arguments(device=torch.device("cuda")))  # type: ignore[arg-type]
+    assert taken == peak - 100
+
+
+def test_ranks_agree_on_the_same_number_of_tokens() -> None:
+    parallel = Parallel()
+    batch = warm_up._largest_batch(StepSize(20, 2, 8), torch.device("cpu"), parallel)
+    assert batch.extend_lens == [8, 8, 4] and batch.extend_prefix_lens == [0, 0, 4]
+    assert batch.global_num_tokens is None

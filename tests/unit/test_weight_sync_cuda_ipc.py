@@ -1,0 +1,163 @@
+"""Memory of a colocated trainer by CUDA handle: opened on the right device, and given back exactly once.
+
+torch's part is played on the host: a storage that was opened counts its handle's counter down when it is closed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from weight_sync import cuda_ipc
+from weight_sync.cuda_ipc import CudaStorage, device_index
+from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
+from weight_sync.receivers import tensor as tensor_receiver
+from weight_sync.receivers.tensor import TensorSource
+
+NUM_TENSORS = 3
+NBYTES = 32
+_HEADER_BYTES = 64
+
+
+class Sender:
+    """A process that shared tensors; `counters` are 1 for each handle that it gave out."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_HEADER_BYTES + 8 * 10_000))
+        self.name = f"/{path.name}"
+        self.counters = np.memmap(path, dtype=np.int64, offset=_HEADER_BYTES)
+        self.counters[:NUM_TENSORS] = 1
+        self.memory = torch.arange(NUM_TENSORS * NBYTES, dtype=torch.uint8)
+        self.opened = 0
+        self.fails_at: int | None = None
+
+    def payload(self, device: int | str = 0) -> bytearray:
+        """As torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13."""
+        buffer = io.BytesIO()
+        sender = self
+
+        class Pickler(ForkingPickler):
+            def reducer_override(self, value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return NotImplemented
+                number = int(value)
+                handle = (b"h" * 64, NBYTES, number * NBYTES, False, sender.name.encode(), number, b"e" * 64, True)
+                size = (torch.Size([NBYTES]), (1,), 0)
+                return rebuild_cuda_tensor, (torch.Tensor, *size, torch.UntypedStorage, torch.uint8, device, *handle)
+
+        Pickler(buffer).dump([(f"t{number}", torch.tensor(number)) for number in range(NUM_TENSORS)])
+        return bytearray(buffer.getvalue())
+
+    def rebuild(self, *arguments: Any) -> torch.Tensor:
+        number = arguments[12]
+        if self.fails_at == number:
+            raise RuntimeError("CUDA error: invalid device context")
+        self.opened += 1
+        content = self.memory[number * NBYTES : (number + 1) * NBYTES].view(NBYTES)
+        weakref.finalize(content, self.count_down, arguments[11], number)
+        return content
+
+    def count_down(self, name: bytes, number: int, device: Any = None) -> None:
+        assert name.decode() == self.name
+        self.counters[number] -= 1
+
+    @property
+    def left(self) -> list[int]:
+        return self.counters[:NUM_TENSORS].tolist()
+
+
+@pytest.fixture
+def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
+    path = Path("/dev/shm/torch_77_16_16")
+    made = Sender(path)
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", made.rebuild)
+    monkeypatch.setattr(cuda_ipc, "device_index", lambda device: 0)
+    monkeypatch.setattr(cuda_ipc, "allocation_of", lambda address: (address, 1 << 20))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", made.count_down, raising=False)
+    monkeypatch.setattr(tensor_receiver, "require_cuda", lambda: None)
+    yield made
+    path.unlink()
+
+
+def play(sender: Sender, end: str) -> None:
+    """One call: received whole, refused before, given up after its first part, or failing at a handle."""
+    source = TensorSource(sender.payload(), None)
+    with suppress(WeightSyncError):
+        source.announce(10 if end == "too_large" else 1 << 20)
+        if end == "refused":
+            source.refuse("no")
+        for number, part in enumerate(source.receive() if end not in ("refused", "too_large") else ()):
+            ((name, content),) = part
+            assert content.tolist() == list(range(number * NBYTES, (number + 1) * NBYTES)), name
+            if end == "given_up":
+                break
+        part = content = None
+    source.refuse("the call failed")
+
+
+@pytest.mark.parametrize("end", ["whole", "refused", "too_large", "given_up", "fails"])
+def test_every_handle_is_counted_down_once(sender: Sender, end: str) -> None:
+    sender.fails_at = 1 if end == "fails" else None
+    play(sender, end)
+    assert sender.left == [0] * NUM_TENSORS
+    assert sender.opened == {"whole": 3, "given_up": 1, "fails": 1}.get(end, 0)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(("wrong", "end", "left"), [("never", "refused", [1, 1, 1]), ("always", "whole", [-1, -1, -1])])
+def test_a_wrong_release_is_noticed(
+    sender: Sender, wrong: str, end: str, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = CudaStorage.release
+
+    def other(self: CudaStorage) -> None:
+        if wrong == "always":
+            self._is_counted_down = False
+            release(self)
+
+    monkeypatch.setattr(CudaStorage, "release", other)
+    play(sender, end)
+    assert sender.left == left
+
+
+def test_memory_that_cannot_be_opened_is_an_error(sender: Sender) -> None:
+    sender.fails_at = 0
+    source = TensorSource(sender.payload(), None)
+    source.announce(1 << 20)
+    with pytest.raises(TransportError, match="cannot be opened"):
+        list(source.receive())
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-"])
+def test_a_device_is_found_by_its_uuid_whatever_its_number_there(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = ["4f6e", "91ab"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    assert device_index(f"{prefix}91ab") == 1
+    assert device_index(1) == 1
+    for device in (2, f"{prefix}dead"):
+        with pytest.raises(WeightRequestError, match=r"does not see|sees 2"):
+            device_index(device)
+
+
+def test_torch_rebuilds_a_tensor_from_these_fifteen_arguments() -> None:
+    """What `CudaStorage` passes by position, and `torch_payload` reads: the same in torch 2.11 and 2.13."""
+    expected = (
+        *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),
+        *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
+        *("ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"),
+    )
+    assert tuple(inspect.signature(rebuild_cuda_tensor).parameters) == expected
+    assert hasattr(torch.UntypedStorage, "_release_ipc_counter")

@@ -1,0 +1,136 @@
+"""A weight update group over NCCL: every wait ends at our deadline, and the process lives on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.nccl_weight_group_stand_in import NcclGroupStandIn
+from weight_sync import nccl_group, process_group
+from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.process_group import GroupHandle, WeightUpdateGroups, free_port, resolve_backend
+from weight_sync.receivers.distributed import announced, receive_distributed
+from weight_sync.tensor_meta import TensorMeta
+from weight_sync.waiting import Patience
+
+DEADLINE_S = 0.3
+METAS = [TensorMeta("a", torch.float32, (3,)), TensorMeta("b", torch.bfloat16, (2, 2))]
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GroupHandle, NcclGroupStandIn]]:
+    stand_in = NcclGroupStandIn()
+    destroyed: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    monkeypatch.setattr(process_group, "_CLOSE_S", 0.2)
+    handle = GroupHandle("g", 1, 2, "nccl", DEADLINE_S, stand_in)  # type: ignore[arg-type]
+    yield handle, stand_in
+    handle.destroy()
+    stand_in.others_come.set()
+
+
+def took(call, error: type[Exception] = TransportError) -> float:  # type: ignore[no-untyped-def]
+    start = time.monotonic()
+    with pytest.raises(error):
+        call()
+    return time.monotonic() - start
+
+
+def test_a_sender_that_never_comes_is_given_up(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
+    """The call that connects the members never returns; nor would an abort."""
+    handle, _ = joined
+    assert took(lambda: handle.start_broadcast(torch.zeros(3))) >= DEADLINE_S
+    assert handle.broken
+    handle.destroy()
+    with pytest.raises(TransportError, match="join it again"):
+        handle.start_broadcast(torch.zeros(3))
+
+
+def test_a_broadcast_that_never_ends_is_given_up_before_torch_ends_the_process(
+    joined: tuple[GroupHandle, NcclGroupStandIn],
+) -> None:
+    handle, stand_in = joined
+    stand_in.others_come.set()
+    work = handle.start_broadcast(torch.zeros(3))
+    took(lambda: handle.finish(work, time.monotonic() + DEADLINE_S))
+    assert not stand_in.ended_process
+    handle.destroy()
+    assert stand_in.was_aborted
+
+
+@pytest.mark.mutant
+def test_a_deadline_that_is_the_watchdogs_as_well_is_noticed(
+    joined: tuple[GroupHandle, NcclGroupStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, stand_in = joined
+    monkeypatch.setattr(nccl_group, "WATCHDOG_GRACE_S", 0.0)
+    stand_in.others_come.set()
+    work = handle.start_broadcast(torch.zeros(3))
+    took(lambda: handle.finish(work, time.monotonic() + DEADLINE_S))
+    assert stand_in.ended_process
+
+
+def test_an_abort_ends_the_wait_for_a_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_CLOSE_S", 0.2)
+    stand_in, patience = NcclGroupStandIn(), Patience()
+    handle = GroupHandle("g", 1, 2, "nccl", 60.0, stand_in, patience=patience)  # type: ignore[arg-type]
+    threading.Timer(0.1, patience.give_up, ("an abort came",)).start()
+    with pytest.raises(TransportError, match="an abort came"):
+        handle.start_broadcast(torch.zeros(3))
+    stand_in.others_come.set()
+
+
+def test_a_bucket_arrives_and_is_read_after_it_is_complete(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
+    handle, stand_in = joined
+    stand_in.others_come.set()
+    sent = torch.arange(20, dtype=torch.uint8)
+
+    def send() -> None:
+        while not stand_in.works:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        stand_in.works[0].deliver(sent)
+
+    threading.Thread(target=send, daemon=True).start()
+    messages = announced(METAS, "flattened_bucket")
+    (named,) = receive_distributed(handle, messages, "cpu", 5.0)
+    content = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in named])
+    assert torch.equal(content, sent)
+    assert stand_in.works[0].waits == 1, "the thread's stream comes after NCCL's"
+
+
+# --- which backend ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "resolved"),
+    [
+        (None, "cpu", "gloo"),
+        ("nccl", "cpu", "gloo"),
+        ("gloo", "cpu", "gloo"),
+        (None, "cuda", "nccl"),
+        ("nccl", "cuda:1", "nccl"),
+        ("gloo", "cuda", "gloo"),
+    ],
+)
+def test_the_backend_follows_the_device(backend: str | None, device: str, resolved: str) -> None:
+    assert resolve_backend(backend, device) == resolved
+
+
+def test_other_backends_are_refused() -> None:
+    for device in ("cpu", "cuda"):
+        with pytest.raises(WeightRequestError, match="unknown backend 'hccl'; known: gloo, nccl"):
+            resolve_backend("hccl", device)
+
+
+def test_a_cpu_engine_says_that_it_did_not_join_over_nccl() -> None:
+    groups = WeightUpdateGroups(torch.device("cpu"), 0.3, Patience())
+    for backend, told in (("nccl", True), ("gloo", False)):
+        with pytest.raises(TransportError) as refused:
+            groups.init("127.0.0.1", free_port(), 1, 2, f"group-{backend}", backend)
+        assert ("joined over gloo, not nccl" in str(refused.value)) is told

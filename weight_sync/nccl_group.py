@@ -1,0 +1,66 @@
+"""What NCCL does otherwise than gloo, so that every wait in a weight update group has an end.
+
+* The first collective of a group connects its members.  The call returns once all have come, and has no deadline: it is
+  made on a thread, and left there when its caller gives up.
+* torch's watchdog ends the whole process over a collective that is late (`TORCH_NCCL_ASYNC_ERROR_HANDLING`).  So the
+  deadline that NCCL is told lies behind ours, and the group is aborted in between.
+* `work.wait()` lets the stream wait, not the host, and knows no timeout: a work is asked whether it is completed.
+* Leaving a group in which a call is stuck may be stuck as well: that, too, is left to a thread.
+
+Shown with `tests/nccl_weight_group_stand_in.py`; not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from concurrent.futures import Future, wait
+
+import torch
+import torch.distributed as dist
+
+from weight_sync.waiting import in_thread
+
+WATCHDOG_GRACE_S = 600.0
+"""From our deadline of a collective to NCCL's own."""
+_POLL_S = 0.0005
+
+
+def start_broadcast(
+    process_group: dist.ProcessGroup, tensor: torch.Tensor, options: dist.BroadcastOptions
+) -> Future[dist.Work]:
+    """Start it on a thread, in the order of this thread's stream.  `options.timeout`: ours."""
+    options.timeout += datetime.timedelta(seconds=WATCHDOG_GRACE_S)
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+    def start() -> dist.Work:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            return process_group.broadcast([tensor], options)
+
+    return in_thread(start)
+
+
+def is_over(work: dist.Work, seconds: float) -> bool:
+    """Whether it is over within so many seconds; what follows in this thread's stream comes after it then.
+
+    Raises the `RuntimeError` of a collective that failed.
+    """
+    until = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    work.wait()
+    return True
+
+
+def leave(process_group: dist.ProcessGroup, *, broken: bool, timeout_s: float) -> None:
+    """Leave the group; one that is `broken` is aborted first.  Returns at the latest after `timeout_s`."""
+
+    def run() -> None:
+        if broken:
+            process_group.abort()
+        dist.destroy_process_group(process_group)
+
+    wait([in_thread(run)], timeout_s)
