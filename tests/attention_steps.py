@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.attention.base import AttentionBackend
-from rollout.core.forward_batch import ForwardBatch, WindowOperands
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
 from rollout.core.layer_specs import KVKind, WindowKV
 from rollout.mem_cache.kv_pool import KVPool
 from tests.kernels import error
@@ -103,10 +103,7 @@ class AttentionSteps:
             extend_req_pool_indices=[request for request, _, _ in layout.extends],
             extend_prefix_lens=[cached for _, cached, _ in layout.extends],
             extend_lens=[new for _, _, new in layout.extends],
-            decode_req_pool_indices=requests.to(device),
-            decode_seq_lens=lengths.to(device),
-            decode_req_pool_indices_host=requests,
-            decode_seq_lens_host=lengths,
+            decode=DecodeRows(requests.to(device), lengths.to(device), requests, lengths),
             logits_rows=torch.empty(0, dtype=torch.int64, device=device),
             window=WindowOperands(self.window_table[rows, positions].to(device), window_table),
         )

@@ -14,6 +14,8 @@ from typing import Any
 # Threads of an operator spin while they wait for one another, in the other worker's time.  Read when torch is loaded;
 # servers inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Triton's kernels are interpreted, but in tests/gpu.  Decided when triton is loaded, which other packages do, too.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

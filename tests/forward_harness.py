@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.attention.registry import create_attention_backend
-from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands
 from rollout.layers.context import ForwardContext, RouteHook, States
 from rollout.mem_cache.kv_pool import KVPool
 from rollout.mem_cache.state_pool import StatePool
@@ -71,10 +71,7 @@ class ForwardHarness:
             extend_req_pool_indices=list(extends),
             extend_prefix_lens=prefix_lens,
             extend_lens=[len(tokens) for tokens in extends.values()],
-            decode_req_pool_indices=decode_rows,
-            decode_seq_lens=decode_lens,
-            decode_req_pool_indices_host=decode_rows,
-            decode_seq_lens_host=decode_lens,
+            decode=DecodeRows(decode_rows, decode_lens, decode_rows, decode_lens),
             logits_rows=torch.arange(len(ids)),
             states=states,
         )

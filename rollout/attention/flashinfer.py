@@ -146,7 +146,7 @@ class CapturedFlashInfer(FlashInferBackend):
         raise AssertionError("ask the backend that this one was made by")
 
     def plan(self, batch: ForwardBatch) -> None:
-        requests = batch.decode_seq_lens_host.shape[0]
+        requests = batch.decode.seq_lens_host.shape[0]
         assert not batch.extend_lens and requests == self._batch_size, "a captured step has its size and only decodes"
         super().plan(batch)
 

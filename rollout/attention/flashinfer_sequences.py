@@ -40,13 +40,13 @@ class StepSequences:
     def __init__(self, batch: ForwardBatch) -> None:
         self.num_extends = len(batch.extend_lens)
         self.num_extend_tokens = sum(batch.extend_lens)
-        self.num_decodes = batch.decode_seq_lens_host.shape[0]
+        self.num_decodes = batch.decode.seq_lens_host.shape[0]
         lens = np.array(batch.extend_lens, dtype=np.int64)
         prefixes = np.array(batch.extend_prefix_lens, dtype=np.int64)
         rows = np.array(batch.extend_req_pool_indices, dtype=np.int64)
-        self._rows_N = np.concatenate([rows, batch.decode_req_pool_indices_host.numpy()])
+        self._rows_N = np.concatenate([rows, batch.decode.req_pool_indices_host.numpy()])
         self._query_lens_N = np.concatenate([lens, np.ones(self.num_decodes, dtype=np.int64)])
-        self._kv_lens_N = np.concatenate([prefixes + lens, batch.decode_seq_lens_host.numpy()])
+        self._kv_lens_N = np.concatenate([prefixes + lens, batch.decode.seq_lens_host.numpy()])
         self._tables = batch.req_to_token, batch.window_table
         self._parts: dict[int | None, tuple[CsrPart | None, CsrPart | None]] = {}
 

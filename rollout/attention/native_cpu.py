@@ -48,7 +48,7 @@ class NativeCpuBackend(AttentionBackend):
 
     def plan(self, batch: ForwardBatch) -> None:
         self._window_table = batch.window_table
-        rows, kv_lens = batch.decode_req_pool_indices, batch.decode_seq_lens
+        rows, kv_lens = batch.decode.req_pool_indices, batch.decode.seq_lens
         if self._planned and self._planned[0] is rows and self._planned[1] is kv_lens and not batch.extend_lens:
             return  # the tensors that the operands hold have advanced in place
         self._planned = None if batch.extend_lens else (rows, kv_lens)
@@ -88,7 +88,7 @@ class _CapturedCpuBackend(NativeCpuBackend):
 
     def plan(self, batch: ForwardBatch) -> None:
         _, rows, _, kv_lens = self.operands
-        rows.copy_(batch.decode_req_pool_indices)
-        kv_lens.copy_(batch.decode_seq_lens)
+        rows.copy_(batch.decode.req_pool_indices)
+        kv_lens.copy_(batch.decode.seq_lens)
         self._window_table = batch.window_table
         self.operands = self.operands._replace(req_to_token=batch.req_to_token)

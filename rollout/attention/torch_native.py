@@ -126,20 +126,20 @@ def _plan_extend(batch: ForwardBatch) -> list[_ExtendGroup]:
 
 
 def _plan_decode(batch: ForwardBatch, dtype: torch.dtype) -> list[_DecodeBucket]:
-    lengths_B = batch.decode_seq_lens
+    lengths_B = batch.decode.seq_lens
     num_requests = lengths_B.shape[0]
     if num_requests == 0:
         return []
     first = batch.num_extend_tokens
-    lengths = batch.decode_seq_lens_host.tolist()
+    lengths = batch.decode.seq_lens_host.tolist()
     buckets = bucket_by_length(lengths)
     if len(buckets) == 1:
         rows = slice(first, first + num_requests)
-        return [_decode_bucket(batch, batch.decode_req_pool_indices, lengths_B, lengths, rows, dtype)]
+        return [_decode_bucket(batch, batch.decode.req_pool_indices, lengths_B, lengths, rows, dtype)]
     result = []
     for bucket in buckets:
         picks = to_device(torch.tensor(bucket), lengths_B.device)
-        requests, bucket_lengths = batch.decode_req_pool_indices[picks], [lengths[i] for i in bucket]
+        requests, bucket_lengths = batch.decode.req_pool_indices[picks], [lengths[i] for i in bucket]
         result.append(_decode_bucket(batch, requests, lengths_B[picks], bucket_lengths, picks + first, dtype))
     return result
 

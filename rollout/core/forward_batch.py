@@ -43,13 +43,23 @@ class WindowOperands(NamedTuple):
     table: torch.Tensor
 
 
+class DecodeRows(NamedTuple):
+    """The B requests that decode, int64: their rows of `req_to_token` and their lengths, this step's token included.
+
+    The same numbers on the model's device and on the CPU, where they let a plan be made without waiting for the device.
+    Those on the CPU may be live arrays, which advance in place once the step is launched: who keeps one copies it.
+    """
+
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    req_pool_indices_host: torch.Tensor
+    seq_lens_host: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step, and valid for that step only.  Tensors are int64, on the model's device but for those that say `host`.
-
-    Those let a plan be made without waiting for the device.  They may be live arrays, which advance in place once the
-    step is launched: who keeps one copies it.
-    """
+    """One step, and valid for that step only.  All tensors but those of `decode` for the host are int64 on the model's
+    device."""
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] absolute position of each token in its sequence
@@ -60,10 +70,7 @@ class ForwardBatch:
     extend_prefix_lens: list[int]  # [X] tokens whose KV is there already
     extend_lens: list[int]  # [X] tokens computed in this step
 
-    decode_req_pool_indices: torch.Tensor  # [B]
-    decode_seq_lens: torch.Tensor  # [B] length including this step's token
-    decode_req_pool_indices_host: torch.Tensor  # [B] the same numbers on the CPU
-    decode_seq_lens_host: torch.Tensor  # [B] the same numbers on the CPU
+    decode: DecodeRows  # [B]
 
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 
@@ -91,4 +98,4 @@ class ForwardBatch:
 
     @property
     def num_extend_tokens(self) -> int:
-        return self.num_tokens - self.decode_seq_lens.shape[0]
+        return self.num_tokens - self.decode.seq_lens.shape[0]

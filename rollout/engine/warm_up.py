@@ -123,7 +123,7 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
         slot += count
     nothing = torch.empty(0, dtype=torch.int64)
     decode = DecodeInput(nothing, nothing, nothing, nothing)
-    batch = build_forward_batch(extends, decode, nothing.to(device), pool)
+    batch = build_forward_batch(extends, decode, nothing, pool)
     if parallel.attn_dp.size > 1:
         batch.global_num_tokens = [size.num_tokens] * parallel.attn_dp.size
     return batch

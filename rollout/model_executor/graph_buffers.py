@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.core.forward_batch import ForwardBatch, WindowOperands
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
 from rollout.core.host_copy import to_device
 from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
 from rollout.sampling.batch_info import PlainRows
@@ -86,10 +86,7 @@ class GraphBuffers:
             extend_req_pool_indices=[],
             extend_prefix_lens=[],
             extend_lens=[],
-            decode_req_pool_indices=self._rows[:size],
-            decode_seq_lens=self._lens[:size],
-            decode_req_pool_indices_host=self._on_host[0, :size],
-            decode_seq_lens_host=self._on_host[1, :size],
+            decode=DecodeRows(self._rows[:size], self._lens[:size], self._on_host[0, :size], self._on_host[1, :size]),
             logits_rows=torch.arange(size, device=self._rows.device),
             window=window,
         )
@@ -108,10 +105,10 @@ class GraphBuffers:
         self._slots[:count].copy_(batch.out_cache_loc)
         if batch.window is not None:
             self._window_slots[:count].copy_(batch.window.slots)
-        self._rows[:count].copy_(batch.decode_req_pool_indices)
-        self._lens[:count].copy_(batch.decode_seq_lens)
-        self._on_host[0, :count].copy_(batch.decode_req_pool_indices_host)
-        self._on_host[1, :count].copy_(batch.decode_seq_lens_host)
+        self._rows[:count].copy_(batch.decode.req_pool_indices)
+        self._lens[:count].copy_(batch.decode.seq_lens)
+        self._on_host[0, :count].copy_(batch.decode.req_pool_indices_host)
+        self._on_host[1, :count].copy_(batch.decode.seq_lens_host)
         self._pad(count)
 
     def clear(self) -> None:

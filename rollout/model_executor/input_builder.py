@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.host_copy import to_device
 from rollout.mem_cache.kv_pool import ReqToTokenPool
 
@@ -69,10 +69,7 @@ def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTok
         extend_req_pool_indices=[],
         extend_prefix_lens=[],
         extend_lens=[],
-        decode_req_pool_indices=pool_indices,
-        decode_seq_lens=seq_lens,
-        decode_req_pool_indices_host=decode.pool_indices,
-        decode_seq_lens_host=decode.seq_lens,
+        decode=DecodeRows(pool_indices, seq_lens, decode.pool_indices, decode.seq_lens),
         logits_rows=rows,
     )
 
@@ -94,10 +91,7 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
         extend_req_pool_indices=[item.pool_index for item in extends],
         extend_prefix_lens=[item.prefix_len for item in extends],
         extend_lens=lens,
-        decode_req_pool_indices=decode.decode_req_pool_indices,
-        decode_seq_lens=decode.decode_seq_lens,
-        decode_req_pool_indices_host=decode.decode_req_pool_indices_host,
-        decode_seq_lens_host=decode.decode_seq_lens_host,
+        decode=decode.decode,
         logits_rows=torch.cat([wanted, decode.logits_rows + len(token_ids)]),
     )
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from rollout.core.errors import BadRequest
-from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +92,7 @@ class Sequences:
             extend_req_pool_indices=list(range(count)),
             extend_prefix_lens=[0] * count,
             extend_lens=self.lengths,
-            decode_req_pool_indices=none,
-            decode_seq_lens=none,
-            decode_req_pool_indices_host=none.cpu(),
-            decode_seq_lens_host=none.cpu(),
+            decode=DecodeRows(none, none, none.cpu(), none.cpu()),
             logits_rows=none,
             states=states,
         )

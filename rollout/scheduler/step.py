@@ -135,7 +135,7 @@ class StepRunner:
             rows = self._rows_of(decodes)
             if tokens is None:
                 tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
-            pool.newest_tokens.put(batch.decode_req_pool_indices, tokens.token_ids)
+            pool.newest_tokens.put(batch.decode.req_pool_indices, tokens.token_ids)
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]

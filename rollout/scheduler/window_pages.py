@@ -141,7 +141,7 @@ class WindowPages:
             req, number = decodes.reqs[row], int(positions[row]) // self.page_size
             self._give_up(req, self._of[req], number - 1)
             self._write(req, number)
-        slots.append(self.table[batch.decode_req_pool_indices, batch.positions[batch.num_extend_tokens :]])
+        slots.append(self.table[batch.decode.req_pool_indices, batch.positions[batch.num_extend_tokens :]])
         batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
 
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.attention.base import AttentionBackend
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.layer_specs import KVKind
 from rollout.mem_cache.kv_pool import KVPool
 
@@ -74,10 +74,7 @@ class PagedCase:
             extend_req_pool_indices=list(range(count)),
             extend_prefix_lens=[cached for cached, _ in lengths.extends],
             extend_lens=[new for _, new in lengths.extends],
-            decode_req_pool_indices=rows[count:],
-            decode_seq_lens=decodes.to(self.device),
-            decode_req_pool_indices_host=rows[count:].cpu(),
-            decode_seq_lens_host=decodes,
+            decode=DecodeRows(rows[count:], decodes.to(self.device), rows[count:].cpu(), decodes),
             logits_rows=torch.arange(len(positions), device=self.device),
         )
 

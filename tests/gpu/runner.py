@@ -109,7 +109,7 @@ def _environment(device: str) -> dict[str, str]:
         variables |= {"OMP_NUM_THREADS": "1"}
     else:
         # Memory that another process opens by its handle must not lie in expandable segments.
-        variables |= {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+        variables |= {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "TRITON_INTERPRET": "0"}
     return os.environ | variables
 
 

@@ -200,6 +200,6 @@ def test_nothing_executes_what_it_reads() -> None:
 
 def test_central_records_stay_small() -> None:
 
-    assert len(ForwardBatch.__slots__) <= 16
+    assert len(ForwardBatch.__slots__) <= 14
     assert len(Req.__slots__) <= 24
-    assert len(ServerArgs.__dataclass_fields__) <= 76
+    assert len(ServerArgs.__dataclass_fields__) <= 79

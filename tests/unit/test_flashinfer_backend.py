@@ -55,16 +55,17 @@ def test_a_batch_holds_the_lengths_on_the_host() -> None:
     decode = DecodeInput(*arrays)
     for extends in ([], [ExtendInput([7, 8], 1, 0, True)]):
         batch = build_forward_batch(extends, decode, torch.tensor([4, 5]), pool)
-        assert batch.decode_req_pool_indices_host is arrays[0] and batch.decode_seq_lens_host is arrays[2]
+        assert batch.decode.req_pool_indices_host is arrays[0] and batch.decode.seq_lens_host is arrays[2]
 
 
 def test_a_plan_reads_nothing_of_the_device() -> None:
     """Tensors that have no content stand for those of a device that is still busy."""
     steps = AttentionSteps(LAYERS, torch.float16)
     batch = steps.batch(MIXED)
-    for name in ("input_ids", "positions", "out_cache_loc", "req_to_token", "decode_req_pool_indices"):
+    for name in ("input_ids", "positions", "out_cache_loc", "req_to_token"):
         setattr(batch, name, getattr(batch, name).to("meta"))
-    batch.decode_seq_lens = batch.decode_seq_lens.to("meta")
+    on_meta = {name: getattr(batch.decode, name).to("meta") for name in ("req_pool_indices", "seq_lens")}
+    batch.decode = batch.decode._replace(**on_meta)
     batch.window = WindowOperands(batch.out_cache_loc, steps.window_table.to("meta"))
     sequences = StepSequences(batch)
     for window, num_extends, num_decodes in ((None, 9 + 47, 70 + 8), (5, 9 + 34, 5 + 5)):
@@ -88,10 +89,10 @@ def test_lengths_that_advance_after_the_plan() -> None:
     steps = AttentionSteps(LAYERS, torch.float16)
     backend, _ = on_stand_in(steps)
     batch = steps.batch(MIXED)
-    batch.decode_seq_lens_host = batch.decode_seq_lens.clone()
+    batch.decode = batch.decode._replace(seq_lens_host=batch.decode.seq_lens.clone())
     backend.plan(batch)
-    batch.decode_seq_lens_host += 1
-    batch.decode_req_pool_indices_host = batch.decode_req_pool_indices_host.flip(0)
+    batch.decode.seq_lens_host.add_(1)
+    batch.decode = batch.decode._replace(req_pool_indices_host=batch.decode.req_pool_indices_host.flip(0))
     for layer in range(len(LAYERS)):
         steps.compare(steps.attend(backend, layer, MIXED), layer, MIXED)
 
@@ -122,7 +123,7 @@ def stale_steps(layers: list[LayerCase]) -> list[int]:
     outs = []
     for layout in launched:
         lengths = torch.tensor([length for _, length in layout.decodes])
-        batch.decode_seq_lens, batch.decode_seq_lens_host = lengths, lengths
+        batch.decode = batch.decode._replace(seq_lens=lengths, seq_lens_host=lengths)
         backend.plan(batch)
         outs.append(steps.attend(backend, 0, layout))
     library.stream.progress()

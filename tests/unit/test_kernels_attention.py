@@ -17,7 +17,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.errors import StartupError
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.layer_specs import FullKV, KVKind, LatentKV
 from rollout.mem_cache.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
@@ -407,10 +407,7 @@ def _step(
         extend_req_pool_indices=list(range(num_extends)),
         extend_prefix_lens=starts[:num_extends],
         extend_lens=computed[:num_extends],
-        decode_req_pool_indices=decode_rows,
-        decode_seq_lens=decode_lens,
-        decode_req_pool_indices_host=decode_rows,
-        decode_seq_lens_host=decode_lens,
+        decode=DecodeRows(decode_rows, decode_lens, decode_rows, decode_lens),
         logits_rows=torch.empty(0, dtype=torch.int64),
     )
     backend.plan(batch)

@@ -165,7 +165,7 @@ def lengths_from_the_device(patch: pytest.MonkeyPatch) -> None:
     plan = torch_native._plan_decode
 
     def planned(batch: Any, dtype: torch.dtype) -> Any:
-        batch.decode_seq_lens_host = batch.decode_seq_lens
+        batch.decode = batch.decode._replace(seq_lens_host=batch.decode.seq_lens)
         return plan(batch, dtype)
 
     patch.setattr(torch_native, "_plan_decode", planned)

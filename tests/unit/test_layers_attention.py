@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout.attention.registry import ATTENTION_BACKENDS, create_attention_backend
 from rollout.attention.torch_native import ROWS_FORM_MAX_QUERIES, SMALL_GATHER_ROWS, bucket_by_length
 from rollout.core.errors import StartupError
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
 from rollout.core.layer_specs import FullKV
 from rollout.mem_cache.kv_pool import KVPool
 from tests.tiers import examples
@@ -57,10 +57,7 @@ class _Sequences:
             extend_req_pool_indices=list(range(num_extends)),
             extend_prefix_lens=[span.start for span in spans[:num_extends]],
             extend_lens=computed[:num_extends],
-            decode_req_pool_indices=decode_rows,
-            decode_seq_lens=decode_lens,
-            decode_req_pool_indices_host=decode_rows,
-            decode_seq_lens_host=decode_lens,
+            decode=DecodeRows(decode_rows, decode_lens, decode_rows, decode_lens),
             logits_rows=torch.empty(0, dtype=torch.int64),
         )
         backend = create_attention_backend("torch_native", self.pool)
