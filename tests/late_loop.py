@@ -1,12 +1,16 @@
 """Engines under both loops: each step finished before the next is launched, and after it, as on a GPU.
 
+    from tests.late_loop import loop              sequential, late
+    from tests.late_loop import captured_loop     those, and the late one over captured steps, which are slow to play here
+
 On a CPU a launch computes its step, so that the loop that overlaps hides no time there; but what leaves the engine must
-be the same.  Every test of a module that imports `loop` runs under both, in the gate under the sequential one.
+be the same.  Every test of a module that imports one runs under each of its cases, in the gate under the sequential one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,17 +23,24 @@ def overlap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ServerArgs, "overlaps", True)
 
 
-@pytest.fixture(
-    params=["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in ("late", "graphs"))], autouse=True
-)
+def _cases(*names: str) -> list[Any]:
+    return ["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in names)]
+
+
+@pytest.fixture(params=_cases("late"), autouse=True)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the loops the engines have that a test builds; "graphs": the late one, over captured steps."""
-    if request.param == "graphs":
-        with captured_engines() as patch:
-            overlap(patch)
-            yield request.param
-        return
+    """Which of the loops the engines have that a test builds."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
+            overlap(patch)
+        yield request.param
+
+
+@pytest.fixture(params=_cases("late", "graphs"), autouse=True, name="loop")
+def captured_loop(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `loop`; "graphs": the late one, over captured steps."""
+    captured = captured_engines() if request.param == "graphs" else pytest.MonkeyPatch.context()
+    with captured as patch:
+        if request.param != "sequential":
             overlap(patch)
         yield request.param

@@ -15,7 +15,7 @@ from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheRe
 from rollout.core.sampling_params import SamplingParams
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness

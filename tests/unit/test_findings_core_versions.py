@@ -14,7 +14,7 @@ from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationRe
 from rollout.core.req_output import VersionSpan
 from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
 from tests.kernels import native_ops
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

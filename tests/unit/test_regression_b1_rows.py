@@ -41,7 +41,7 @@ from rollout.layers.moe.router import TopKRouter
 from rollout.model_executor import model_runner
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.parallel_harness import ParallelHarness
 from tests.routes_judge import EXPERTS, LAYERS, LAYOUTS, OneRank, decisive_checkpoint, moved_experts, prompt
 from tests.scheduler_harness import Result
@@ -241,7 +241,7 @@ class NotesWithoutACopy(RouteSlotStore):
 
 def test_11_vllm_ascend_10727_no_step_overwrites_the_rows_of_another(
     engines: Engines,
-    loop: str,  # noqa: F811
+    loop: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert engines.objections(layout=WHOLE) == []

@@ -29,7 +29,7 @@ from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.numerics import use_engine_numerics
 from rollout.tokenizer_manager.response import sampling_mask_of
 from rollout.tokenizer_manager.sample import MaskRecord
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness, Result
 from tests.tiers import examples

@@ -17,7 +17,7 @@ from rollout.core.io_struct import (
     PauseGenerationReqInput,
 )
 from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.local_refresh import updater_of
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint

@@ -9,7 +9,7 @@ import torch
 
 from rollout.core.io_struct import PauseGenerationReqInput
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.scheduler_harness import Harness
 
 SPEC = CheckpointSpec(

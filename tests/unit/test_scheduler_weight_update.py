@@ -30,7 +30,7 @@ from rollout.core.weight_io_struct import (
     UpdateWeightVersionReqInput,
     WeightsCheckerReqInput,
 )
-from tests.late_loop import loop  # noqa: F401
+from tests.late_loop import captured_loop  # noqa: F401
 from tests.loopback_updater import LoopbackSource
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
