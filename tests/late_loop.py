@@ -1,10 +1,11 @@
 """Engines under both loops: each step finished before the next is launched, and after it, as on a GPU.
 
     from tests.late_loop import loop              sequential, late
-    from tests.late_loop import captured_loop     those, and the late one over captured steps, which are slow to play here
+    from tests.late_loop import captured_loop     those, and the late one over captured steps, slow to play here
 
 On a CPU a launch computes its step, so that the loop that overlaps hides no time there; but what leaves the engine must
-be the same.  Every test of a module that imports one runs under each of its cases, in the gate under the sequential one.
+be the same.  Every test of a module that imports one runs under each of its cases, in the gate under the sequential
+one.
 """
 
 from __future__ import annotations

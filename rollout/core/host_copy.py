@@ -14,6 +14,7 @@ Not run on a GPU; `tests/device_stand_in.py` plays the device.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -61,7 +62,13 @@ class HostCopies:
         """No more copies."""
         self._done = self._stream.record_event()
 
-    def wait(self) -> None:
-        """Until the copies are done; what was given to the device later goes on meanwhile."""
+    def wait(self, wait_for: Callable[[torch.cuda.Event], None] | None = None) -> None:
+        """Until the copies are done; what was given to the device later goes on meanwhile.
+
+        `wait_for` waits for an event, by default without a deadline.
+        """
         assert self._done is not None, "not closed"
-        self._done.synchronize()
+        if wait_for is None:
+            self._done.synchronize()
+        else:
+            wait_for(self._done)

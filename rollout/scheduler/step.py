@@ -222,7 +222,7 @@ class StepRunner:
         Returns the requests with something to send, those that ended or stream, and how many tokens were entered.
         """
         if step.copies is not None:
-            step.copies.wait()
+            step.copies.wait(self._runner.state.model.parallel.wait_for)
             phase("forward")
         if step.routes is not None:
             self._runner.keep_routes(step.routes)
