@@ -41,7 +41,7 @@ WITHOUT_EFFECT = frozenset(
     {
         *("attention_backend", "decode_attention_backend", "prefill_attention_backend", "mm_attention_backend"),
         *("sampling_backend", "grammar_backend", "moe_runner_backend", "fp8_gemm_runner_backend"),
-        *("disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "disable_cuda_graph_padding"),
+        *("cuda_graph_bs", "disable_cuda_graph_padding"),
         *("enable_torch_compile", "torch_compile_max_bs", "disable_piecewise_cuda_graph"),
         *("gpu_id_step", "nccl_port", "disable_custom_all_reduce", "enable_p2p_check", "enable_symm_mem"),
         *("trust_remote_code", "skip_server_warmup", "warmups", "numa_node", "watchdog_timeout", "dist_timeout"),
@@ -88,11 +88,11 @@ def serve_words(argv: Sequence[str]) -> list[str]:
     device, first_gpu = None, "0"
     for flag, name, values in _flags(argv):
         base = name.removeprefix("no_")
-        if base in known:
+        if name == "base_gpu_id":
+            first_gpu = values[0]
+        elif base in known:
             words += ["--" + name.replace("_", "-"), *values]
             device = values[0] if name == "device" else device
-        elif name == "base_gpu_id":
-            first_gpu = values[0]
         elif base in WITHOUT_EFFECT or (values and values[0] in HARMLESS_VALUES.get(name, ())):
             unused.append(flag)
         else:
@@ -102,7 +102,10 @@ def serve_words(argv: Sequence[str]) -> list[str]:
     if unused:
         print(f"lockstep: without effect here: {', '.join(unused)}", file=sys.stderr)
     if device is None and torch.cuda.is_available():
-        words += ["--device", f"cuda:{first_gpu}"]
+        device = "cuda"
+        words += ["--device", device]
+    if device == "cuda" and first_gpu != "0":
+        words += ["--base-gpu-id", first_gpu]
     return words
 
 

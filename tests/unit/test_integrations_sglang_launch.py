@@ -26,9 +26,10 @@ def settings(words: list[str]) -> ServerArgs:
 
 def test_flags_of_torchrl(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "--model-path m --host 127.0.0.1 --port 4000 --tp-size 2 --dp-size 1 --base-gpu-id 0 --disable-cuda-graph"
-    args = settings(serve_words(argv.split()))
-    assert (args.model_path, args.port, args.tp_size) == ("m", 4000, 2)
-    assert "--disable-cuda-graph" in capsys.readouterr().err
+    args = settings(serve_words([*argv.split(), "--disable-custom-all-reduce"]))
+    assert (args.model_path, args.port, args.tp_size, args.disable_cuda_graph) == ("m", 4000, 2, True)
+    said = capsys.readouterr().err
+    assert "--disable-custom-all-reduce" in said and "--disable-cuda-graph" not in said
 
 
 def test_short_names_and_equals_signs() -> None:

@@ -66,7 +66,7 @@ def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Ro
         attention.operands = PagedOperands(numbers[:, None], numbers, ones, ones)
         batch = dataclasses.replace(context.batch, out_cache_loc=numbers)
         out = dense.self_attn(residual_ND[rows], hidden_ND[rows], norm, angles, ForwardContext(batch, attention))
-        return torch.cat((out, *(part[0].flatten(1) for part in (pool.k, pool.v))), 1)
+        return torch.cat((out, *(part[0][:num_rows].flatten(1) for part in (pool.k, pool.v))), 1)
 
     def routed(rows: torch.Tensor) -> torch.Tensor:
         normed, weights, ids = sparse.mlp.gate(residual_ND[rows], hidden_ND[rows], norm, context)
