@@ -14,6 +14,7 @@ Shapes: N blocks, n words.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,21 +101,23 @@ def _launch(
     if num_blocks == 0:
         return sums_N, found_N
     grid = (-(-num_blocks // _ROWS),)
-    _block_sums[grid](
-        words,
-        multipliers(str(words.device)),
-        sums_N,
-        found_N.view(torch.int8),
-        words.numel(),
-        num_blocks,
-        phase,
-        first_block,
-        MASK=mask,
-        WEIGHTED=weighted,
-        BLOCK=BLOCK,
-        ROWS=_ROWS,
-        num_warps=_NUM_WARPS,
-    )
+    # Triton launches on the current device, and the words may lie on another: a trainer's, by its handle.
+    with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
+        _block_sums[grid](
+            words,
+            multipliers(str(words.device)),
+            sums_N,
+            found_N.view(torch.int8),
+            words.numel(),
+            num_blocks,
+            phase,
+            first_block,
+            MASK=mask,
+            WEIGHTED=weighted,
+            BLOCK=BLOCK,
+            ROWS=_ROWS,
+            num_warps=_NUM_WARPS,
+        )
     return sums_N, found_N
 
 

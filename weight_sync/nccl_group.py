@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 
 import torch
@@ -22,9 +24,25 @@ import torch.distributed as dist
 
 from weight_sync.waiting import in_thread
 
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 WATCHDOG_GRACE_S = 600.0
 """From our deadline of a collective to NCCL's own."""
 _POLL_S = 0.0005
+
+
+@contextlib.contextmanager
+def errors_are_ours() -> Iterator[None]:
+    """Groups made inside leave an error of a peer to us: by default torch's watchdog ends the process over a trainer
+    that died in a broadcast."""
+    before = os.environ.get(_ON_ERROR)
+    os.environ[_ON_ERROR] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ON_ERROR]
+        else:
+            os.environ[_ON_ERROR] = before
 
 
 def start_broadcast(

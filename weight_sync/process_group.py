@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,15 +313,16 @@ def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHan
         master_address, master_port, group.world_size, is_master, timeout=_remaining(deadline), multi_tenant=True
     )
     # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
-    process_group, _ = distributed_c10d._new_process_group_helper(
-        group.world_size,
-        group.rank,
-        [],
-        dist.Backend(group.backend),
-        dist.PrefixStore(group.name, store),
-        group_name=group.name,  # type: ignore[arg-type]
-        timeout=_remaining(deadline),
-    )
+    with nccl_group.errors_are_ours() if group.backend == "nccl" else nullcontext():
+        process_group, _ = distributed_c10d._new_process_group_helper(
+            group.world_size,
+            group.rank,
+            [],
+            dist.Backend(group.backend),
+            dist.PrefixStore(group.name, store),
+            group_name=group.name,  # type: ignore[arg-type]
+            timeout=_remaining(deadline),
+        )
     # torch looks up a group's ranks here, also when it destroys the group.
     distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
     group.process_group = process_group

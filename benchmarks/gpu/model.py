@@ -197,7 +197,7 @@ def driver(spec: CheckpointSpec, device: torch.device, **settings: Any) -> Itera
         try:
             yield one
         finally:
-            del one
+            vars(one).clear()  # the caller's name may live until the next engine is made
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -35,6 +35,7 @@ from rollout.entrypoints.make_checkpoint import CheckpointSpec, random_weights
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
 BUCKET_BYTES = 1 << 30
+_FRACTION = 0.95
 ROUNDS = 3
 
 
@@ -79,6 +80,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
             yield {"staging": staging, "not run": "not one layer fits into the device's memory"}
             continue
         kept = {"max_total_tokens": 8192, "max_running_requests": 8, "dtype": settings.dtype}
+        kept |= {"mem_fraction_static": _FRACTION}
         with driver(spec, settings.device, weight_staging=staging, **kept) as engine:
             yield from _measured(engine, spec, settings, staging, ceilings.copy_bytes_per_s)
 
@@ -116,13 +118,16 @@ def _measured(
 
 
 def _that_fits(whole: CheckpointSpec, copies: int, settings: Settings) -> CheckpointSpec | None:
-    """The same with as many layers as so many copies of the weights, a bucket and 6 GiB leave room for."""
+    """The same with as many layers as leave room for a bucket and 6 GiB, and, of a share of what is free beside the
+    weights, for what an engine keeps: the next ones where `copies` is 2."""
     if settings.device.type != "cuda":
         return whole
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] - BUCKET_BYTES - (6 << 30)
     for layers in range(whole.layers, 0, -1):
         spec = replace(whole, layers=layers)
-        if copies * 2 * num_parameters(spec) <= free:
+        nbytes = 2 * num_parameters(spec)
+        if (copies - 1) * nbytes <= _FRACTION * (free - nbytes):
             return spec
     return None
 
@@ -138,14 +143,13 @@ def _trainer(words: str, device: str) -> None:
     spec = CheckpointSpec(**json.loads(words))
     torch.multiprocessing.set_sharing_strategy("file_system")
     for turn in range(ROUNDS):
-        for bucket in _buckets(replace(spec, seed=turn + 1), torch.device(device)):
-            sys.stdin.readline()
+        buckets = _buckets(replace(spec, seed=turn + 1), torch.device(device))
+        while sys.stdin.readline() and (bucket := next(buckets, None)) is not None:  # made while nothing is timed
             content = io.BytesIO()
             ForkingPickler(content).dump(bucket)
             if device == "cuda":
                 torch.cuda.synchronize()
             print(base64.b64encode(content.getvalue()).decode(), flush=True)
-        sys.stdin.readline()
         print("end", flush=True)
 
 

@@ -17,9 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from rollout.attention.flashinfer_sequences import CsrPart
+from rollout.core.errors import StartupError
 
 # The sum of a softmax comes as its logarithm to the base of 2.
 _LN_2 = math.log(2)
+# Of one plan of latent attention (flashinfer/mla/_fa_common.py); a tile is at most so many rows of tokens times heads.
+_MOST_TILES, _TILE_ROWS = 16384, 64
 
 
 class LayerKind(NamedTuple):
@@ -214,6 +217,13 @@ class Latents(KindOfLayer):
         self._causal_heads = 1 << (kind.num_heads - 1).bit_length()
 
     def _plan_extends(self, part: CsrPart) -> None:
+        num_tokens = int(part.qo_indptr[-1])
+        if num_tokens * self._causal_heads > _MOST_TILES * _TILE_ROWS:  # met by the largest step, at startup
+            most = _MOST_TILES * _TILE_ROWS // self._causal_heads
+            raise StartupError(
+                f"FlashInfer plans {most} tokens of {self.kind.num_heads} latent heads at once, and a step may have "
+                f"{num_tokens}: give a smaller --chunked-prefill-size"
+            )
         self._plan(self._extend, part, self._causal_heads, causal=True)
 
     def _plan_decodes(self, part: CsrPart) -> None:

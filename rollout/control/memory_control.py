@@ -132,6 +132,7 @@ class MemoryControl:
 
         def step(_: None) -> tuple[str, ResumeReply]:
             if restores:
+                saver.drop_copy("weights")  # all ranks have their content
                 self._scheduler.serving.regain_content()
                 self._epoch_released = None
             if "weights" in tags:

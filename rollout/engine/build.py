@@ -289,11 +289,18 @@ def _limits(
     # What is free is read after the first step: libraries take memory of their own at their first call.
     memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
+    window = window_sizes(
+        model.kv_layers,
+        context_length=context_length,
+        step_tokens=_most_prompt_tokens(args, context_length),
+        max_running_requests=args.max_running_requests,
+    )
     table_bytes = 0
     if device.type == "cpu":
         available //= parallel.layout.world_size // args.nnodes
     else:
-        table_bytes = args.max_running_requests * context_length * torch.int64.itemsize
+        tables = 1 if window is None else 2
+        table_bytes = tables * args.max_running_requests * context_length * torch.int64.itemsize
     kept = Kept(
         staging=_staging_bytes(args, model_bytes),
         activations=activations,
@@ -306,12 +313,6 @@ def _limits(
     if row_bytes:
         num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
         state_bytes += num_rows * row_bytes
-    window = window_sizes(
-        model.kv_layers,
-        context_length=context_length,
-        step_tokens=_most_prompt_tokens(args, context_length),
-        max_running_requests=args.max_running_requests,
-    )
     token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
     if window is not None:
         if row_bytes:

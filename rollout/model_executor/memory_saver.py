@@ -89,11 +89,15 @@ class MemorySaver:
             copy.close()
 
     def restore(self, tag: MemoryTag) -> None:
-        """Put the kept copy back, bit for bit.  Raises `KeptCopyError`; the content is lost then."""
+        """Put the kept copy back, bit for bit; it stays until it is dropped.
+
+        Raises `KeptCopyError`; content and copy are lost then.
+        """
         try:
             self._copies[tag].restore()
-        finally:
+        except KeptCopyError:
             self.drop_copy(tag)
+            raise
 
     def discard(self, tag: MemoryTag) -> None:
         """The content of `tag` is lost, and whole pages go back to the system."""

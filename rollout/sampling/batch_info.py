@@ -197,7 +197,7 @@ class SamplingBatchInfo:
         """The rows where all of them are as `PlainRows` says, else None."""
         if self.rows_with_lists or self.masked_rows or self.top_n or self._has_filters.any():
             return None
-        seeds = torch.from_numpy(self.settings["seed"].copy().view(np.int64)).to(self.device)
+        seeds = to_device(torch.from_numpy(self.settings["seed"].copy().view(np.int64)), self.device)
         return PlainRows(seeds, self.temperatures, self.greedy)
 
     @cached_property

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.core.host_copy import to_device
 from rollout.kernels.gpu.sample import sample_rows
 from rollout.sampling.base import PlainRows, SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
@@ -30,19 +31,8 @@ class GpuSampler(TorchSampler):
         rows = self.plain_rows(info, logits_NV.device)
         if rows is None:
             return super().sample(logits_NV, info, positions_N)
-        positions_N = positions_N.to(logits_NV.device, non_blocking=True)
-        token_ids, logprobs = self.sample_plain(logits_NV, rows, positions_N)
-        nothing = logprobs.new_empty(0)
-        return SampledTokens(
-            token_ids,
-            logprobs.masked_fill_(~info.wants_logprob, torch.nan),
-            top_ids=token_ids.new_empty(len(token_ids), 0),
-            top_logprobs=logprobs.new_empty(len(token_ids), 0),
-            chosen_logprobs=nothing,
-            kept_counts=torch.zeros(len(token_ids), dtype=torch.int64),
-            kept_ids=torch.empty(0, dtype=torch.int32),
-            kept_logprobs=nothing,
-        )
+        token_ids, logprobs = self.sample_plain(logits_NV, rows, to_device(positions_N, logits_NV.device))
+        return SampledTokens.plain(token_ids, logprobs.masked_fill_(~info.wants_logprob, torch.nan))
 
     def sample_plain(
         self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor

@@ -24,14 +24,14 @@ class Step:
 
 STEPS = (
     Step("machine", "test_machine.py", 20),
-    Step("kernels", "test_kernels.py", 60, workers=4),
-    Step("parity", "test_parity.py", 80, workers=4),
+    Step("kernels", "test_kernels.py", 55, workers=4),
+    Step("parity", "test_parity.py", 70, workers=4),
     Step("attention", "test_attention.py", 30),
     Step("sampling", "test_sampling.py", 20),
     Step("graphs", "test_graphs.py", 50),
     Step("loops", "test_loops.py", 50),
-    Step("refresh", "test_refresh.py", 60),
-    Step("processes", "test_processes.py", 55),
+    Step("refresh", "test_refresh.py", 50),
+    Step("processes", "test_processes.py", 45),
     Step("memory", "test_memory.py", 30),
-    Step("ranks", "test_ranks.py", 25),
+    Step("ranks", "test_ranks.py", 60),
 )

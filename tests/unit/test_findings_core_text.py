@@ -94,7 +94,12 @@ def accepted(checker: StopChecker, **params: Any) -> Req:
     )
     queues = RequestQueues(DecodeBatch())
     scheduler = SimpleNamespace(
-        _check=lambda source: None, _seeds=SimpleNamespace(seed_for=lambda source: 0), _stop=checker, _arrivals=0, _by_rid={}, queues=queues
+        _check=lambda source: None,
+        _seeds=SimpleNamespace(seed_for=lambda source: 0),
+        _stop=checker,
+        _arrivals=0,
+        _by_rid={},
+        queues=queues,
     )
     Scheduler._accept(scheduler, source)  # type: ignore[arg-type]
     return queues.waiting[0]

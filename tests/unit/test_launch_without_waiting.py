@@ -17,10 +17,13 @@ from rollout.attention import torch_native
 from rollout.core import host_copy
 from rollout.core.host_copy import HostCopies
 from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.engine import build
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache import kv_pool
 from rollout.model_executor import input_builder
 from rollout.sampling import torch_sampler
+from rollout.sampling.base import SampledTokens
+from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.torch_sampler import TorchSampler
 from rollout.scheduler.cache_manager import CacheManager
 from tests.device_engine import device_engine, stand_in_device
@@ -95,6 +98,26 @@ def test_no_turn_waits_and_everything_is_the_same(folder: Path, kinds: list[str]
             assert generate(harness, kinds) == want
         if len(kinds) > 1:
             assert harness.scheduler.stats.num_retractions
+
+
+class PlainRowsSampler(TorchSampler):
+    """Takes the short way for plain rows, as the sampler of CUDA devices does."""
+
+    def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
+        device = logits_NV.device
+        rows = self.plain_rows(info, device)
+        assert rows is not None
+        return SampledTokens.plain(*self.sample_plain(logits_NV, rows, host_copy.to_device(positions_N, device)))
+
+
+def test_plain_rows_come_without_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made anew whenever a request joins or leaves, behind a forward that is under way."""
+    monkeypatch.setattr(build, "select_sampler", lambda *_: PlainRowsSampler())
+    want = on_the_cpu(folder, ["greedy", "random"])
+    with stand_in_device() as device:
+        harness = device_engine(folder, **SETTINGS)
+        with device.refusing():
+            assert generate(harness, ["greedy", "random"]) == want
 
 
 @pytest.mark.parametrize("kind", WITH_WAITING)

@@ -73,6 +73,8 @@ def test_a_kept_copy_comes_back_bit_for_bit() -> None:
     assert saver.has_copy("weights")
     saver.restore("weights")
     assert all(torch.equal(*pair) for pair in zip(tensors, content))
+    assert saver.has_copy("weights"), "another rank may have failed: the content may have to be restored again"
+    saver.drop_copy("weights")
     assert not saver.has_copy("weights")
 
 

@@ -83,10 +83,10 @@ class TensorSource(StoredSource):
     def _check_storages(self) -> None:
         if self._reader.cuda_storages:
             require_cuda()
-        if self._is_shared and self._reader.segments:
+        if self._is_shared and (self._reader.segments or self._reader.cuda_storages):
             raise WeightRequestError(
-                "torch's shared memory goes with its first reader, and several ranks read this payload: serialize the "
-                "tensors once for each rank, or send a shm_name"
+                "torch's shared memory and CUDA handles go with their first reader, and several ranks read this "
+                "payload: serialize the tensors once for each rank, or send a shm_name"
             )
         for segment in {segment.name: segment for segment in self._reader.segments}.values():
             segment.check()

@@ -29,6 +29,8 @@ TRITON_OPERATORS = {
 # their arguments.  The plain `gated_delta` goes over the lengths of sequences on the host.
 GRAPH_SAFE = frozenset(SCHEMAS) - {"gated_delta"}
 
+_LARGEST_TILE_BYTES = 144 << 10  # of shared memory, that of experts: `experts_plan.EXPERT_TILES`
+
 _LIBRARY = torch.library.Library("lockstep", "IMPL")
 
 
@@ -38,6 +40,8 @@ def load_gpu_kernels() -> KernelStatus:
     caller goes on with plain torch."""
     if find_spec("triton") is None:
         return KernelStatus(available=False, reason="triton is not installed: pip install triton")
+    if (reason := _too_small()) is not None:
+        return KernelStatus(available=False, reason=reason)
     try:
         operators = {name: getattr(_module(module), name) for name, module in TRITON_OPERATORS.items()}
     except ImportError as error:
@@ -45,6 +49,17 @@ def load_gpu_kernels() -> KernelStatus:
     for name, operator in operators.items():
         _LIBRARY.impl(name, operator, "CUDA")
     return KernelStatus(available=True)
+
+
+def _too_small() -> str | None:
+    """Why a device here, if there is one, cannot run the kernels."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    room = getattr(found, "shared_memory_per_block_optin", _LARGEST_TILE_BYTES)
+    if room >= _LARGEST_TILE_BYTES:
+        return None
+    return f"{found.name} has {room >> 10} KiB of shared memory for a block, the tiles of experts take 144"
 
 
 def _module(name: str) -> object:
