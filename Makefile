@@ -25,7 +25,7 @@ example-grpo: install-dev
 example-fleet: $(FLEET)/.installed
 	$(FLEET)/bin/python -m examples.fleet.run $(ARGS)
 
-# What every change must pass: lint, types and the gate (six minutes at most on two idle cores, after the install).
+# What every change must pass: lint, types and the gate (six to fourteen minutes on two idle cores, after the install).
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 test: lint
