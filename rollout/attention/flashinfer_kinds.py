@@ -217,14 +217,14 @@ class Latents(KindOfLayer):
         self._causal_heads = 1 << (kind.num_heads - 1).bit_length()
 
     def _plan_extends(self, part: CsrPart) -> None:
-        num_tokens = int(part.qo_indptr[-1])
-        if num_tokens * self._causal_heads > _MOST_TILES * _TILE_ROWS:  # met by the largest step, at startup
-            most = _MOST_TILES * _TILE_ROWS // self._causal_heads
+        num_tokens, num_heads = int(part.qo_indptr[-1]), self._causal_heads
+        if num_tokens * num_heads > _MOST_TILES * _TILE_ROWS:  # met by the largest step, at startup
+            most = _MOST_TILES * _TILE_ROWS // num_heads
             raise StartupError(
                 f"FlashInfer plans {most} tokens of {self.kind.num_heads} latent heads at once, and a step may have "
                 f"{num_tokens}: give a smaller --chunked-prefill-size"
             )
-        self._plan(self._extend, part, self._causal_heads, causal=True)
+        self._plan(self._extend, part, num_heads, causal=True)
 
     def _plan_decodes(self, part: CsrPart) -> None:
         self._plan(self._decode, part, self.kind.num_heads, causal=False)

@@ -253,6 +253,6 @@ def test_a_wait_is_noticed(
 def test_results_that_are_read_too_early_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the results of a step are read without its event."""
     want = on_the_cpu(folder, ["greedy"])
-    monkeypatch.setattr(HostCopies, "wait", lambda self: None)
+    monkeypatch.setattr(HostCopies, "wait", lambda self, wait_for: None)
     with stand_in_device(), pytest.raises((AssertionError, IndexError)):  # garbage is no slot and no token
         assert generate(device_engine(folder, **SETTINGS), ["greedy"]) == want
