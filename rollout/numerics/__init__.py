@@ -6,12 +6,12 @@ operators    operators under autograd: the engine's results, the formulas' gradi
 attention    the same for attention
 sequences    a trainer's batch as one step of the engine
 engine       the engine's model over a trainer's tensors
-logprobs     `engine_logprobs`
+logprobs     `engine_logprobs`, `with_gradient_of`
 checks       what is refused
 model        `use_engine_numerics`
 """
 
-from rollout.numerics.logprobs import engine_logprobs
+from rollout.numerics.logprobs import engine_logprobs, with_gradient_of
 from rollout.numerics.model import EngineNumerics, use_engine_numerics
 
-__all__ = ["EngineNumerics", "engine_logprobs", "use_engine_numerics"]
+__all__ = ["EngineNumerics", "engine_logprobs", "use_engine_numerics", "with_gradient_of"]

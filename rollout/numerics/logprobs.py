@@ -35,6 +35,36 @@ class _Logprobs(torch.autograd.Function):
         return of_logits.mul_((gradient / ctx.temperature)[:, None]).to(logits.dtype), None, None
 
 
+class _WithGradientOf(torch.autograd.Function):
+    """Of values, and the tensor of the same shape that the gradient goes to."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return None, gradient
+
+
+def with_gradient_of(logprobs: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`logprobs` float32 [...], bit for bit, whose gradient is that of `source` float32 [...].
+
+    For a trainer that wants the engine's log-probabilities and the gradients of its own forward in float32, free of the
+    rounding of activations in bfloat16: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).  Raises
+    `BadRequest`.
+    """
+    if logprobs.shape != source.shape or not logprobs.dtype == source.dtype == torch.float32:
+        raise BadRequest(
+            f"both must be float32 of one shape, got {logprobs.dtype} {list(logprobs.shape)} and {source.dtype} "
+            f"{list(source.shape)}"
+        )
+    if torch.is_grad_enabled() and not source.requires_grad:
+        raise BadRequest("source has no gradient; compute it with gradients enabled")
+    joined: torch.Tensor = _WithGradientOf.apply(logprobs, source)
+    return joined
+
+
 def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities float32 [...] of `token_ids` int64 [...] under `logits` [..., V], as the engine reports them.
 

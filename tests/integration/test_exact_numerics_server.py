@@ -19,10 +19,12 @@ from examples.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_misma
 from examples.demo.objective import group_advantages, load_questions, policy_gradient_loss
 from examples.demo.rollouts import RolloutPlan, SampleGroup, roll_out
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
-from rollout.numerics import engine_logprobs, use_engine_numerics
+from rollout.numerics import engine_logprobs, use_engine_numerics, with_gradient_of
+from tests.numerics import gradient_errors
 from tests.server_process import ServerProcess
 from weight_sync.sender import WeightSender
 
+MOST_GRADIENT_ERROR = 1e-2  # by parameter, relative, in the 2-norm
 QUESTIONS, SAMPLES, NEW_TOKENS = 25, 8, 32
 # Of `lockstep make-checkpoint`, the demo's first: every kind of router; latent attention, windows and sinks, states.
 OTHERS = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -97,6 +99,48 @@ def step(model: Any, groups: list[SampleGroup]) -> None:
             advantages_N = group_advantages(group.rewards_N)
             policy_gradient_loss(logprobs_NO, group.mask_NO, advantages_N, num_tokens).backward()
         optimizer.step()
+
+
+def policy_gradients(
+    model: Any, groups: list[SampleGroup], terms_of: Callable[[SampleGroup], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Of a loss of terms [N, O] times advantages."""
+    model.zero_grad()
+    num_tokens = sum(group.num_tokens for group in groups)
+    for group in groups:
+        advantages_N = group_advantages(group.rewards_N)
+        policy_gradient_loss(terms_of(group), group.mask_NO, advantages_N, num_tokens).backward()
+    return {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
+
+
+@pytest.mark.full
+def test_gradients_of_float32_at_the_engines_values(deal: Deal) -> None:
+    """An engine in bfloat16: importance ratios of exactly one, whose gradients are those of transformers in float32."""
+    groups, model = deal.groups(0), deal.model
+
+    def plain(group: SampleGroup) -> torch.Tensor:
+        """The log-probabilities: their gradient is that of a ratio of one."""
+        with force_routes(model, group.routes or []):
+            return output_logprobs(model, group, plain_logprobs)
+
+    def joined(group: SampleGroup) -> torch.Tensor:
+        with use_engine_numerics(model) as numerics, torch.no_grad():
+            ours = output_logprobs(model, group, engine_logprobs)
+        assert numerics.routes is not None
+        with force_routes(model, numerics.routes):
+            logprobs_NO = with_gradient_of(ours, output_logprobs(model, group, plain_logprobs))
+        ratios_NO = torch.where(group.mask_NO, logprobs_NO - group.engine_logprobs_NO, 0.0).exp()
+        assert torch.equal(ratios_NO, torch.ones_like(ratios_NO))
+        return ratios_NO
+
+    def rounded(group: SampleGroup) -> torch.Tensor:
+        with use_engine_numerics(model):
+            return output_logprobs(model, group, engine_logprobs)
+
+    wanted = policy_gradients(model, groups, plain)
+    found, by_formulas = (policy_gradients(model, groups, each) for each in (joined, rounded))
+    assert max(gradient_errors(found, wanted).values()) < MOST_GRADIENT_ERROR
+    assert max(gradient_errors(by_formulas, wanted).values()) > MOST_GRADIENT_ERROR, "activations in bfloat16 are seen"
 
 
 def test_exact_agreement_before_and_after_a_refresh(deal: Deal) -> None:

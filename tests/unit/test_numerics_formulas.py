@@ -18,7 +18,7 @@ from rollout.core.layer_specs import FullKV, LatentKV, WindowKV
 from rollout.kernels import plain
 from rollout.kernels.schemas import SCHEMAS
 from rollout.mem_cache.kv_pool import KVPool
-from rollout.numerics import engine_logprobs
+from rollout.numerics import engine_logprobs, with_gradient_of
 from rollout.numerics.attention import DifferentiableAttention
 from rollout.numerics.operators import RULES, Differentiable
 from rollout.numerics.sequences import Sequences
@@ -333,3 +333,23 @@ def test_wrong_arguments_of_log_probabilities(logits: torch.Tensor, ids: torch.T
     native_ops()
     with pytest.raises(BadRequest):
         engine_logprobs(logits, ids, temperature)
+
+
+def test_values_with_the_gradient_of_others() -> None:
+    values, source = rand(2, 5).float(), rand(2, 5).float().requires_grad_()
+    joined = with_gradient_of(values, source.square())
+    assert torch.equal(joined, values) and joined.data_ptr() != values.data_ptr()
+    weights = rand(2, 5).float()
+    (found,) = torch.autograd.grad(joined, source, weights)
+    assert torch.equal(found, 2 * source * weights)
+    with torch.no_grad():
+        assert torch.equal(with_gradient_of(values, source.detach()), values)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [torch.zeros(3, requires_grad=True), torch.zeros(2, dtype=torch.float64, requires_grad=True), torch.zeros(2)],
+)
+def test_others_without_a_gradient_to_take(source: torch.Tensor) -> None:
+    with pytest.raises(BadRequest):
+        with_gradient_of(torch.zeros(2), source)

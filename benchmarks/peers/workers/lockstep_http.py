@@ -1,6 +1,7 @@
 """`lockstep serve` as a process of its own, asked over HTTP: one POST /generate for a whole batch, not streamed.
 
-A connection per request: between two requests the server may have been stopped for minutes.
+A connection per request: between two requests the server may have been stopped for minutes.  The client is made
+before: its TLS context alone takes longer than a small model's prefill.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class LockstepHttp:
         self._server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=protocol.die_with_parent
         )
-        self._url = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+        )
         self._wait_ready()
         self.about = f"lockstep serve, {threads} threads"
 
@@ -64,6 +67,7 @@ class LockstepHttp:
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after a while."""
+        self._client.close()
         self._server.send_signal(signal.SIGTERM)
         try:
             self._server.wait(STOP_S)
@@ -71,7 +75,7 @@ class LockstepHttp:
             self._server.kill()
 
     def _post(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        response = httpx.post(f"{self._url}/generate", json=body, timeout=REQUEST_S, trust_env=False)
+        response = self._client.post("/generate", json=body, timeout=REQUEST_S)
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {response.text[:500]}")
         return response.json()
@@ -83,7 +87,7 @@ class LockstepHttp:
                 self._server.kill()
                 raise TimeoutError(f"the server was not ready within {START_S:.0f} s")
             try:
-                if httpx.get(f"{self._url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                if self._client.get("/health", timeout=5.0).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
