@@ -49,7 +49,11 @@ class ServerProcess:
         self.client = RolloutClient(self.url)
 
     def __enter__(self) -> ServerProcess:
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.process.kill()  # its ranks end with it
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
