@@ -156,4 +156,4 @@ def owners(engine: Engine) -> list[Any]:
     model = runner.state.model
     assert isinstance(model, Layer)
     layers = [layer for _, layer in model.named_layers() if hasattr(layer, "ops")]
-    return [*layers, runner._attention, scheduler._steps._sampler, runner.recorded]
+    return [*layers, runner.attention, scheduler._steps._sampler, runner.recorded]
