@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.kernels.isa import refusal_of
 from tests.check_programs import TARGETS, headers_with, run_check
 
 PROGRAM = Path(__file__).with_name("kernels_vectors.cpp")
@@ -66,17 +67,26 @@ def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str
 
 @pytest.mark.mutant
 @pytest.mark.parametrize(
-    ("header", "right", "wrong"),
+    ("target", "header", "right", "wrong"),
     [
-        ("packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
-        (
+        ("native", "packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
+        pytest.param(
+            "native",
             "simd.h",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xfffe0000)))",
+            marks=pytest.mark.skipif(bool(refusal_of("avx512")), reason="AVX-512 is not compiled for this processor"),
         ),
-        ("simd.h", "1.0f / 24", "1.0f / 25"),
+        pytest.param(
+            "avx2",
+            "simd.h",
+            "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));",
+            "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xfffe0000));",
+            marks=pytest.mark.skipif("avx2" not in TARGETS, reason="AVX2 is of x86 processors"),
+        ),
+        ("native", "simd.h", "1.0f / 24", "1.0f / 25"),
     ],
 )
-def test_a_mistake_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
+def test_a_mistake_is_noticed(tmp_path: Path, target: str, header: str, right: str, wrong: str) -> None:
     headers = headers_with((header, right, wrong), tmp_path)
-    assert run_check(PROGRAM, headers=headers, flags=FLAGS).returncode != 0
+    assert run_check(PROGRAM, TARGETS[target], headers=headers, flags=FLAGS).returncode != 0
