@@ -1,4 +1,4 @@
-"""Decoding beside a busy neighbour, by how long idle compute threads spin: `python -m benchmarks.neighbour`.
+"""Decoding beside a busy neighbour, by how long idle compute threads look for work: `python -m benchmarks.neighbour`.
 
 Each case is a process of its own: `Engine` decodes alone on the cores, then while another process computes without a
 pause on any core it gets.  Settings take turns; the table shows the time of a token, medians over rounds.
@@ -24,16 +24,14 @@ from rich.table import Table
 from benchmarks.shapes import SHAPES, checkpoint
 from benchmarks.throughput import by_engine
 from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
 
-SETTINGS = {
-    "no spinning": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "the server's": SPIN_ENVIRONMENT,
-    "ten times that": {"GOMP_SPINCOUNT": str(10 * int(SPIN_ENVIRONMENT["GOMP_SPINCOUNT"]))},
+SETTINGS: dict[str, dict[str, str]] = {
+    "as they find": {},
+    "never": {"OMP_WAIT_POLICY": "PASSIVE"},
     "always": {"OMP_WAIT_POLICY": "ACTIVE"},
 }
 PLACES = ("alone", "beside")
-NEW_TOKENS = {"S": 256, "M": 32}
+NEW_TOKENS = {"S": 1024, "M": 64}
 TIMEOUT_S = 600.0
 BUSY = "while True: pass"
 
@@ -72,6 +70,7 @@ def _neighbour(is_there: bool) -> Iterator[None]:
 def run(shapes: list[str], batches: list[int], rounds: int, console: Console) -> list[dict]:
     """One table; returns its rows."""
     cases = [(shape, batch, name) for shape in shapes for batch in batches for name in SETTINGS]
+    without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     times: dict[tuple[str, int, str, str], list[float]] = defaultdict(list)
     with Progress(console=console) as progress:
         task = progress.add_task("neighbour", total=rounds * len(cases))
@@ -80,7 +79,7 @@ def run(shapes: list[str], batches: list[int], rounds: int, console: Console) ->
                 words = [sys.executable, "-m", "benchmarks.neighbour", "--measure", shape, str(batch)]
                 done = subprocess.run(
                     words,
-                    env=os.environ | SETTINGS[name],
+                    env=without | SETTINGS[name],
                     capture_output=True,
                     text=True,
                     timeout=TIMEOUT_S,
@@ -90,8 +89,8 @@ def run(shapes: list[str], batches: list[int], rounds: int, console: Console) ->
                     times[shape, batch, name, place].append(seconds)
                 progress.advance(task)
     table = Table(title="a step of decoding, milliseconds, alone and beside one busy process")
-    for column in ("shape", "batch", "idle threads spin", *PLACES, "slower"):
-        table.add_column(column, justify="left" if column in ("shape", "idle threads spin") else "right")
+    for column in ("shape", "batch", "idle threads look", *PLACES, "slower"):
+        table.add_column(column, justify="left" if column in ("shape", "idle threads look") else "right")
     rows = []
     for shape, batch, name in cases:
         alone, beside = (statistics.median(times[shape, batch, name, place]) * 1e3 for place in PLACES)

@@ -27,9 +27,9 @@ def run_check(
 
 
 def headers_with(mistake: tuple[str, str, str], folder: Path) -> Path:
-    """Writes the operators' headers to this folder, with a mistake: file, what stands there, what replaces it."""
+    """Writes the operators' sources to this folder, with a mistake: file, what stands there, what replaces it."""
     file, right, wrong = mistake
-    for path in (*SOURCES.glob("*.h"), SOURCES / "packed.cpp"):
+    for path in SOURCES.iterdir():
         text = path.read_text()
         assert path.name != file or text.count(right) == 1
         (folder / path.name).write_text(text.replace(right, wrong) if path.name == file else text)

@@ -21,9 +21,9 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
 _OTHERS_END_S = 5.0
-# How long an idle compute thread spins before it sleeps, some 40 microseconds: enough to bridge the gap between two
-# operators, for waking a thread of a virtual machine costs more than a small one, and little enough that a step does
-# not collapse where another process wants the cores (docs/benchmarks.md).  OpenMP's own default is milliseconds.
+# How long torch's own threads, which copy and check weights beside the steps, look for work before they sleep: some 40
+# microseconds instead of OpenMP's milliseconds, in which they would hold a core.  Those of our operators find out
+# themselves (`patience.h`).
 SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}
 
 

@@ -31,7 +31,7 @@ from rollout.kernels import schemas
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_TIMEOUT_S = 300.0
 LOCK_POLL_S = 0.1
@@ -190,8 +190,7 @@ def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float
         with ThreadPoolExecutor(max_workers=2) as pool:
             objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
         linked = Path(scratch) / library.name
-        # The OpenMP runtime is found by its soname, which is that of the one torch has loaded: one pool of threads.
-        _run([*compiler, "-shared", "-fopenmp", *extra_flags, *objects, *libraries, "-o", str(linked)], timeout_s)
+        _run([*compiler, "-shared", "-pthread", *extra_flags, *objects, *libraries, "-o", str(linked)], timeout_s)
         linked.replace(library)
 
 

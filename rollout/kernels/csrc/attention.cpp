@@ -171,11 +171,8 @@ class Step {
   void run() {
     const int64_t count = static_cast<int64_t>(division_.works.size());
     ItemQueue queue(count);
-    const auto drain = [&](int64_t, int64_t) { queue.drain([&](int64_t i) { attend(i); }); };
-    const int64_t threads = std::min<int64_t>(count, threads_);
-    if (threads <= 1) return drain(0, 1);
-    // Unlike a bare parallel region, hands an exception on.
-    at::parallel_for(0, threads, 1, drain);
+    const auto drain = [&] { queue.drain([&](int64_t i) { attend(i); }); };
+    Team::of_process().run(static_cast<int>(std::min<int64_t>(count, threads_)), drain);
   }
 
  private:

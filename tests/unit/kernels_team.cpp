@@ -1,0 +1,225 @@
+// Checks parallel.h and the team under it: with more threads than cores, with a helper that does not come, with work
+// that throws, from several threads at once and after a fork; exit status 1 if a check failed.
+//
+// What must not hang ends the program by SIGALRM.
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "parallel.h"
+#include "patience.cpp"
+#include "team.cpp"
+
+using namespace lockstep;
+
+namespace {
+
+#if !defined(LOCKSTEP_DEADLINE_SECONDS)
+#define LOCKSTEP_DEADLINE_SECONDS 60
+#endif
+constexpr unsigned kDeadlineSeconds = LOCKSTEP_DEADLINE_SECONDS;
+std::atomic<int> failures{0};
+
+void expect(bool holds, const char* what) {
+  if (holds || ++failures > 20) return;
+  std::printf("%s\n", what);
+}
+
+// A little work, so that threads meet in every order.
+void linger(uint32_t turns) {
+  for (uint32_t i = 0; i < turns % 200; ++i) pause_briefly();
+}
+
+// Items of three phases: each once, and none before all of the phase before it.
+void run_three_phases(int threads, std::mt19937& random) {
+  int64_t sizes[3];
+  for (int64_t& size : sizes) size = random() % 40;
+  std::vector<int> times[3];
+  std::atomic<int64_t> finished[3] = {};
+  std::atomic<int> at_once{0};
+  const uint32_t turns = random();
+  const auto phase = [&](int p) {
+    times[p].assign(sizes[p], 0);
+    return [&, p](int64_t item) {
+      expect(++at_once <= threads, "more threads than were asked for");
+      for (int before = 0; before < p; ++before) {
+        expect(finished[before].load() == sizes[before], "a phase began before the last one was finished");
+      }
+      linger(turns * static_cast<uint32_t>(item + 1));
+      ++times[p][item];
+      ++finished[p];
+      --at_once;
+    };
+  };
+  const auto one = phase(0), two = phase(1), three = phase(2);
+  ItemQueue first(sizes[0]), second(sizes[1]), third(sizes[2]);
+  run_phases(threads, Phase{first, one}, Phase{second, two}, Phase{third, three});
+  for (const std::vector<int>& of_phase : times) {
+    for (const int n : of_phase) expect(n == 1, "an item was not worked at once");
+  }
+  expect(at_once.load() == 0, "a call returned while its items were worked at");
+}
+
+void check_phases() {
+  const auto call_often = [](uint32_t seed) {
+    std::mt19937 random(seed);
+    for (int i = 0; i < 3000; ++i) {
+      run_three_phases(1 + random() % 5, random);
+      if (random() % 500 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(4));  // helpers fall asleep
+    }
+  };
+  call_often(1);
+  std::vector<std::thread> callers;
+  for (uint32_t seed = 2; seed < 5; ++seed) callers.emplace_back(call_often, seed);
+  for (std::thread& caller : callers) caller.join();
+}
+
+// True if a helper comes, which may take until the system has a core for it.
+bool helper_comes() {
+  std::atomic<int> inside{0};
+  const auto began = std::chrono::steady_clock::now();
+  std::atomic<bool> met{false};
+  while (!met.load() && std::chrono::steady_clock::now() - began < std::chrono::seconds(10)) {
+    std::atomic<bool> is_late{false};
+    Team::of_process().run(2, [&] {
+      ++inside;
+      for (int i = 0; i < 100000 && inside.load() < 2 && !is_late.load(); ++i) pause_briefly();
+      if (inside.load() == 2) met = true;
+      is_late = true;
+    });
+    inside = 0;
+  }
+  return met.load();
+}
+
+void check_helpers_wake() {
+  for (int i = 0; i < 20; ++i) {
+    expect(helper_comes(), "no helper came");
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // longer than it looks for work
+  }
+}
+
+std::atomic<bool> is_held{false}, may_go{false};
+void hold(int) {
+  is_held = true;
+  while (!may_go.load()) pause_briefly();
+}
+
+// The only helper is kept by a signal handler, as by another process that has its core.
+void check_nobody_waits_for_who_does_not_come() {
+  pthread_t helper{};
+  bool has_come = false;
+  const pthread_t self = pthread_self();
+  while (!has_come) {
+    std::atomic<bool> came{false};
+    Team::of_process().run(2, [&] {
+      if (pthread_equal(pthread_self(), self)) {
+        for (int i = 0; i < 100000 && !came.load(); ++i) pause_briefly();
+      } else {
+        helper = pthread_self();
+        came = true;
+      }
+    });
+    has_come = came.load();
+  }
+  std::signal(SIGUSR1, hold);
+  pthread_kill(helper, SIGUSR1);
+  while (!is_held.load()) pause_briefly();
+  std::mt19937 random(7);
+  for (int i = 0; i < 100; ++i) run_three_phases(2, random);
+  may_go = true;
+  expect(helper_comes(), "the helper did not come back");
+}
+
+void check_exceptions() {
+  std::mt19937 random(3);
+  for (int i = 0; i < 300; ++i) {
+    const int64_t size = 1 + random() % 30, bad = random() % size;
+    std::atomic<int64_t> later{0};
+    ItemQueue first(size), second(size);
+    const auto fail = [&](int64_t item) {
+      linger(17 * static_cast<uint32_t>(item));
+      if (item == bad) throw std::runtime_error("bad item");
+    };
+    const auto count = [&](int64_t) { ++later; };
+    bool was_thrown = false;
+    try {
+      run_phases(3, Phase{first, fail}, Phase{second, count});
+    } catch (const std::runtime_error&) {
+      was_thrown = true;
+    }
+    expect(was_thrown, "an exception was lost");
+  }
+  run_three_phases(3, random);
+}
+
+// The child has none of its parent's helpers, and makes its own.
+void check_fork() {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(kDeadlineSeconds / 2);
+    std::mt19937 random(5);
+    for (int i = 0; i < 100; ++i) run_three_phases(3, random);
+    _exit(failures == 0 && helper_comes() ? 0 : 1);
+  }
+  int status = 0;
+  expect(waitpid(child, &status, 0) == child && status == 0, "a forked process cannot use the team");
+}
+
+// Cores lost by chance change nothing; lost again and again they make threads sleep soon, for longer and longer.
+void check_patience() {
+  constexpr int64_t kMs = 1'000'000;
+  unsetenv("OMP_WAIT_POLICY");
+  Patience patience;
+  int64_t time = 1'000'000 * kMs;
+  const int64_t idle = patience.limit(time, false), begun = patience.limit(time, true);
+  const auto is_crowded = [&] { return patience.limit(time, false) < begun && patience.limit(time, true) < begun; };
+  expect(begun < idle && !is_crowded(), "threads do not look for long where they are alone");
+  for (int i = 0; i < 10; ++i) patience.note_lost(time += 100 * kMs, 4 * kMs);
+  expect(!is_crowded(), "cores lost by chance are taken for a crowd");
+  patience.note_lost(time += 12 * kMs, 4 * kMs);
+  for (int period = 250; period <= 2000; period *= 2) {
+    expect(is_crowded(), "a crowd is not noticed");
+    patience.note_lost(time + 20 * kMs, 4 * kMs);  // changes nothing
+    time += (period - 1) * kMs;
+    expect(is_crowded(), "a crowd is forgotten too soon");
+    time += 1 * kMs;
+    expect(!is_crowded(), "a crowd is never forgotten");
+    patience.note_lost(time += 60 * kMs, 4 * kMs);
+  }
+  time += 10'000 * kMs;
+  patience.note_lost(time, 4 * kMs);
+  expect(!is_crowded(), "a crowd of long ago counts");
+  patience.note_lost(time += 500 * kMs, 80 * kMs);
+  expect(is_crowded(), "a long time without a core does not count");
+  for (const char* policy : {"PASSIVE", "active"}) {
+    setenv("OMP_WAIT_POLICY", policy, 1);
+    const Patience chosen;
+    const int64_t wanted = policy[0] == 'P' ? 0 : INT64_MAX;
+    expect(chosen.limit(time, false) == wanted && chosen.limit(time, true) == wanted, "the policy is not followed");
+  }
+}
+
+}  // namespace
+
+int main() {
+  alarm(kDeadlineSeconds);
+  check_helpers_wake();  // makes the team, which reads the policy, before `check_patience` changes that
+  check_patience();
+  check_phases();
+  check_nobody_waits_for_who_does_not_come();
+  check_exceptions();
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of several threads
+  check_fork();
+#endif
+  if (failures == 0) std::printf("ok\n");
+  return failures == 0 ? 0 : 1;
+}
