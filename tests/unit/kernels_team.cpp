@@ -174,38 +174,76 @@ void check_fork() {
   expect(waitpid(child, &status, 0) == child && status == 0, "a forked process cannot use the team");
 }
 
-// Cores lost by chance change nothing; lost again and again they make threads sleep soon, for longer and longer.
+// To stand in line for a core now and then changes nothing; a third of the time makes threads sleep soon, and for longer each
+// time that it is still so.
 void check_patience() {
-  constexpr int64_t kMs = 1'000'000;
+  constexpr Time kMs = 1'000'000;
   unsetenv("OMP_WAIT_POLICY");
   Patience patience;
-  int64_t time = 1'000'000 * kMs;
-  const int64_t idle = patience.limit(time, false), begun = patience.limit(time, true);
+  Time time = 1'000'000 * kMs;
+  const Time idle = patience.limit(time, false), begun = patience.limit(time, true);
   const auto is_crowded = [&] { return patience.limit(time, false) < begun && patience.limit(time, true) < begun; };
   expect(begun < idle && !is_crowded(), "threads do not look for long where they are alone");
-  for (int i = 0; i < 10; ++i) patience.note_lost(time += 100 * kMs, 4 * kMs);
-  expect(!is_crowded(), "cores lost by chance are taken for a crowd");
-  patience.note_lost(time += 12 * kMs, 4 * kMs);
+  for (int i = 0; i < 100; ++i) patience.note(time += 20 * kMs, 17 * kMs, 3 * kMs);
+  expect(!is_crowded(), "little waiting is taken for a crowd");
+  patience.note(time, 14 * kMs, 7 * kMs);
   for (int period = 250; period <= 2000; period *= 2) {
     expect(is_crowded(), "a crowd is not noticed");
-    patience.note_lost(time + 20 * kMs, 4 * kMs);  // changes nothing
+    patience.note(time + 20 * kMs, 10 * kMs, 10 * kMs);  // changes nothing
     time += (period - 1) * kMs;
     expect(is_crowded(), "a crowd is forgotten too soon");
     time += 1 * kMs;
     expect(!is_crowded(), "a crowd is never forgotten");
-    patience.note_lost(time += 60 * kMs, 4 * kMs);
+    patience.note(time += 60 * kMs, 14 * kMs, 7 * kMs);
   }
-  time += 10'000 * kMs;
-  patience.note_lost(time, 4 * kMs);
+  patience.note(time += 10'000 * kMs, 14 * kMs, 7 * kMs);
+  time += 250 * kMs;
   expect(!is_crowded(), "a crowd of long ago counts");
-  patience.note_lost(time += 500 * kMs, 80 * kMs);
-  expect(is_crowded(), "a long time without a core does not count");
+  patience.note_unknown();
+  expect(begun > patience.limit(time, false), "threads look for long where nobody knows of a crowd");
   for (const char* policy : {"PASSIVE", "active"}) {
     setenv("OMP_WAIT_POLICY", policy, 1);
     const Patience chosen;
-    const int64_t wanted = policy[0] == 'P' ? 0 : INT64_MAX;
+    const Time wanted = policy[0] == 'P' ? 0 : INT64_MAX;
     expect(chosen.limit(time, false) == wanted && chosen.limit(time, true) == wanted, "the policy is not followed");
   }
+}
+
+// Two threads that compute on one core stand in line for half of the time; who sleeps does not.
+void check_account() {
+#if defined(__linux__)
+  unsetenv("OMP_WAIT_POLICY");
+  cpu_set_t before, one;
+  sched_getaffinity(0, sizeof before, &before);
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  sched_setaffinity(0, sizeof one, &one);
+  Patience until_now, alone, beside;
+  const auto is_crowded = [](const Patience& patience) { return patience.limit(now(), false) < 100'000; };
+  std::atomic<uint32_t> word{0};
+  Account account;
+  account.tell(until_now);
+  for (int i = 0; i < 10; ++i) {
+    std::thread waker([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ++word;
+      wake_all(word);
+    });
+    for (const uint32_t seen = i; word.load() == seen;) sleep_while(word, seen);
+    waker.join();
+    account.tell(alone);
+  }
+  expect(!is_crowded(alone), "sleep is taken for waiting");
+  std::atomic<bool> enough{false};
+  std::thread neighbour([&] {
+    while (!enough.load()) pause_briefly();
+  });
+  for (const Time began = now(); !is_crowded(beside) && now() - began < 5'000'000'000;) account.tell(beside);
+  expect(is_crowded(beside), "a neighbour on the same core is not noticed");
+  enough = true;
+  neighbour.join();
+  sched_setaffinity(0, sizeof before, &before);
+#endif
 }
 
 }  // namespace
@@ -214,6 +252,7 @@ int main() {
   alarm(kDeadlineSeconds);
   check_helpers_wake();  // makes the team, which reads the policy, before `check_patience` changes that
   check_patience();
+  check_account();
   check_phases();
   check_nobody_waits_for_who_does_not_come();
   check_exceptions();

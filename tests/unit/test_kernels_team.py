@@ -75,9 +75,10 @@ def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
             "  try_body();\n  inside_",
             "  try_body();\n  while (inside_.add(0) == kOpen) pause_briefly();\n  inside_",
         ),
-        # Chance is taken for a crowd; a crowd is believed in for ever.
-        ("patience.cpp", "if (!still && !often) return;", ""),
+        # Chance is taken for a crowd; a crowd is believed in for ever; waiting does not count.
+        ("patience.cpp", "|| kCrowdedPart * waited < computed + waited", ""),
         ("patience.cpp", "crowded_until_.store(time + next", "crowded_until_.store(time + 100 * next"),
+        ("patience.cpp", "computed - computed_, waited - waited_);", "computed - computed_, 0);"),
         # An exception is lost.
         ("team.cpp", "if (!error_) error_ = std::current_exception();", ""),
         # A child believes in the helpers of its parent.

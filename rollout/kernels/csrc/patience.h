@@ -8,12 +8,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 namespace lockstep {
 
 inline void pause_briefly() {
@@ -25,29 +19,19 @@ inline void pause_briefly() {
 }
 
 // Sleeps while the word is `value`; may return early.
-inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-#if defined(__linux__)
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-#else
-  word.wait(value);
-#endif
-}
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value);
+void wake_all(std::atomic<uint32_t>& word);
 
-inline void wake_all(std::atomic<uint32_t>& word) {
-#if defined(__linux__)
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-#else
-  word.notify_all();
-#endif
-}
+using Time = int64_t;  // nanoseconds
+inline Time now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
 
 // How long a thread looks before it sleeps.
 //
 // To wake a thread takes tens of microseconds in a virtual machine whose cores halt when idle, more than a small
 // operator: alone on its core a thread looks for long.  Beside a process that computes no core halts, and who looks
-// takes the time of the thread that it waits for: there it sleeps soon.  Which of both it is shows when threads that look
-// lose their core twice in a short time, each time for longer than a process needs that merely answers a message.
-// `OMP_WAIT_POLICY`, OpenMP's variable, decides instead where it is set: "passive" sleeps at once, "active" never.
+// takes the time of the thread that it waits for: there it sleeps soon.  Which of both it is Linux counts, as the time
+// that a thread stood in line for a core.  `OMP_WAIT_POLICY`, OpenMP's variable, decides instead where it is set:
+// "passive" sleeps at once, "active" never.
 class Patience {
  public:
   Patience();
@@ -60,34 +44,44 @@ class Patience {
       if (ready()) return true;
       pause_briefly();
     }
-    const Time began = now();
-    const Time limit = this->limit(began, has_begun);
-    for (Time last = began;;) {
+    const Time began = now(), limit = this->limit(began, has_begun);
+    do {
       for (int i = 0; i < kGlances; ++i) {
         if (ready()) return true;
         pause_briefly();
       }
-      const Time time = now();
-      if (time - last > kSlice) note_lost(time, time - last);
-      if (time - began > limit) return false;
-      last = time;
-    }
+    } while (now() - began <= limit);
+    return false;
   }
 
-  using Time = int64_t;  // nanoseconds
   // How long to look from `time` on.
   Time limit(Time time, bool has_begun) const;
-  // A thread that looked had no core for so long, until `time`.
-  void note_lost(Time time, Time lost);
+  // Until `time`, a helper computed for so long and stood in line for a core for so long.
+  void note(Time time, Time computed, Time waited);
+  // Nobody counts that.
+  void note_unknown();
 
  private:
   static constexpr int kGlances = 16;
-  static constexpr Time kSlice = 2'000'000;  // what a scheduler gives a thread that computes, at least
 
-  static Time now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+  std::atomic<Time> idle_;
+  Time begun_, crowded_;
+  std::atomic<Time> crowded_until_{0}, period_{0};
+};
 
-  Time idle_, begun_, crowded_;  // limits
-  std::atomic<Time> last_lost_{0}, crowded_until_{0}, period_{0};
+// What Linux counts of the thread that made it.
+class Account {
+ public:
+  Account();
+  ~Account();
+  Account(const Account&) = delete;
+  Account& operator=(const Account&) = delete;
+  // Now and then, the time since the last time.
+  void tell(Patience& patience);
+
+ private:
+  int file_ = -1;
+  Time read_ = 0, computed_ = 0, waited_ = 0;
 };
 
 // A number below 2^31 that threads wait for to become 0.

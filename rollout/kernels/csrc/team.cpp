@@ -101,7 +101,9 @@ void Team::help(Helper& me) {
   pthread_setname_np(pthread_self(), "lockstep-helper");
 #endif
   use_cores_of_openmp();
+  Account account;
   for (uint32_t seen = 0;;) {
+    account.tell(patience_);
     me.wait_for_other_than(seen, patience_);
     seen = me.call.load(std::memory_order_acquire);
     if (inside_.add(1) & kOpen && me.index < wanted_) try_body();
