@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -161,6 +162,27 @@ void check_exceptions() {
   run_three_phases(3, random);
 }
 
+// No memory for a thread's stack: the call is refused, and the next one works.
+void check_no_thread_starts() {
+  rlimit before{}, none{};
+  getrlimit(RLIMIT_AS, &before);
+  none = before;
+  none.rlim_cur = 1 << 20;
+  setrlimit(RLIMIT_AS, &none);
+  bool was_refused = false;
+  std::atomic<int> calls{0};
+  try {
+    Team::of_process().run(40, [&] { ++calls; });
+  } catch (const std::runtime_error&) {
+    was_refused = true;
+  }
+  setrlimit(RLIMIT_AS, &before);
+  expect(was_refused && calls.load() == 0, "a call without the threads that it needs was not refused");
+  std::mt19937 random(11);
+  for (int i = 0; i < 100; ++i) run_three_phases(3, random);
+  expect(helper_comes(), "a refused call broke the team");
+}
+
 // The child has none of its parent's helpers, and makes its own.
 void check_fork() {
   const pid_t child = fork();
@@ -256,7 +278,8 @@ int main() {
   check_phases();
   check_nobody_waits_for_who_does_not_come();
   check_exceptions();
-#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of several threads
+#if !defined(__SANITIZE_THREAD__)  // which needs memory of its own, and does not follow a fork of several threads
+  check_no_thread_starts();
   check_fork();
 #endif
   if (failures == 0) std::printf("ok\n");

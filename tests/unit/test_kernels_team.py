@@ -79,6 +79,12 @@ def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
         ("patience.cpp", "|| kCrowdedPart * waited < computed + waited", ""),
         ("patience.cpp", "crowded_until_.store(time + next", "crowded_until_.store(time + 100 * next"),
         ("patience.cpp", "computed - computed_, waited - waited_);", "computed - computed_, 0);"),
+        # A refused call leaves the door open.
+        (
+            "team.cpp",
+            "  while (helpers_.size() < wanted_) start_helper();\n",
+            "  inside_.add(kOpen);\n  while (helpers_.size() < wanted_) start_helper();\n  inside_.subtract(kOpen);\n",
+        ),
         # An exception is lost.
         ("team.cpp", "if (!error_) error_ = std::current_exception();", ""),
         # A child believes in the helpers of its parent.

@@ -1,5 +1,8 @@
 #include "team.h"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -46,6 +49,11 @@ struct alignas(64) Team::Helper {
   std::atomic<uint32_t> call{0};
   const size_t index;
 
+  void wake() {
+    const uint32_t before = call.load(std::memory_order_relaxed) | 1;
+    if (call.exchange(before + 1) == before) wake_all(call);
+  }
+
   void wait_for_other_than(uint32_t seen, Patience& patience) {
     const auto is_called = [&] { return call.load(std::memory_order_acquire) != seen; };
     if (patience.look(is_called, false)) return;
@@ -73,27 +81,28 @@ Team& Team::of_process() {
 void Team::run_body(int threads, Body body, const void* place) {
   const std::unique_lock<std::mutex> calling(caller_, std::try_to_lock);
   if (threads <= 1 || !calling.owns_lock()) return body(place);
+  wanted_ = static_cast<size_t>(threads - 1);
+  while (helpers_.size() < wanted_) start_helper();
   body_ = body;
   place_ = place;
-  wanted_ = static_cast<size_t>(threads - 1);
   inside_.add(kOpen);
-  call(wanted_);
+  for (size_t i = 0; i < wanted_; ++i) helpers_[i]->wake();
   try_body();
   inside_.subtract(kOpen);
   inside_.wait_for_zero(patience_);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void Team::call(size_t helpers) {
-  while (helpers_.size() < helpers) {
-    helpers_.push_back(std::make_unique<Helper>(helpers_.size()));
-    std::thread([this, me = helpers_.back().get()] { help(*me); }).detach();
+void Team::start_helper() {
+  auto helper = std::make_unique<Helper>(helpers_.size());
+  helpers_.reserve(helpers_.size() + 1);
+  try {
+    std::thread([this, me = helper.get()] { help(*me); }).detach();
+  } catch (const std::system_error& error) {
+    throw std::runtime_error("cannot start a thread for the operators, of which --num-threads is the number: " +
+                             std::string(error.what()));
   }
-  for (size_t i = 0; i < helpers; ++i) {
-    std::atomic<uint32_t>& call = helpers_[i]->call;
-    const uint32_t before = call.load(std::memory_order_relaxed) | 1;
-    if (call.exchange(before + 1) == before) wake_all(call);
-  }
+  helpers_.push_back(std::move(helper));
 }
 
 void Team::help(Helper& me) {

@@ -24,7 +24,8 @@ class Team {
   static Team& of_process();
 
   // Calls `body` here and, as far as they come in time, on `threads - 1` helpers, at the same time; returns when all
-  // calls have.  A call that another thread makes in the meantime stays without helpers.  Throws what `body` threw.
+  // calls have.  A call that another thread makes in the meantime stays without helpers.  Throws what `body` threw, and
+  // `runtime_error`, before any call, if the system starts no thread.
   template <class F>
   void run(int threads, const F& body) {
     run_body(threads, [](const void* place) { (*static_cast<const F*>(place))(); }, &body);
@@ -39,7 +40,7 @@ class Team {
 
   Team() = default;
   void run_body(int threads, Body body, const void* place);
-  void call(size_t helpers);
+  void start_helper();
   void help(Helper& me);
   void try_body();
 
