@@ -79,8 +79,9 @@ Team& Team::of_process() {
 }
 
 void Team::run_body(int threads, Body body, const void* place) {
+  if (threads <= 1) return body(place);
   const std::unique_lock<std::mutex> calling(caller_, std::try_to_lock);
-  if (threads <= 1 || !calling.owns_lock()) return body(place);
+  if (!calling.owns_lock()) return body(place);
   wanted_ = static_cast<size_t>(threads - 1);
   while (helpers_.size() < wanted_) start_helper();
   body_ = body;
