@@ -1,7 +1,8 @@
 """Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
 
-Operators are timed in steps of their own, in turn with steps that run undisturbed, so that both see the same machine.
-All times are medians; those of operators are added up, so that sums are the sums of their parts.
+Steps run undisturbed, but for some whose operators are watched by Python.  A forward that is played from its tape says
+itself what its operators took, in undisturbed steps; watched ones tell what was moved and computed, and the times of
+all other operators.  All times are medians; those of operators are added up, so that sums are the sums of their parts.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from statistics import fmean, median, quantiles
 
 from benchmarks.profile.machine import Machine, measure_reading
 from benchmarks.profile.operators import OperatorTimer, OperatorUse
-from benchmarks.profile.steps import SECTIONS, Step, StepRecorder, num_decoding
+from benchmarks.profile.steps import FORWARD, PLAYED, SECTIONS, Step, StepRecorder, num_decoding
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints.engine import Engine
+from rollout.model_executor.recorded_forward import Tape
 from rollout.scheduler.stats import StepStats
 
-TIMED_EVERY = 3  # of the decode steps, one in so many has its operators timed
-PREFILL_PASSES = 6  # half of them timed, after one to warm up
+WATCHED_EVERY = 6  # of the decode steps, one in so many is watched
+PREFILL_PASSES = 6  # half of them watched, after one to warm up
 WARM_UP_TOKENS = 4
-MIN_OUTPUT_LEN = 4 * TIMED_EVERY
+MIN_OUTPUT_LEN = 4 * WATCHED_EVERY
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step: its seconds undisturbed, and those that its operators take when they are timed."""
+    """A phase of a step: its seconds undisturbed, and those that its operators take."""
 
     name: str
     seconds: float
@@ -52,7 +54,8 @@ class Profile:
     phases: list[PhaseTime]
     operators: dict[str, OperatorUse]  # the slowest first
     num_undisturbed: int
-    num_timed: int
+    num_watched: int
+    played: bool  # from a tape: operators of the forward were timed in the undisturbed units, else in watched ones
     read_bytes_per_s: tuple[float, float]  # of the machine right before, which the roofline takes, and right after
 
     @property
@@ -92,7 +95,7 @@ class Profiler:
         chunk = self._engine.server_args.chunked_prefill_size
         new_tokens = work.output_len + decode_head_start(batch_size, work.input_len, chunk)
         before = self._measure_reading()
-        steps = self._run([work.input_len] * batch_size, new_tokens, lambda i: i % TIMED_EVERY == 0)
+        steps = self._run([work.input_len] * batch_size, new_tokens, lambda i: i % WATCHED_EVERY == 0)
         # The last step also ends all requests; the one before a change of the batch is like any other.
         units = [s for s in steps[:-1] if s.num_decodes == batch_size]
         return summarise("decode", batch_size, batch_size, units, (before, measure_reading()))
@@ -102,8 +105,8 @@ class Profiler:
         units = []
         before = self._measure_reading()
         for turn in range(-1, PREFILL_PASSES):
-            timed = turn % 2 == 1
-            first, *others = self._run([num_tokens], 1, lambda _, timed=timed: timed)  # type: ignore[misc]
+            watched = turn % 2 == 1
+            first, *others = self._run([num_tokens], 1, lambda _, watched=watched: watched)  # type: ignore[misc]
             for step in others:
                 first.add(step)
             if turn >= 0:
@@ -122,6 +125,9 @@ class Profiler:
         prompts = [[self._rng.randrange(work.vocab_size) for _ in range(length)] for length in lengths]
         recorder = StepRecorder(partial(num_decoding, engine.scheduler.queues), self._timer, watch)
         engine.scheduler.stats = recorder
+        recorded = engine.scheduler.runner.recorded
+        if recorded is not None:
+            recorded.play = recorder.play
         try:
             engine.generate(
                 input_ids=prompts,
@@ -134,6 +140,8 @@ class Profiler:
         finally:
             recorder.close()
             engine.scheduler.stats = StepStats()
+            if recorded is not None:
+                recorded.play = Tape.play
         engine.control(FlushCacheReqInput)
         self._advance()
         return recorder.steps
@@ -150,11 +158,15 @@ def decode_head_start(batch_size: int, input_len: int, chunk: int) -> int:
 
 
 def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], reading: tuple[float, float]) -> Profile:
-    """Medians over undisturbed units, and over those whose operators were timed; there must be two or more of both."""
+    """Medians over undisturbed units and over watched ones; there must be two or more of both."""
     undisturbed = [unit for unit in units if unit.uses is None]
-    timed = [unit.uses for unit in units if unit.uses is not None]
-    assert min(len(undisturbed), len(timed)) >= 2, (kind, batch_size, len(units))
-    by_phase = {key: _typical([uses.get(key, OperatorUse()) for uses in timed]) for uses in timed for key in uses}
+    watched = [unit.uses for unit in units if unit.uses is not None]
+    assert min(len(undisturbed), len(watched)) >= 2, (kind, batch_size, len(units))
+    by_phase = {key: _typical([uses.get(key, OperatorUse()) for uses in watched]) for uses in watched for key in uses}
+    played = all(unit.played for unit in undisturbed)
+    for phase, name in by_phase:
+        if phase == PLAYED and played:
+            by_phase[phase, name].seconds = median(unit.played.get(name, 0.0) for unit in undisturbed)
     operators: dict[str, OperatorUse] = defaultdict(OperatorUse)
     for (_, operator), use in by_phase.items():
         operators[operator].add(use)
@@ -170,15 +182,21 @@ def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], readin
             PhaseTime(
                 name,
                 median(unit.seconds[name] for unit in undisturbed),
-                sum(use.seconds for (phase, _), use in by_phase.items() if phase == name),
+                sum(use.seconds for (phase, _), use in by_phase.items() if section_of(phase) == name),
             )
             for name in SECTIONS
         ],
         operators=dict(sorted(operators.items(), key=lambda item: -item[1].seconds)),
         num_undisturbed=len(undisturbed),
-        num_timed=len(timed),
+        num_watched=len(watched),
+        played=played,
         read_bytes_per_s=reading,
     )
+
+
+def section_of(phase: str) -> str:
+    """Of a key of `Step.uses`."""
+    return FORWARD if phase == PLAYED else phase
 
 
 def _typical(uses: list[OperatorUse]) -> OperatorUse:

@@ -68,7 +68,8 @@ def phase_table(profile: Profile) -> Table:
 
 def operator_table(profile: Profile) -> Table:
     """Operators that take a noticeable share of the step, then the others together, then what no operator takes."""
-    table = Table(box=box.SIMPLE, pad_edge=False, title=f"{title(profile)}: operators, {profile.num_timed} runs timed")
+    runs = profile.num_undisturbed if profile.played else profile.num_watched
+    table = Table(box=box.SIMPLE, pad_edge=False, title=f"{title(profile)}: operators, {runs} runs timed")
     _add_columns(table, "operator", "calls", "ms", "step %", "MB", "GB/s", "GFLOP/s", "roof %")
     shown = {name: use for name, use in profile.operators.items() if use.seconds >= NOTICEABLE * profile.seconds}
     for name, use in shown.items():

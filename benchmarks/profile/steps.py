@@ -1,4 +1,5 @@
-"""Step statistics that keep every step by itself, and can time some of them operator by operator.
+"""Step statistics that keep every step by itself, with the time of every operator of a forward that was played from its
+tape, and can watch some of them operator by operator.
 
 To be put in the place of `Scheduler.stats`.
 """
@@ -10,14 +11,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
 from torch.profiler import record_function
 
-from benchmarks.profile.operators import OperatorTimer, OperatorUse
+from benchmarks.profile.operators import OperatorTimer, OperatorUse, operator_name
+from rollout.model_executor.recorded_forward import Tape
 from rollout.scheduler.policy import RequestQueues
 from rollout.scheduler.stats import PHASES, StepStats
 
 BETWEEN = "between steps"  # messages in, the engine's own loop
 SECTIONS = (*PHASES, BETWEEN)
+FORWARD = "forward"  # of the phases
+PLAYED = "played"  # what of it a tape calls
 
 
 @dataclass(slots=True)
@@ -25,12 +30,14 @@ class Step:
     """One step, or several added up.
 
     `num_decodes` counts the requests that decode, 0 if there are prompts in the step.  `uses` is by (phase, operator),
-    and None for a step whose operators were not watched.
+    with `PLAYED` for a phase inside a tape, and None for a step whose operators were not watched.  `played`: seconds of
+    the operators that were played, of any step.
     """
 
     num_decodes: int
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     uses: dict[tuple[str, str], OperatorUse] | None = None
+    played: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_seconds(self) -> float:
@@ -40,6 +47,8 @@ class Step:
         """`other` was watched if this one was."""
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
+        for name, seconds in other.played.items():
+            self.played[name] = self.played.get(name, 0.0) + seconds
         if self.uses is not None and other.uses is not None:
             for key, use in other.uses.items():
                 self.uses.setdefault(key, OperatorUse()).add(use)
@@ -65,6 +74,17 @@ class StepRecorder(StepStats):
         self._ended: float | None = None
         self._watching = ExitStack()
 
+    def play(self, tape: Tape, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """In the place of `RecordedForward.play`."""
+        before = self._timer.take()
+        result, nanoseconds = tape.play_clocked(inputs)
+        for operator, each in zip(tape.operators, nanoseconds, strict=True):
+            name = operator_name(operator)
+            self._step.played[name] = self._step.played.get(name, 0.0) + 1e-9 * each
+        self._note(PLAYED, self._timer.take())
+        self._timer.put_back(before)
+        return result
+
     def close(self) -> None:
         """Stop watching, also in the middle of a step."""
         self._watching.close()
@@ -84,15 +104,18 @@ class StepRecorder(StepStats):
         before = self.seconds[name]
         super().phase(name)
         self._step.seconds[name] += self.seconds[name] - before
-        if self._step.uses is not None:
-            for operator, use in self._timer.take().items():
-                self._step.uses.setdefault((name, operator), OperatorUse()).add(use)
+        self._note(name, self._timer.take())
 
     def end_step(self, generated: int) -> None:
         super().end_step(generated)
         self.close()
         self.steps.append(self._step)
         self._ended = perf_counter()
+
+    def _note(self, phase: str, uses: dict[str, OperatorUse]) -> None:
+        if self._step.uses is not None:
+            for operator, use in uses.items():
+                self._step.uses.setdefault((phase, operator), OperatorUse()).add(use)
 
 
 class TracedSteps(StepStats):

@@ -74,6 +74,21 @@ class Recording:
         return tape
 
 
+@dataclass(frozen=True)
+class Tape:
+    """The compiled player of a recording, and the operators that it calls, in order."""
+
+    player: Any
+    operators: tuple[Any, ...]
+
+    def play(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        return self.player.play(inputs)
+
+    def play_clocked(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+        """The same, and the nanoseconds of each operator, from call to return."""
+        return self.player.play_clocked(inputs)
+
+
 class _Recorder(TorchDispatchMode):
     """Runs every operator, and notes it, until there is one that a tape cannot hold."""
 
@@ -120,11 +135,15 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedForward:
-    """Called like the model.  One rank, with the compiled operators."""
+    """Called like the model.  One rank, with the compiled operators.
+
+    `play` plays a tape on inputs; whoever measures may put another in its place.
+    """
 
     def __init__(self, model: DecoderForCausalLM) -> None:
+        self.play: Callable[[Tape, list[torch.Tensor]], torch.Tensor] = Tape.play
         self._model = model
-        self._tapes: dict[Hashable, Callable[[list[torch.Tensor]], torch.Tensor]] = {}
+        self._tapes: dict[Hashable, Tape] = {}
         self._recordings: dict[Hashable, tuple[int, Recording]] = {}
         self._never: set[Hashable] = set()  # what was not the same forward for two sizes, or cannot be recorded
 
@@ -145,7 +164,7 @@ class RecordedForward:
         key = (key, len(written), len(forced), len({id(tensor) for tensor in inputs}))
         tape = self._tapes.get(key)
         if tape is not None:
-            return tape(inputs), True
+            return self.play(tape, inputs), True
         return self._record(batch, context, key, inputs), False
 
     def _record(
@@ -164,7 +183,7 @@ class RecordedForward:
             self._recordings[key] = (batch.num_tokens, recording)
         else:
             self._forget_oldest()
-            self._tapes[key] = recording.tape(len(inputs)).play
+            self._tapes[key] = Tape(recording.tape(len(inputs)), tuple(call.operator for call in recording.calls))
             del self._recordings[key]
         return hidden_TD
 

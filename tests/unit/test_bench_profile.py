@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ import torch
 
 from benchmarks.profile import run
 from benchmarks.profile.machine import Machine
-from benchmarks.profile.operators import OperatorTimer, OperatorUse
+from benchmarks.profile.operators import OperatorTimer, OperatorUse, operator_name
 from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
 from benchmarks.profile.report import noise_line, operator_table, overview, phase_table
-from benchmarks.profile.steps import BETWEEN, Step, StepRecorder
+from benchmarks.profile.steps import BETWEEN, PLAYED, Step, StepRecorder
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.entrypoints import cli
 from rollout.entrypoints.engine import Engine
+from rollout.model_executor.recorded_forward import Tape
 from rollout.scheduler.stats import PHASES, StepStats
 from tests.model_zoo import tiny_checkpoint
 
@@ -65,9 +67,36 @@ def test_recorder_stops_watching_a_step_that_ends_early() -> None:
     assert timer.take() == {}
 
 
-def unit(forward: float, operator: float | None) -> Step:
+@pytest.mark.parametrize("watched", [False, True])
+def test_recorder_knows_what_a_tape_took_of_a_forward(engine: Engine, watched: bool) -> None:
+    recorder = StepRecorder(lambda: 1, OperatorTimer(MACHINE), lambda _: watched)
+    scheduler = engine.scheduler
+    scheduler.stats, scheduler.runner.recorded.play = recorder, recorder.play
+    try:
+        engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    finally:
+        recorder.close()
+        scheduler.stats, scheduler.runner.recorded.play = StepStats(), Tape.play
+    step = recorder.steps[-1]
+    (tape, *_) = scheduler.runner.recorded._tapes.values()
+    assert set(step.played) == {operator_name(operator) for operator in tape.operators}
+    assert 0 < sum(step.played.values()) < step.seconds["forward"]
+    assert (step.uses is not None) == watched
+    if step.uses is None:
+        return
+    calls = Counter(operator_name(operator) for operator in tape.operators)
+    assert {name: use.calls for (phase, name), use in step.uses.items() if phase == PLAYED} == calls
+    assert step.uses["forward", "linear"].calls == 1, "the head is no part of the tape"
+
+
+def unit(forward: float, operator: float | None, played: float | None = None) -> Step:
     step = Step(4)
     step.seconds["forward"] = forward
+    if played is not None:
+        step.played["norm_linear"] = played
+        if operator is not None:
+            step.uses = {(PLAYED, "norm_linear"): OperatorUse(1, operator, operator / 4, 100, 200)}
+        return step
     if operator is not None:
         step.uses = {("forward", "linear"): OperatorUse(2, operator, operator / 4, 100, 200)}
     return step
@@ -83,10 +112,22 @@ def test_summary_takes_medians_and_keeps_the_two_kinds_apart() -> None:
     linear = profile.operators["linear"]
     assert (linear.calls, linear.seconds, linear.bytes_moved, linear.flops) == (2, 1.5, 100, 200)
     assert linear.least_seconds == pytest.approx((1.0 + 1.5 + 70.0) / 3 / 4)
-    assert (profile.num_undisturbed, profile.num_timed) == (3, 3)
+    assert (profile.num_undisturbed, profile.num_watched) == (3, 3)
     assert profile.spread == pytest.approx((26.5 - 2.5) / 3)
     assert noise_line([profile]) is not None
     assert noise_line([dataclasses.replace(profile, spread=0.05)]) is None
+
+
+def test_what_was_played_is_timed_in_undisturbed_steps() -> None:
+    steps = [unit(2.0, None, 1.1), unit(2.0, None, 1.2), unit(2.0, None, 1.9), unit(9.0, 8.0, 7.0), unit(9.0, 7.0, 6.0)]
+    profile = summarise("decode", 4, 4, steps, (3e9, 4e9))
+    assert profile.played and profile.operators["norm_linear"].seconds == 1.2
+    assert profile.operators["norm_linear"].bytes_moved == 100
+    (forward,) = [phase for phase in profile.phases if phase.name == "forward"]
+    assert forward.python_seconds == pytest.approx(0.8)
+    steps[0].played = {}  # ran in Python: nothing is known of undisturbed ones then
+    profile = summarise("decode", 4, 4, steps, (3e9, 4e9))
+    assert not profile.played and profile.operators["norm_linear"].seconds == 7.5
 
 
 def test_sums_are_the_sums_of_their_parts(profiles: list[Profile]) -> None:
@@ -113,7 +154,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture(scope="module")
 def profiles(engine: Engine) -> list[Profile]:
     runs: list[None] = []
-    profiler = Profiler(engine, MACHINE, Workload(20, 24, 0.0, 2000), lambda: runs.append(None))
+    profiler = Profiler(engine, MACHINE, Workload(20, 36, 0.0, 2000), lambda: runs.append(None))
     found = [profiler.decode(8), profiler.prefill(200)]
     assert len(runs) == runs_of(1, prefill=True)
     assert type(engine.scheduler.stats) is StepStats
@@ -123,14 +164,14 @@ def profiles(engine: Engine) -> list[Profile]:
 def test_decode_steps_are_those_of_the_whole_batch(profiles: list[Profile]) -> None:
     decode, _ = profiles
     assert (decode.kind, decode.batch_size, decode.tokens) == ("decode", 8, 8)
-    assert decode.num_undisturbed + decode.num_timed >= 20
+    assert decode.num_undisturbed + decode.num_watched >= 32 and decode.num_watched >= 5 and decode.played
     assert decode.operators["paged_attention"].calls == 2  # layers
     assert decode.operators["fused_experts"].calls == 2
 
 
 def test_prefill_is_the_whole_prompt(profiles: list[Profile]) -> None:
     _, prefill = profiles
-    assert (prefill.tokens, prefill.num_undisturbed, prefill.num_timed) == (200, 3, 3)
+    assert (prefill.tokens, prefill.num_undisturbed, prefill.num_watched) == (200, 3, 3)
     assert prefill.operators["fused_experts"].calls == 2 * 4  # layers, chunks of 64
     per_token = 3 * 3 * 256 * 256  # top-k experts of three matrices
     assert prefill.operators["fused_experts"].flops == 2 * 2 * 200 * per_token
@@ -166,7 +207,7 @@ def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
     assert decode_head_start(size, length, chunk) == expected
 
 
-SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "12", "--prefill", "16", "--threads", "1"]
+SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "24", "--prefill", "16", "--threads", "1"]
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +231,7 @@ def refuse_to_measure() -> Machine:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--input-len", "600"], "need a context of 614 tokens, the model has 512"),
+        (["--input-len", "600"], "need a context of 626 tokens, the model has 512"),
         (["--prefill", "512"], "need a context of 513 tokens, the model has 512"),
         (["--trace", "/nowhere/trace.json"], "/nowhere is not a folder"),
         (["--batch-sizes", "1000000000", "--chunked-prefill-size", "100000000000"], "give smaller --batch-sizes"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.recorded_forward import RecordedForward, Recording
+from rollout.model_executor.recorded_forward import RecordedForward, Recording, Tape
 from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.forward_harness import ForwardHarness
 from tests.kernels import native_ops
@@ -131,6 +131,23 @@ def test_another_placement_is_another_tape(tmp_path: Path) -> None:
         step: Step = ({0: list(range(tokens))}, {})
         assert all(map(torch.equal, one.step(step), two.step(step)))
     assert one.played == two.played == 2
+
+
+def test_a_clocked_tape_plays_the_same_and_times_every_operator(model: DecoderForCausalLM) -> None:
+    clocked, plain = Player(model), Player(model)
+    seen = []
+
+    def play(tape: Tape, inputs: list[torch.Tensor]) -> torch.Tensor:
+        result, nanoseconds = tape.play_clocked(inputs)
+        assert len(nanoseconds) == len(tape.operators) and min(nanoseconds) > 0
+        seen.append(len(nanoseconds))
+        return result
+
+    clocked.recorded.play = play
+    for tokens in (3, 2, 5, 4):
+        step: Step = ({0: list(range(tokens))}, {})
+        assert all(map(torch.equal, clocked.step(step), plain.step(step)))
+    assert len(seen) == plain.played == 2
 
 
 @pytest.mark.mutant

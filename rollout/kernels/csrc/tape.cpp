@@ -3,6 +3,8 @@
 //
 // A step of a small model spends more time between operators than in them, in Python.  A tape holds no more than what
 // was called and with what: inputs and results by number, everything else as it was.
+#include <chrono>
+#include <tuple>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -61,7 +63,18 @@ struct Tape : torch::CustomClassHolder {
     }
   }
 
-  at::Tensor play(const std::vector<at::Tensor>& inputs) const {
+  at::Tensor play(const std::vector<at::Tensor>& inputs) const { return play(inputs, nullptr); }
+
+  // The same, and the nanoseconds from each call to its return.
+  std::tuple<at::Tensor, std::vector<int64_t>> play_clocked(const std::vector<at::Tensor>& inputs) const {
+    std::vector<int64_t> nanoseconds;
+    nanoseconds.reserve(calls.size());
+    at::Tensor played = play(inputs, &nanoseconds);
+    return {std::move(played), std::move(nanoseconds)};
+  }
+
+  at::Tensor play(const std::vector<at::Tensor>& inputs, std::vector<int64_t>* nanoseconds) const {
+    using Clock = std::chrono::steady_clock;
     TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs && result >= 0, "the tape takes ", num_inputs, " inputs");
     std::vector<c10::IValue> values(num_slots);
     for (int64_t i = 0; i < num_inputs; ++i) values[i] = inputs[i];
@@ -69,7 +82,9 @@ struct Tape : torch::CustomClassHolder {
     for (const Call& one : calls) {
       stack.assign(one.constants.begin(), one.constants.end());
       for (const Argument& argument : one.slots) stack[argument.position] = values[argument.slot];
+      const Clock::time_point start = nanoseconds != nullptr ? Clock::now() : Clock::time_point();
       one.op.callBoxed(stack);
+      if (nanoseconds != nullptr) nanoseconds->push_back(std::chrono::nanoseconds(Clock::now() - start).count());
       for (int64_t i = 0; i < one.num_results; ++i) values[one.first_result + i] = std::move(stack[i]);
       for (const int64_t number : one.last_used) values[number] = c10::IValue();
     }
@@ -92,5 +107,6 @@ TORCH_LIBRARY_FRAGMENT(lockstep, m) {
       .def("constant", [](const c10::intrusive_ptr<Tape>& self, const c10::IValue& value) { self->constant(value); })
       .def("integers", &Tape::integers)
       .def("seal", &Tape::seal)
-      .def("play", &Tape::play);
+      .def("play", [](const c10::intrusive_ptr<Tape>& self, std::vector<at::Tensor> inputs) { return self->play(inputs); })
+      .def("play_clocked", &Tape::play_clocked);
 }
