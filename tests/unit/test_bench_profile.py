@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.profile import run
+from benchmarks.profile import machine, run
 from benchmarks.profile.machine import Machine
 from benchmarks.profile.operators import OperatorTimer, OperatorUse, operator_name
 from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
@@ -205,6 +205,23 @@ def test_every_table_names_its_rows(profiles: list[Profile]) -> None:
 @pytest.mark.parametrize(("size", "length", "chunk", "expected"), [(1, 10, 64, 2), (64, 128, 2048, 5), (5, 9, -1, 6)])
 def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
     assert decode_head_start(size, length, chunk) == expected
+
+
+@pytest.mark.parametrize(("by_onednn", "bf16"), [(True, 900.0), (True, 50.0), (False, 0.0)])
+def test_products_in_bfloat16_are_left_out_where_torch_takes_minutes(
+    by_onednn: bool, bf16: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def flops_per_s(size: int, dtype: torch.dtype) -> float:
+        asked.append(dtype)
+        return bf16 if dtype == torch.bfloat16 else 100.0
+
+    monkeypatch.setattr(machine, "_product_flops_per_s", flops_per_s)
+    monkeypatch.setattr(machine, "measure_reading", lambda: 7.0)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: by_onednn)
+    assert machine.measure_machine() == Machine(7.0, max(bf16, 100.0), 100.0)
+    assert (torch.bfloat16 in asked) == by_onednn
 
 
 SMALL = ["--batch-sizes", "2", "--input-len", "8", "--output-len", "24", "--prefill", "16", "--threads", "1"]
