@@ -75,8 +75,9 @@ def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
             "  try_body();\n  inside_",
             "  try_body();\n  while (inside_.add(0) == kOpen) pause_briefly();\n  inside_",
         ),
-        # Chance is taken for a crowd; a crowd is believed in for ever; waiting does not count.
+        # Chance is taken for a crowd, or sleep; a crowd is believed in for ever; waiting does not count.
         ("patience.cpp", "|| kCrowdedPart * waited < computed + waited", ""),
+        ("patience.cpp", "!= 2) computed = -1;", "!= 2) computed = -1;\n  waited = time - computed;"),
         ("patience.cpp", "crowded_until_.store(time + next", "crowded_until_.store(time + 100 * next"),
         ("patience.cpp", "computed - computed_, waited - waited_);", "computed - computed_, 0);"),
         # A refused call leaves the door open.
