@@ -163,10 +163,10 @@ def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], readin
     watched = [unit.uses for unit in units if unit.uses is not None]
     assert min(len(undisturbed), len(watched)) >= 2, (kind, batch_size, len(units))
     by_phase = {key: _typical([uses.get(key, OperatorUse()) for uses in watched]) for uses in watched for key in uses}
-    played = all(unit.played for unit in undisturbed)
+    played = [unit.played_seconds() for unit in undisturbed]
     for phase, name in by_phase:
-        if phase == PLAYED and played:
-            by_phase[phase, name].seconds = median(unit.played.get(name, 0.0) for unit in undisturbed)
+        if phase == PLAYED and all(played):
+            by_phase[phase, name].seconds = median(seconds.get(name, 0.0) for seconds in played)
     operators: dict[str, OperatorUse] = defaultdict(OperatorUse)
     for (_, operator), use in by_phase.items():
         operators[operator].add(use)
@@ -189,7 +189,7 @@ def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], readin
         operators=dict(sorted(operators.items(), key=lambda item: -item[1].seconds)),
         num_undisturbed=len(undisturbed),
         num_watched=len(watched),
-        played=played,
+        played=all(played),
         read_bytes_per_s=reading,
     )
 

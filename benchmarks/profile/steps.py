@@ -6,10 +6,12 @@ To be put in the place of `Scheduler.stats`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -30,25 +32,32 @@ class Step:
     """One step, or several added up.
 
     `num_decodes` counts the requests that decode, 0 if there are prompts in the step.  `uses` is by (phase, operator),
-    with `PLAYED` for a phase inside a tape, and None for a step whose operators were not watched.  `played`: seconds of
-    the operators that were played, of any step.
+    with `PLAYED` for a phase inside a tape, and None for a step whose operators were not watched.  `tapes`: of any step
+    the operators of every tape that was played, and their nanoseconds.
     """
 
     num_decodes: int
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     uses: dict[tuple[str, str], OperatorUse] | None = None
-    played: dict[str, float] = field(default_factory=dict)
+    tapes: list[tuple[Sequence[Any], Sequence[int]]] = field(default_factory=list)
 
     @property
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
 
+    def played_seconds(self) -> dict[str, float]:
+        """By operator; empty where no tape was played."""
+        seconds: dict[str, float] = defaultdict(float)
+        for operators, nanoseconds in self.tapes:
+            for operator, each in zip(operators, nanoseconds, strict=True):
+                seconds[operator_name(operator)] += 1e-9 * each
+        return seconds
+
     def add(self, other: Step) -> None:
         """`other` was watched if this one was."""
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
-        for name, seconds in other.played.items():
-            self.played[name] = self.played.get(name, 0.0) + seconds
+        self.tapes += other.tapes
         if self.uses is not None and other.uses is not None:
             for key, use in other.uses.items():
                 self.uses.setdefault(key, OperatorUse()).add(use)
@@ -78,9 +87,7 @@ class StepRecorder(StepStats):
         """In the place of `RecordedForward.play`."""
         before = self._timer.take()
         result, nanoseconds = tape.play_clocked(inputs)
-        for operator, each in zip(tape.operators, nanoseconds, strict=True):
-            name = operator_name(operator)
-            self._step.played[name] = self._step.played.get(name, 0.0) + 1e-9 * each
+        self._step.tapes.append((tape.operators, nanoseconds))
         self._note(PLAYED, self._timer.take())
         self._timer.put_back(before)
         return result
