@@ -27,8 +27,13 @@ constexpr int kTileRows = 256, kLargeHeadRows = 64, kLargeHead = 256;
 constexpr int64_t kNoWindow = int64_t{1} << 40;  // positions
 // Pieces of work for each thread, so that none waits long for the last.
 constexpr int64_t kPiecesPerThread = 8;
-// Multiplications in a nanosecond, about: fewer with few rows, more with many.
-constexpr int64_t kSpeed = 64;
+// Multiplications of a thread in a nanosecond, about: with the few rows that share a key when sequences are decoded, which
+// are bound by loading keys and values, and with many.
+#if LOCKSTEP_AVX512
+constexpr int64_t kSpeedOfFew = 16, kSpeedOfMany = 64;
+#else
+constexpr int64_t kSpeedOfFew = 6, kSpeedOfMany = 24;
+#endif
 
 struct Sequence {
   const int64_t* slots;
@@ -66,9 +71,13 @@ struct Arguments {
   int group() const { return static_cast<int>(q.size(1) / k_pool.size(1)); }
   // For one thread, about; masked keys included.
   int64_t nanoseconds() const {
-    int64_t products = 0;
-    for (const Sequence& x : sequences) products += x.num_queries * std::min(x.length(), window + x.num_queries);
-    return q.size(1) * (sizes().key + sizes().value) * products / kSpeed;
+    int64_t nanoseconds = 0;
+    for (const Sequence& x : sequences) {
+      const int64_t products = x.num_queries * std::min(x.length(), window + x.num_queries);
+      const int64_t speed = x.num_queries * group() <= kInPlaceRows ? kSpeedOfFew : kSpeedOfMany;
+      nanoseconds += q.size(1) * (sizes().key + sizes().value) * products / speed;
+    }
+    return nanoseconds;
   }
 };
 
