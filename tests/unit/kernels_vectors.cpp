@@ -205,16 +205,69 @@ void check_functions() {
   expect(out[4] == 0 && out[5] == 1, "exp of -105, 0", out[4]);
 }
 
-void check_rounding() {
-  for (int i = 0; i < 4000; ++i) {
-    const float x = sample(i) * std::pow(2.0f, static_cast<float>(i % 60 - 30));
-    float out[kLanes];
-    store(out, round_bf16(splat(x)));
-    expect(out[7] == static_cast<float>(static_cast<bf16>(x)), "bf16 rounding", x);
+// All lanes differ: `first_bits` and those that follow in steps that reach every exponent.
+void check_rounding_of(uint32_t first_bits) {
+  uint32_t bits[kLanes];
+  float in[kLanes], rounded[kLanes];
+  bf16 stored[kLanes];
+  for (int i = 0; i < kLanes; ++i) bits[i] = first_bits + static_cast<uint32_t>(i) * 0x11357fffu;
+  std::memcpy(in, bits, sizeof in);
+  store(rounded, round_bf16(load(in)));
+  store(stored, load(in));
+  for (int i = 0; i < kLanes; ++i) {
+    const bf16 expected = static_cast<bf16>(in[i]);
+    const float round = rounded[i], store = static_cast<float>(stored[i]);
+    if (std::isnan(in[i])) {
+      expect(std::isnan(round) && std::isnan(store), "bf16 of NaN", bits[i]);
+    } else if (std::fpclassify(in[i]) != FP_SUBNORMAL) {  // which AVX-512's instruction takes for zero
+      expect(round == static_cast<float>(expected), "bf16 rounding", in[i]);
+      expect(stored[i].x == expected.x, "bf16 stored", in[i]);
+    }
   }
-  float out[kLanes];
-  store(out, round_bf16(splat(NAN)));
-  expect(std::isnan(out[0]), "bf16 of NaN", out[0]);
+}
+
+void check_rounding() {
+  // Halfway between two, of which one is even, and its neighbours; the largest number, infinity and the least NaN.
+  for (uint32_t middle : {0x3f808000u, 0x3f818000u, 0x7f7f8000u, 0x7f800000u, 0xff7fffffu}) {
+    for (uint32_t bits = middle - 1; bits <= middle + 1; ++bits) check_rounding_of(bits);
+  }
+  for (uint32_t i = 0; i < 4000; ++i) check_rounding_of(i * 0x9e3779b1u);
+}
+
+void check_sums() {
+  float in[4][kLanes], out[4];
+  F32x16 rows[4];
+  for (int i = 0; i < 4 * kLanes; ++i) in[i / kLanes][i % kLanes] = spread(i);
+  for (int row = 0; row < 4; ++row) rows[row] = load(in[row]);
+  sum4(rows, out);
+  for (int row = 0; row < 4; ++row) {
+    float quarters[4];
+    for (int q = 0; q < 4; ++q) {
+      const float* x = in[row] + 4 * q;
+      quarters[q] = (x[0] + x[2]) + (x[1] + x[3]);
+    }
+    const float expected = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+    expect(out[row] == expected && sum(rows[row]) == expected, "the order of a sum", row);
+  }
+}
+
+void check_numbers_of_w8() {
+  for (int first = 0; first < 256; first += kLanes) {
+    int8_t in[kLanes];
+    float integers[kLanes], powers[kLanes];
+    bf16 pairs[2 * kLanes];
+    for (int i = 0; i < kLanes; ++i) in[i] = static_cast<int8_t>(first + i - 128);
+    store(integers, load_integers(in));
+    store(powers, load_powers(in));
+    store_pairs(pairs, {load_integers(in), splat(0.5f)});
+    for (int i = 0; i < kLanes; ++i) {
+      const int exponent = static_cast<uint8_t>(in[i]);
+      expect(integers[i] == in[i], "an integer", in[i]);
+      expect(powers[i] == (exponent == 0 ? 0.0f : exponent == 255 ? INFINITY : std::ldexp(1.0f, exponent - 127)),
+             "a power", exponent);
+      expect(static_cast<float>(pairs[2 * i]) == in[i] && static_cast<float>(pairs[2 * i + 1]) == 0.5f, "pairs", in[i]);
+    }
+  }
 }
 
 }  // namespace
@@ -229,6 +282,8 @@ int main() {
   check_even_odd();
   check_functions();
   check_rounding();
+  check_sums();
+  check_numbers_of_w8();
   std::printf("%s: %d failures\n", kIsa, failures);
   return failures == 0 ? 0 : 1;
 }

@@ -84,6 +84,27 @@ def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str
             "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xfffe0000));",
             marks=pytest.mark.skipif("avx2" not in TARGETS, reason="AVX2 is of x86 processors"),
         ),
+        *(
+            pytest.param(
+                "avx2",
+                "simd.h",
+                right,
+                wrong,
+                marks=pytest.mark.skipif("avx2" not in TARGETS, reason="AVX2 is of x86 processors"),
+            )
+            for right, wrong in (
+                # Ties go away from zero; NaN becomes infinity; what has the sign bit set is cut to the largest int16.
+                ("_mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))", "_mm256_set1_epi32(0x8000)"),
+                ("_mm256_set1_epi32(0x7fc0), nan)", "_mm256_set1_epi32(0x7f80), nan)"),
+                ("_mm_packus_epi32(_mm256_castsi256_si128(bits)", "_mm_packs_epi32(_mm256_castsi256_si128(bits)"),
+                # As exact a sum, in another order.
+                (
+                    "_mm256_add_ps(quarter_sums(x, 0), quarter_sums(x, 1))",
+                    "_mm256_hadd_ps(quarter_sums(x, 0), quarter_sums(x, 1))",
+                ),
+                ("_mm256_cvtepu8_epi32(eight_bytes(p))", "_mm256_cvtepi8_epi32(eight_bytes(p))"),
+            )
+        ),
         ("native", "simd.h", "1.0f / 24", "1.0f / 25"),
     ],
 )

@@ -184,6 +184,31 @@ inline Part part_load_odd(const bf16* p) {
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask));
 }
+// The bits of bf16, each in the low half of its lane.
+inline __m256i part_narrow(Part x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+inline void part_store(bf16* p, Part x) {
+  const __m256i bits = part_narrow(x);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+inline Part part_round_bf16(Part x) { return _mm256_castsi256_ps(_mm256_slli_epi32(part_narrow(x), 16)); }
+inline void part_store_pairs(bf16* p, Part even, Part odd) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
+  const __m256i pairs = _mm256_or_si256(low, _mm256_and_si256(_mm256_castps_si256(odd), high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs);
+}
+inline __m128i eight_bytes(const int8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+inline Part part_load_integers(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p))); }
+inline Part part_load_powers(const int8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(eight_bytes(p)), 23));
+}
 #else
 using Part = float;
 inline constexpr int kPart = 1;
@@ -205,6 +230,19 @@ inline Part part_round(Part a) { return __builtin_rintf(a); }
 inline Part part_load(const bf16* p) { return static_cast<float>(*p); }
 inline Part part_load_even(const bf16* p) { return static_cast<float>(p[0]); }
 inline Part part_load_odd(const bf16* p) { return static_cast<float>(p[1]); }
+inline void part_store(bf16* p, Part x) { *p = static_cast<bf16>(x); }
+inline Part part_round_bf16(Part x) { return static_cast<float>(static_cast<bf16>(x)); }
+inline void part_store_pairs(bf16* p, Part even, Part odd) {
+  p[0] = static_cast<bf16>(even);
+  p[1] = static_cast<bf16>(odd);
+}
+inline Part part_load_integers(const int8_t* p) { return *p; }
+inline Part part_load_powers(const int8_t* p) {
+  const uint32_t bits = static_cast<uint32_t>(static_cast<uint8_t>(*p)) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return power;
+}
 inline Part part_scale(Part a, Part n) {
   const int32_t power = n == n ? static_cast<int32_t>(n) : 0, first = power / 2;
   const int32_t bits[2] = {(first + 127) << 23, (power - first + 127) << 23};
@@ -237,29 +275,25 @@ inline F32x16 load(const T* p) {
 }
 template <class T>
 inline F32x16 load(const T* p, int n) {
+  if (n == kLanes) return load(p);
   T buffer[kLanes] = {};
   std::memcpy(buffer, p, n * sizeof(T));
-  return load(buffer);
+  return load(static_cast<const T*>(buffer));
 }
-inline void store(float* p, F32x16 x) {
+template <class T>
+inline void store(T* p, F32x16 x) {
 #pragma GCC unroll 16
   for (int i = 0; i < kParts; ++i) part_store(p + i * kPart, x.v[i]);
 }
-inline void store(float* p, F32x16 x, int n) {
-  float buffer[kLanes];
+template <class T>
+inline void store(T* p, F32x16 x, int n) {
+  if (n == kLanes) return store(p, x);
+  T buffer[kLanes];
   store(buffer, x);
-  std::memcpy(p, buffer, n * sizeof(float));
+  std::memcpy(static_cast<void*>(p), buffer, n * sizeof(T));
 }
-inline void store(bf16* p, F32x16 x, int n) {
-  float buffer[kLanes];
-  store(buffer, x);
-  for (int i = 0; i < n; ++i) p[i] = static_cast<bf16>(buffer[i]);
-}
-inline void store(bf16* p, F32x16 x) { store(p, x, kLanes); }
 inline F32x16 round_bf16(F32x16 x) {
-  bf16 buffer[kLanes];
-  store(buffer, x);
-  return load(buffer);
+  return each_part([&](int i) { return part_round_bf16(x.v[i]); });
 }
 struct EvenOdd {
   F32x16 even, odd;
@@ -269,23 +303,14 @@ inline EvenOdd load_even_odd(const bf16* p) {
           each_part([&](int i) { return part_load_odd(p + 2 * i * kPart); })};
 }
 inline F32x16 load_integers(const int8_t* p) {
-  float buffer[kLanes];
-  for (int i = 0; i < kLanes; ++i) buffer[i] = static_cast<float>(p[i]);
-  return load(static_cast<const float*>(buffer));
+  return each_part([&](int i) { return part_load_integers(p + i * kPart); });
 }
 inline F32x16 load_powers(const int8_t* p) {
-  uint32_t bits[kLanes];
-  float buffer[kLanes];
-  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(static_cast<uint8_t>(p[i])) << 23;
-  std::memcpy(buffer, bits, sizeof bits);
-  return load(static_cast<const float*>(buffer));
+  return each_part([&](int i) { return part_load_powers(p + i * kPart); });
 }
 inline void store_pairs(bf16* p, const EvenOdd& pairs) {
-  uint32_t low[kLanes], high[kLanes];
-  std::memcpy(low, &pairs.even, sizeof low);
-  std::memcpy(high, &pairs.odd, sizeof high);
-  for (int i = 0; i < kLanes; ++i) low[i] = low[i] >> 16 | (high[i] & 0xffff0000u);
-  std::memcpy(static_cast<void*>(p), low, sizeof low);
+#pragma GCC unroll 16
+  for (int i = 0; i < kParts; ++i) part_store_pairs(p + 2 * i * kPart, pairs.even.v[i], pairs.odd.v[i]);
 }
 inline F32x16 operator+(F32x16 a, F32x16 b) {
   return each_part([&](int i) { return part_add(a.v[i], b.v[i]); });
@@ -314,6 +339,21 @@ inline F32x16 round_to_integer(F32x16 a) {
 inline F32x16 scale_by_power(F32x16 a, F32x16 n) {
   return each_part([&](int i) { return part_scale(a.v[i], n.v[i]); });
 }
+#if LOCKSTEP_AVX2
+// The quarters 2 * part and 2 * part + 1 of four vectors, summed: [quarter][vector].
+inline __m256 quarter_sums(const F32x16 (&x)[4], int part) {
+  const __m256 a = x[0].v[part], b = x[1].v[part], c = x[2].v[part], d = x[3].v[part];
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256d lo = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256d hi = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  return _mm256_add_ps(_mm256_castpd_ps(lo), _mm256_castpd_ps(hi));
+}
+inline void sum4(const F32x16 (&x)[4], float* out) {
+  const __m256 halves = _mm256_add_ps(quarter_sums(x, 0), quarter_sums(x, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+#else
 inline void sum4(const F32x16 (&x)[4], float* out) {
   for (int row = 0; row < 4; ++row) {
     float v[kLanes], quarter[4];
@@ -322,6 +362,7 @@ inline void sum4(const F32x16 (&x)[4], float* out) {
     out[row] = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
   }
 }
+#endif
 
 #endif
 
