@@ -6,9 +6,64 @@
 namespace lockstep {
 namespace {
 
-// One group: `weights` is a vector of 16 rows, `token` the group of one token.
+// sums += products of one group: of the token that is `x`, with the two vectors of rows that a run holds at `g`.  AVX2's
+// sixteen registers are filled by the sums of three tokens, three numbers of theirs, and one part of the weights.
+#if LOCKSTEP_AVX2
+alignas(32) constexpr uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+
+// Of pairs of bf16 the second ones, as floats; the mask stays in memory.
+inline Part odd_of(Part pairs) {
+  asm("vandps %1, %0, %0" : "+x"(pairs) : "m"(kHighHalves));
+  return pairs;
+}
+
+inline Part add_product(Part sums, Part w, Part x) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
+  return sums;
+}
+
 template <class T>
 struct Groups {
+  static constexpr int kHalves = kGroup<T>;  // elements of a group, one after the other
+
+  template <int kHalf>
+  static Part number(const uint32_t* token) {
+    const __m256i bits = _mm256_set1_epi32(static_cast<int>(*token));
+    if constexpr (kHalves == 1) return _mm256_castsi256_ps(bits);
+    if constexpr (kHalf == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    return odd_of(_mm256_castsi256_ps(bits));
+  }
+
+  template <int kHalf, int M, class Run>
+  [[gnu::always_inline]] static void add_half(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                              const uint32_t* tokens) {
+    // What was read for the first half is read again, rather than kept in registers that are needed.
+    if constexpr (kHalf == 1) asm("" : "+r"(tokens));
+    Part x[M];
+#pragma GCC unroll 3
+    for (int t = 0; t < M; ++t) x[t] = number<kHalf>(tokens + t);
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; ++i) {
+        const Part w = run.template part<kHalf>(g, v, i);
+#pragma GCC unroll 3
+        for (int t = 0; t < M; ++t) sums[t][v].v[i] = add_product(sums[t][v].v[i], w, x[t]);
+      }
+    }
+  }
+
+  template <int M, class Run>
+  [[gnu::always_inline]] static void add_products(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                                  const uint32_t* tokens) {
+    add_half<0>(sums, run, g, tokens);
+    if constexpr (kHalves == 2) add_half<1>(sums, run, g, tokens);
+  }
+};
+#else
+template <class T>
+struct Numbers {
   using Weights = F32x16;
   using Token = F32x16;
   static Weights weights(const float* p) { return load(p); }
@@ -21,7 +76,7 @@ struct Groups {
 };
 
 template <>
-struct Groups<bf16> {
+struct Numbers<bf16> {
 #if LOCKSTEP_AVX512_BF16
   using Weights = __m512i;
   using Token = __m512i;
@@ -50,8 +105,27 @@ struct Groups<bf16> {
 #endif
 };
 
-// Where a register tile finds a panel.  `run(g)` holds `kRun` groups from a multiple of it on, and loads each of them;
-// matrix tiles read from memory, `kTileRows` groups at a time.
+template <class T>
+struct Groups {
+  template <int M, class Run>
+  [[gnu::always_inline]] static void add_products(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                                  const uint32_t* tokens) {
+    using N = Numbers<T>;
+    typename N::Weights w[kPanelVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) w[v] = N::weights(run.weights(g, v));
+#pragma GCC unroll 12
+    for (int t = 0; t < M; ++t) {
+      const typename N::Token x = N::token(tokens[t]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = N::add_product(sums[t][v], w[v], x);
+    }
+  }
+};
+#endif
+
+// Where a register tile finds a panel.  `run(g)` holds `kRun` groups from a multiple of it on: their vectors, and for AVX2
+// the parts of a half; matrix tiles read from memory, `kTileRows` groups at a time.
 template <class T>
 struct PlainSource {
   using Element = T;
@@ -61,15 +135,24 @@ struct PlainSource {
   struct Run {
     const T* first;
 
-    void load(int64_t g, typename Groups<T>::Weights (&w)[kPanelVectors]) const {
-      constexpr int64_t kVector = kLanes * kGroup<T>;
-      constexpr int64_t kAhead = 24 * kPanelRows * kGroup<T>;  // elements; the panels of a matrix are one stream
-      const T* group = first + g * kPanelVectors * kVector;
-#pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) {
-        w[v] = Groups<T>::weights(group + v * kVector);
-        __builtin_prefetch(group + v * kVector + kAhead, 0, kStreamLocality);
+    const T* weights(int64_t g, int v) const { return first + (g * kPanelRows + v * kLanes) * kGroup<T>; }
+
+#if LOCKSTEP_AVX2
+    template <int kHalf>
+    Part part(int64_t g, int v, int i) const {
+      const T* at = weights(g, v) + i * kPart * kGroup<T>;
+      if constexpr (kGroup<T> == 1) {
+        return part_load(at);
+      } else {
+        return kHalf == 0 ? part_load_even(at) : odd_of(part_load(reinterpret_cast<const float*>(at)));
       }
+    }
+#endif
+
+    void prefetch(int64_t g) const {
+      constexpr int64_t kAhead = 24 * kPanelRows * kGroup<T>;  // elements; the panels of a matrix are one stream
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) __builtin_prefetch(weights(g, v) + kAhead, 0, kStreamLocality);
     }
   };
 
@@ -94,11 +177,16 @@ struct W8Source {
   struct Run {
     W8Step step;
 
-    void load(int64_t g, Groups<bf16>::Weights (&w)[kPanelVectors]) const {
-#pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) w[v] = Groups<bf16>::weights(step.pairs(g, v));
-      step.prefetch(g);
+    EvenOdd weights(int64_t g, int v) const { return step.pairs(g, v); }
+
+#if LOCKSTEP_AVX2
+    template <int kHalf>
+    Part part(int64_t g, int v, int i) const {
+      return step.part(2 * g + kHalf, v, i);
     }
+#endif
+
+    void prefetch(int64_t g) const { step.prefetch(g); }
   };
 
   Run run(int64_t g) const { return {panel.step(g / kRun)}; }
@@ -113,7 +201,6 @@ struct W8Source {
 template <int M, class Source>
 [[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, const Source& source, int64_t groups,
                                                  F32x16 (*sums)[kPanelVectors]) {
-  using G = Groups<typename Source::Element>;
   for (int t = 0; t < M; ++t) {
     for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = splat(0.0f);
   }
@@ -129,14 +216,8 @@ template <int M, class Source>
       const auto run = source.run(first);
       const int64_t count = std::min(Source::kRun, end - first);
       for (int64_t g = 0; g < count; ++g, tokens += M) {
-        typename G::Weights w[kPanelVectors];
-        run.load(g, w);
-#pragma GCC unroll 12
-        for (int t = 0; t < M; ++t) {
-          const typename G::Token x = G::token(tokens[t]);
-#pragma GCC unroll 2
-          for (int v = 0; v < kPanelVectors; ++v) block[t][v] = G::add_product(block[t][v], w[v], x);
-        }
+        run.prefetch(g);
+        Groups<typename Source::Element>::add_products(block, run, g, tokens);
       }
     }
 #pragma GCC unroll 12

@@ -41,6 +41,14 @@ struct W8Step {
     return {load_integers(even) * powers[vector], load_integers(even + kPanelRows) * powers[vector]};
   }
 
+#if LOCKSTEP_AVX2
+  // Of one element of K, part `i` of a vector.
+  Part part(int64_t element, int vector, int i) const {
+    const int8_t* at = integers + element * kPanelRows + vector * kLanes + i * kPart;
+    return part_mul(part_load_integers(at), powers[vector].v[i]);
+  }
+#endif
+
   void prefetch(int64_t g) const {
     constexpr int64_t kAhead = 48 * 2 * kPanelRows;
     __builtin_prefetch(integers + 2 * g * kPanelRows + kAhead, 0, kStreamLocality);
