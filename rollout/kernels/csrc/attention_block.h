@@ -53,6 +53,15 @@ struct HeadPlaces {
   }
 };
 
+// Calls `body` with the smaller of `count` and kMost as a constant.
+template <int kMost, class Body>
+LOCKSTEP_INLINE void with_count(int count, Body body) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, body);
+  }
+  body.template operator()<kMost>();
+}
+
 // sums[r][n] += row r's unit * units[n], one step.
 template <class U, int R, int N>
 LOCKSTEP_INLINE void step_all(const float* rows, int row_stride, const F32x16 (&units)[N], F32x16 (&sums)[R][N]) {
@@ -68,6 +77,24 @@ template <class U, int R, int N>
 LOCKSTEP_INLINE void multiply(const float* rows, int row_stride, int step_stride, const float* units, int unit_stride,
                               int steps, F32x16 (&sums)[R][N]) {
   for (int i = 0; i < steps; ++i, units += unit_stride, rows += step_stride) {
+#if LOCKSTEP_AVX2
+    if constexpr (R * N > 4) {
+      // With so many sums registers are left for one part of the units at a time.
+      Part row[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) row[r] = part_splat(rows[r * row_stride]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) {
+          const Part x = part_load(units + n * kLanes + p * kPart);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) sums[r][n].v[p] = part_add_product(sums[r][n].v[p], x, row[r]);
+        }
+      }
+      continue;
+    }
+#endif
     F32x16 x[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) x[n] = load(units + n * kLanes);
@@ -121,6 +148,18 @@ class PackedBlock {
     }
   }
 
+  // Calls `body<rows, vectors>(first row, first vector)` with what is summed in registers together.
+  template <class Body>
+  static LOCKSTEP_INLINE void for_groups(int rows, int vectors, Body body) {
+    for (int vector = 0; vector < vectors; vector += kVectors) {
+      with_count<kVectors>(vectors - vector, [&]<int N>() {
+        for (int row = 0; row < rows; row += kRows) {
+          with_count<kRows>(rows - row, [&]<int R>() { body.template operator()<R, N>(row, vector); });
+        }
+      });
+    }
+  }
+
   template <int R, int N>
   LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int stride, int vector,
                                      F32x16 (&sums)[R][N]) const {
@@ -135,6 +174,12 @@ class PackedBlock {
   }
 
  private:
+#if LOCKSTEP_AVX512
+  static constexpr int kRows = 4, kVectors = 4;
+#else
+  static constexpr int kRows = 3, kVectors = 2;
+#endif
+
   // Calls of their own: in a loop the compiler would keep the sixteen addresses in vector registers.
   template <bool kWhole>
   static __attribute__((noinline)) void pack_keys(const Scalar* const* rows, int64_t offset, int left, float* out) {
@@ -168,6 +213,17 @@ class InPlaceBlock {
   InPlaceBlock(const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next, HeadSizes sizes)
       : at_(at), next_(next), sizes_(sizes) {}
 
+  // As in PackedBlock, of at most kInPlaceRows rows: all at once, as each group rearranges keys and values anew.
+  template <class Body>
+  static LOCKSTEP_INLINE void for_groups(int rows, int vectors, Body body) {
+    with_count<kInPlaceRows>(rows, [&]<int R>() {
+      constexpr int kVectors = std::min(kMostVectors, kSums / R);
+      for (int vector = 0; vector < vectors; vector += kVectors) {
+        with_count<kVectors>(vectors - vector, [&]<int N>() { body.template operator()<R, N>(0, vector); });
+      }
+    });
+  }
+
   template <int R, int N>
   LOCKSTEP_INLINE void multiply_keys(const float* queries, int row, int, int vector, F32x16 (&sums)[R][N]) const {
     constexpr int kElements = kLanes * U::kPerUnit;
@@ -199,6 +255,12 @@ class InPlaceBlock {
   }
 
  private:
+#if LOCKSTEP_AVX512
+  static constexpr int kSums = 16, kMostVectors = 4;
+#else
+  static constexpr int kSums = 4, kMostVectors = 2;
+#endif
+
   const HeadPlaces<Scalar> at_, next_;
   const HeadSizes sizes_;
 };

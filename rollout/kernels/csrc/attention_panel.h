@@ -12,25 +12,6 @@ namespace lockstep::attention {
 // Rows of a panel.  What is reduced for each row and then needed in every lane is computed for all of them at once.
 inline constexpr int kPanelRows = kLanes;
 
-// Rows, and vectors of each row, whose sums are held in registers together.
-#if LOCKSTEP_AVX512
-inline constexpr int kRowGroup = 4, kVectorGroup = 4;
-#else
-inline constexpr int kRowGroup = 2, kVectorGroup = 2;
-#endif
-
-// Calls `body` with the smaller of `count` and kMost as a constant.
-template <int kMost, class Body>
-LOCKSTEP_INLINE void with_count(int count, Body body) {
-  static_assert(kMost == 2 || kMost == 4);
-  if (count >= kMost) return body.template operator()<kMost>();
-  if constexpr (kMost == 4) {
-    if (count == 3) return body.template operator()<3>();
-    if (count == 2) return body.template operator()<2>();
-  }
-  body.template operator()<1>();
-}
-
 template <class U, class Block>
 class Panel {
  public:
@@ -50,24 +31,14 @@ class Panel {
 
   // Row r adds to row first_row + r of `state`.
   void add_to(const RunningSoftmax& state, int first_row) {
-    for (int v = 0; v < vectors_; v += kVectorGroup) {
-      with_count<kVectorGroup>(vectors_ - v, [&]<int N>() {
-        for (int r = 0; r < rows_; r += kRowGroup) {
-          with_count<kRowGroup>(rows_ - r, [&]<int R>() { score<R, N>(r, v); });
-        }
-      });
-    }
+    Block::for_groups(rows_, vectors_, [&]<int R, int N>(int row, int vector) { score<R, N>(row, vector); });
     correct(state.maxima + first_row);
     float* denominators = state.denominators + first_row * kLanes;
     for (int r = 0; r < rows_; ++r) weigh(r, denominators + r * kLanes);
     float* numerators = state.numerators + first_row * columns_;
-    for (int column = 0; column < columns_; column += kVectorGroup * kLanes) {
-      with_count<kVectorGroup>((columns_ - column) / kLanes, [&]<int N>() {
-        for (int r = 0; r < rows_; r += kRowGroup) {
-          with_count<kRowGroup>(rows_ - r, [&]<int R>() { average<R, N>(r, column, numerators); });
-        }
-      });
-    }
+    Block::for_groups(rows_, columns_ / kLanes, [&]<int R, int N>(int row, int vector) {
+      average<R, N>(row, vector * kLanes, numerators);
+    });
   }
 
  private:

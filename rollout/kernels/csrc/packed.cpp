@@ -18,11 +18,6 @@ inline Part odd_of(Part pairs) {
   return pairs;
 }
 
-inline Part add_product(Part sums, Part w, Part x) {
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
-  return sums;
-}
-
 template <class T>
 struct Groups {
   static constexpr int kHalves = kGroup<T>;  // elements of a group, one after the other
@@ -49,7 +44,7 @@ struct Groups {
       for (int i = 0; i < kParts; ++i) {
         const Part w = run.template part<kHalf>(g, v, i);
 #pragma GCC unroll 3
-        for (int t = 0; t < M; ++t) sums[t][v].v[i] = add_product(sums[t][v].v[i], w, x[t]);
+        for (int t = 0; t < M; ++t) sums[t][v].v[i] = part_add_product(sums[t][v].v[i], w, x[t]);
       }
     }
   }
