@@ -139,7 +139,7 @@ struct PlainSource {
       if constexpr (kGroup<T> == 1) {
         return part_load(at);
       } else {
-        return kHalf == 0 ? part_load_even(at) : odd_of(part_load(reinterpret_cast<const float*>(at)));
+        return kHalf == 0 ? part_load_even(at) : odd_of(part_load_pairs(at));
       }
     }
 #endif

@@ -182,13 +182,15 @@ inline Part part_load(const bf16* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
-inline Part part_load_even(const bf16* p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
-}
-inline Part part_load_odd(const bf16* p) {
+// Of eight pairs of bf16 the first elements, the second ones.
+inline Part part_even(Part pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
+inline Part part_odd(Part pairs) {
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), mask));
 }
+inline Part part_load_pairs(const bf16* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+inline Part part_load_even(const bf16* p) { return part_even(part_load_pairs(p)); }
+inline Part part_load_odd(const bf16* p) { return part_odd(part_load_pairs(p)); }
 // The bits of bf16, each in the low half of its lane.
 inline __m256i part_narrow(Part x) {
   const __m256i bits = _mm256_castps_si256(x);
