@@ -27,16 +27,24 @@ def test_the_team_does_what_it_says(monkeypatch: pytest.MonkeyPatch, policy: str
 
 
 CORES_OF_HELPERS = """
-import json, os
+import json, os, time
 from pathlib import Path
+cores = sorted(os.sched_getaffinity(0))
 import torch
 from rollout.kernels.build import load_kernels
 assert load_kernels().available
 torch.set_num_threads(2)
 rows = torch.randn(4096, 256)
 torch.ops.lockstep.silu_and_mul(rows)
-tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "lockstep-helper"]
-print(json.dumps([sorted(os.sched_getaffinity(int(task.name))) for task in tasks]))
+def cores_of_helpers():
+    tasks = Path("/proc/self/task").iterdir()
+    tasks = [task for task in tasks if (task / "comm").read_text().strip() == "lockstep-helper"]
+    return [sorted(os.sched_getaffinity(int(task.name))) for task in tasks]
+# The call does not wait for a helper that has not come yet.
+deadline = time.monotonic() + 20
+while cores_of_helpers() != [cores] and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps(cores_of_helpers()))
 """
 
 

@@ -6,8 +6,8 @@
 namespace lockstep {
 namespace {
 
-// sums += products of one group: of the token that is `x`, with the two vectors of rows that a run holds at `g`.  AVX2's
-// sixteen registers are filled by the sums of three tokens, three numbers of theirs, and one part of the weights.
+// sums[token][vector] += products of one group: those of M tokens with the two vectors of rows that a run holds at `g`.
+// AVX2's sixteen registers are filled by the sums of three tokens, a number of each, and one part of the weights.
 #if LOCKSTEP_AVX2
 alignas(32) constexpr uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                  0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
