@@ -9,21 +9,28 @@ from pathlib import Path
 
 import torch
 
-from rollout.kernels.build import FLAGS, SOURCES, cache_folder, cache_key, find_compiler
+from rollout.kernels.build import FLAGS, SOURCES, cache_folder, cache_key, find_compiler, load_kernels
+from rollout.kernels.isa import COMPILER_FLAGS, EMULATED_TILES, refusal_of
 
 X86 = platform.machine() == "x86_64"
-# Of the processor that runs the tests and of lesser ones, as the compiler calls them.
-TARGETS = {"native": "native"} | ({"avx2": "x86-64-v3", "portable": "x86-64"} if X86 else {})
+# What this machine's operators are compiled for, and all that they could be.
+TARGETS = ("native", *(isa for isa in COMPILER_FLAGS if X86 and isa != EMULATED_TILES and not refusal_of(isa)))
 COMPILE_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 120.0
 
 
 def run_check(
-    program: Path, march: str = "native", headers: Path = SOURCES, flags: tuple[str, ...] = ()
+    program: Path, target: str = "native", headers: Path = SOURCES, flags: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Compiles `program` with the headers in this folder if no one has done so before, and runs it."""
-    binary = _compiled(program, headers, (f"-march={march}", *flags))
+    compiled_for = usual_flags() if target == "native" else COMPILER_FLAGS[target]
+    binary = _compiled(program, headers, (*compiled_for, *flags))
     return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+
+
+def usual_flags() -> tuple[str, ...]:
+    """Those of the operators that this machine loads, beside what all are compiled with."""
+    return COMPILER_FLAGS[load_kernels().isa] if X86 else ()
 
 
 def headers_with(mistake: tuple[str, str, str], folder: Path) -> Path:
@@ -44,8 +51,7 @@ def _compiled(program: Path, headers: Path, flags: tuple[str, ...]) -> Path:
     if binary.exists():
         return binary
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    usual = [flag for flag in FLAGS if not flag.startswith("-march")]
-    command = [*find_compiler(), *usual, *flags, f"-I{headers}", f"-I{torch_root / 'include'}", str(program)]
+    command = [*find_compiler(), *FLAGS, *flags, f"-I{headers}", f"-I{torch_root / 'include'}", str(program)]
     libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-lc10"]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch) / program.stem

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rollout.kernels.build import build_kernels, find_compiler
+from tests.check_programs import usual_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 # Added to the usual flags: the last -O counts.  Checked containers too, and nothing goes on after a report.
@@ -24,8 +25,8 @@ SIGNS = ("ERROR: AddressSanitizer", "runtime error:", "AddressSanitizer:DEADLYSI
 
 
 def sanitized(sources: Path) -> Path:
-    """The library of `sources` with sanitizers, from the cache or compiled now."""
-    return build_kernels(sources=sources, timeout_s=COMPILE_TIMEOUT_S, extra_flags=FLAGS)
+    """The library of `sources` with sanitizers, from the cache or compiled now; for the usual instruction set."""
+    return build_kernels(sources=sources, timeout_s=COMPILE_TIMEOUT_S, extra_flags=(*usual_flags(), *FLAGS))
 
 
 def run_sanitized(arguments: list[str], timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:

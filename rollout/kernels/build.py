@@ -76,17 +76,17 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
 
 
 def _library_for(wanted: str, progress: Progress | None) -> Path:
-    library = build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(wanted, ()))
-    if wanted != isas.TILES and not (wanted == "auto" and isas.has_tiles()):
-        return library
-    refusal = isas.tiles_refusal(library)
-    if not refusal:
-        return library
-    if wanted == isas.TILES:
-        raise KernelBuildError(refusal)
-    if progress is not None:
-        progress(f"matrix tiles are not used: {refusal}")
-    return build_kernels(progress, extra_flags=isas.COMPILER_FLAGS["avx512_bf16"])
+    if wanted == isas.TILES or (wanted == "auto" and isas.has_tiles()):
+        library = build_kernels(progress, extra_flags=isas.COMPILER_FLAGS[isas.TILES])
+        refusal = isas.tiles_refusal(library)
+        if not refusal:
+            return library
+        if wanted == isas.TILES:
+            raise KernelBuildError(refusal)
+        if progress is not None:
+            progress(f"matrix tiles are not used: {refusal}")
+    chosen = isas.fastest_beside_tiles() if wanted == "auto" else wanted
+    return build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(chosen, ()))
 
 
 def build_kernels(

@@ -2,8 +2,8 @@
 
     amx_bf16 > avx512_bf16 > avx512 > avx2 > portable
 
-A processor has a set and all after it.  `emulated_amx` is the code of `amx_bf16` on any processor, for tests.  Results
-depend on the set, and on nothing else of the machine.
+A processor has a set and all after it; `auto` is the fastest of them.  `emulated_amx` is the code of `amx_bf16` on any
+processor, for tests.  Results depend on the set, and on nothing else of the machine.
 """
 
 from __future__ import annotations
@@ -59,11 +59,31 @@ def has_tiles() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and not _NEEDS[TILES] - processor_flags()
 
 
+def fastest_beside_tiles() -> str:
+    """One of `CHOICES`: what to compile for where matrix tiles cannot be used.
+
+    Intel's cores since Sapphire Rapids, which can be told by avx512_fp16, begin a product of pairs of bfloat16
+    (vdpbf16ps) every second cycle, but two of floats in every cycle: floats are twice as fast there.
+    """
+    slow_pairs = processor_vendor() == "GenuineIntel" and "avx512_fp16" in processor_flags()
+    order = ("avx512", "avx512_bf16") if slow_pairs else ("avx512_bf16", "avx512")
+    return next((isa for isa in order if not refusal_of(isa)), "auto")
+
+
 def processor_flags() -> set[str]:
     """Of the first processor, as Linux spells them; empty elsewhere."""
+    return set(_first_processor("flags").split())
+
+
+def processor_vendor() -> str:
+    """Of the first processor, as Linux spells it; "" elsewhere."""
+    return _first_processor("vendor_id")
+
+
+def _first_processor(field: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def request_tiles() -> bool:

@@ -2,6 +2,11 @@
 #include <cstdio>
 #include <vector>
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "packed.cpp"
 
 using namespace lockstep;
@@ -43,7 +48,7 @@ std::vector<float> products(const std::vector<T>& panels, const T* tokens, int c
   const int64_t groups = groups_of<T>(depth);
   std::vector<float> out(count * rows, -1.0f);
   for (int64_t tile = 0; tile < tiles.size; ++tile) {
-    std::vector<uint32_t> buffer(tokens_numel<T>(tiles.rows(tile), groups), 0x7fc07fc0u);  // NaN where nothing is put
+    std::vector<uint32_t> buffer(tokens_numel<T>(tiles.rows(tile), depth), 0x7fc07fc0u);  // NaN where nothing is put
     for (int t = 0; t < tiles.rows(tile); ++t) {
       pack_token(tokens + (tiles.begin(tile) + t) * depth, depth, tiles.rows(tile), t, buffer.data());
     }
@@ -273,6 +278,9 @@ void check_numbers_of_w8() {
 }  // namespace
 
 int main() {
+#if defined(__AMX_TILE__)
+  syscall(SYS_arch_prctl, 0x1023, 18);  // Linux lets a process use tile registers that asks for it
+#endif
   check_moves<float>();
   check_moves<bf16>();
   check_products<float>("float product", 1e-6);

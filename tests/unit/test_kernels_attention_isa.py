@@ -15,9 +15,9 @@ PROGRAM = Path(__file__).with_name("kernels_attention.cpp")
 
 
 @pytest.mark.full(but="native")
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", TARGETS)
 def test_attention_is_right_and_the_same_in_any_chunk(target: str) -> None:
-    done = run_check(PROGRAM, TARGETS[target])
+    done = run_check(PROGRAM, target)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")

@@ -177,9 +177,9 @@ def test_operands_that_do_not_fit_are_refused(
 
 
 @pytest.mark.full(but="native")
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", TARGETS)
 def test_other_processors(target: str) -> None:
-    done = run_check(PROGRAM, TARGETS[target])
+    done = run_check(PROGRAM, target)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")

@@ -47,6 +47,27 @@ def test_other_processors_have_none_of_x86(monkeypatch: pytest.MonkeyPatch) -> N
     assert "aarch64" in isa.refusal_of("avx2") and not isa.refusal_of("auto") and not isa.has_tiles()
 
 
+@pytest.mark.parametrize(
+    ("vendor", "flags", "fastest"),
+    [
+        ("GenuineIntel", "avx512_bf16 avx512_fp16", "avx512"),  # since Sapphire Rapids
+        ("GenuineIntel", "avx512_bf16", "avx512_bf16"),  # Cooper Lake
+        ("GenuineIntel", "", "avx512"),  # before
+        ("AuthenticAMD", "avx512_bf16 avx512_fp16", "avx512_bf16"),
+        ("AuthenticAMD", "avx512_bf16", "avx512_bf16"),
+    ],
+)
+@pytest.mark.usefixtures("avx2_machine")
+def test_pairs_are_multiplied_where_they_are_fast(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, fastest: str
+) -> None:
+    assert isa.fastest_beside_tiles() == "auto"
+    avx512 = "avx512f avx512bw avx512vl avx512dq"
+    monkeypatch.setattr(isa, "processor_flags", lambda: {*flags.split(), *avx512.split()})
+    monkeypatch.setattr(isa, "processor_vendor", lambda: vendor)
+    assert isa.fastest_beside_tiles() == fastest
+
+
 def test_a_server_refuses_a_set_that_it_cannot_have() -> None:
     with pytest.raises(StartupError, match="--cpu-isa sse9: no instruction set"):
         _load_kernels(ServerArgs(cpu_isa="sse9"), torch.device("cpu"))

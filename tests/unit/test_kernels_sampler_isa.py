@@ -16,9 +16,9 @@ FLAGS = ("-O1", "-D_GLIBCXX_ASSERTIONS", "-DNDEBUG")
 
 
 @pytest.mark.full(but="native")
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", TARGETS)
 def test_rows_are_sampled_as_defined(target: str) -> None:
-    done = run_check(PROGRAM, TARGETS[target], flags=FLAGS)
+    done = run_check(PROGRAM, target, flags=FLAGS)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")

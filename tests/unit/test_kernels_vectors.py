@@ -6,10 +6,10 @@ Also with a mistake put in, so that the checks of `kernels_vectors.cpp` are know
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollout.kernels.isa import refusal_of
 from tests.check_programs import TARGETS, headers_with, run_check
 
 PROGRAM = Path(__file__).with_name("kernels_vectors.cpp")
@@ -17,9 +17,9 @@ FLAGS = ("-DNDEBUG",)
 
 
 @pytest.mark.full(but="native")
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", TARGETS)
 def test_vectors_compute_what_they_say(target: str) -> None:
-    done = run_check(PROGRAM, TARGETS[target], flags=FLAGS)
+    done = run_check(PROGRAM, target, flags=FLAGS)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
@@ -49,15 +49,21 @@ def test_emulated_tiles_compute_what_they_say() -> None:
         # A row of tokens beyond sixteen meets the first ones; the weights' second half is the first.
         ("packed.cpp", "tokens + kTileRows * kTileRows, kTokenStride", "tokens, kTokenStride"),
         ("packed.cpp", "panel + kLanes * kGroup<bf16>, kPanelStride", "panel, kPanelStride"),
-        # A token that is alone is multiplied by vectors: as exact, but not the same.
+        # A token that is alone is summed in two parts: as exact, but not the same.
         (
             "packed.cpp",
             "if constexpr (kTiled<typename Source::Element>) {",
             "if constexpr (kTiled<typename Source::Element>) {"
-            " if (rows == 1) return choose_tile(rows, tokens, source, groups, sums);",
+            " if constexpr (requires { Source{source.panel + 1}; }) if (rows == 1 && groups > kTileRows) {"
+            " Source rest{source.panel + kTileRows * kPanelRows * kGroup<bf16>};"
+            " F32x16 first[2 * kTileRows][kPanelVectors];"
+            " multiply_matrix_tiles<PanelTiles>(1, tokens, source, kTileRows, first);"
+            " multiply_matrix_tiles<PanelTiles>(1, tokens + kTileRows, rest, groups - kTileRows, sums);"
+            " for (int v = 0; v < kPanelVectors; ++v) sums[0][v] = first[0][v] + sums[0][v];"
+            " return; }",
         ),
         # No whole steps: what lies behind the last group of a token is multiplied, too.
-        ("packed.h", "uint32_t last[kStep] = {};", "uint32_t last[kStep]; std::memset(last, 0xff, sizeof last);"),
+        ("packed.h", "T last[kElements] = {};", "T last[kElements]; std::memset(last, 0xff, sizeof last);"),
     ],
 )
 def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
@@ -65,26 +71,35 @@ def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str
     assert run_check(PROGRAM, headers=headers, flags=(*FLAGS, EMULATED)).returncode != 0
 
 
+def on(target: str, header: str, right: str, wrong: str) -> Any:
+    marks = pytest.mark.skipif(target not in TARGETS, reason=f"this processor has no {target}")
+    return pytest.param(target, header, right, wrong, marks=marks)
+
+
 @pytest.mark.mutant
 @pytest.mark.parametrize(
     ("target", "header", "right", "wrong"),
     [
-        ("native", "packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
-        pytest.param(
-            "native",
+        on("native", "packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
+        on("native", "simd.h", "1.0f / 24", "1.0f / 25"),
+        on(
+            "avx512",
             "simd.h",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xfffe0000)))",
-            marks=pytest.mark.skipif(bool(refusal_of("avx512")), reason="AVX-512 is not compiled for this processor"),
         ),
+        # The elements of a token's group change places; a token meets the first element of its neighbour.
+        on(
+            "avx512",
+            "packed.cpp",
+            "splat(number(tokens + t * kGroup<T> + i))",
+            "splat(number(tokens + t * kGroup<T> + kGroup<T> - 1 - i))",
+        ),
+        on("avx512", "packed.cpp", "tokens + t * kGroup<T> + i", "tokens + (t + i) % M * kGroup<T>"),
+        # Elements of a token change places.
+        on("avx2", "packed.cpp", "tokens + t * kGroup<T> + kElement", "tokens + (t + 1) * kGroup<T> - 1 - kElement"),
         *(
-            pytest.param(
-                "avx2",
-                "simd.h",
-                right,
-                wrong,
-                marks=pytest.mark.skipif("avx2" not in TARGETS, reason="AVX2 is of x86 processors"),
-            )
+            on("avx2", "simd.h", right, wrong)
             for right, wrong in (
                 (
                     "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));",
@@ -102,9 +117,8 @@ def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str
                 ("_mm256_cvtepu8_epi32(eight_bytes(p))", "_mm256_cvtepi8_epi32(eight_bytes(p))"),
             )
         ),
-        ("native", "simd.h", "1.0f / 24", "1.0f / 25"),
     ],
 )
 def test_a_mistake_is_noticed(tmp_path: Path, target: str, header: str, right: str, wrong: str) -> None:
     headers = headers_with((header, right, wrong), tmp_path)
-    assert run_check(PROGRAM, TARGETS[target], headers=headers, flags=FLAGS).returncode != 0
+    assert run_check(PROGRAM, target, headers=headers, flags=FLAGS).returncode != 0

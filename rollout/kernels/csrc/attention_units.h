@@ -41,7 +41,7 @@ struct FloatUnits {
   }
 };
 
-#if LOCKSTEP_AVX512_BF16
+#if LOCKSTEP_PAIRS
 struct PairUnits {
   using Scalar = bf16;
   static constexpr int kPerUnit = 2;

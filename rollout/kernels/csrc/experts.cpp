@@ -111,11 +111,13 @@ struct Experts {
   int64_t num_tokens, num_slots, hidden_size, inner_size;
   const Extras<T>& extras;
   const SortedAssignments<T>& sorted;
-  uint32_t* packed_hidden;  // a tile starts at its first assignment times the groups of D, then of I
+  uint32_t* packed_hidden;
   uint32_t* packed_inner;
 
   int64_t hidden_groups() const { return groups_of<T>(hidden_size); }
   int64_t inner_groups() const { return groups_of<T>(inner_size); }
+  uint32_t* hidden_of(const ExpertTile& tile) const { return packed_hidden + tile.begin * token_words<T>(hidden_size); }
+  uint32_t* inner_of(const ExpertTile& tile) const { return packed_inner + tile.begin * token_words<T>(inner_size); }
   int64_t inner_panels() const { return (inner_size + kLanes - 1) / kLanes; }
 
   int64_t num_tiles(int64_t used) const { return sorted.first_tiles[used + 1] - sorted.first_tiles[used]; }
@@ -127,7 +129,7 @@ struct Experts {
   }
 
   void fill(const ExpertTile& tile) const {
-    uint32_t* place = packed_hidden + tile.begin * hidden_groups();
+    uint32_t* place = hidden_of(tile);
     for (int row = 0; row < tile.rows; ++row) {
       const int64_t token = sorted.order[tile.begin + row] / num_slots;
       pack_token(hidden + token * hidden_size, hidden_size, tile.rows, row, place);
@@ -143,11 +145,12 @@ struct Experts {
     }
     const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
     const int64_t end = block + 1 == inner_panels() ? inner_groups() : last;  // of the step that it is in
+    const T zeros[kGroup<T>] = {};
     const auto matrix = w13.panel(panel, hidden_size, num_tiles(used));
     each_tile(used, [&](const ExpertTile& tile) {
-      uint32_t* place = packed_inner + tile.begin * inner_groups();
+      uint32_t* place = inner_of(tile);
       F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, packed_hidden + tile.begin * hidden_groups(), matrix, hidden_groups(), sums);
+      multiply_panel(tile.rows, hidden_of(tile), matrix, hidden_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
         const F32x16 gate = round_to<T>(sums[t][0]), up = round_to<T>(sums[t][1]);
         T columns[kLanes];  // zeros beyond I, as the weights and biases are zeros there
@@ -157,9 +160,9 @@ struct Experts {
           store(columns, extras.activate(round_to<T>(gate + gate_bias), round_to<T>(up + up_bias)));
         }
         for (int64_t g = first; g < last; ++g) {
-          std::memcpy(place + token_group<T>(tile.rows, t, g), columns + (g - first) * kGroup<T>, sizeof(uint32_t));
+          put_group(columns + (g - first) * kGroup<T>, tile.rows, t, g, place);
         }
-        for (int64_t g = last; g < end; ++g) place[token_group<T>(tile.rows, t, g)] = 0;
+        for (int64_t g = last; g < end; ++g) put_group(zeros, tile.rows, t, g, place);
       }
     });
   }
@@ -173,7 +176,7 @@ struct Experts {
     const auto matrix = w2.panel(panel, inner_size, num_tiles(used));
     each_tile(used, [&](const ExpertTile& tile) {
       F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, packed_inner + tile.begin * inner_groups(), matrix, inner_groups(), sums);
+      multiply_panel(tile.rows, inner_of(tile), matrix, inner_groups(), sums);
       for (int t = 0; t < tile.rows; ++t) {
         T* row = slots + sorted.order[tile.begin + t] * hidden_size;
         for (int v = 0; v < kPanelVectors; ++v) {

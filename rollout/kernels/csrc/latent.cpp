@@ -43,16 +43,16 @@ template <class T>
 void multiply_heads(int64_t num_tokens, int64_t num_heads, int64_t depth, int64_t out_size, const T* weight,
                     int64_t weight_stride, const HeadRows<const T>& in, const HeadRows<T>& out) {
   const Tiles<T> tiles{num_tokens};
-  const int64_t groups = groups_of<T>(depth), panels = panels_of(out_size);
+  const int64_t groups = groups_of<T>(depth), words = token_words<T>(depth), panels = panels_of(out_size);
   const int64_t blocks = (tiles.size + kTilesOfBlock<T> - 1) / kTilesOfBlock<T>;
   const int64_t parts = (panels + kPanelsOfItem - 1) / kPanelsOfItem, work = num_heads * matrix_numel<T>(out_size, depth);
   const auto multiply = [&](int64_t item) {
     const int64_t part = item % parts, first_tile = item / parts % blocks * kTilesOfBlock<T>, head = item / parts / blocks;
     const int64_t last_tile = std::min(first_tile + kTilesOfBlock<T>, tiles.size), first = tiles.begin(first_tile);
     thread_local std::vector<uint32_t> packed;
-    packed.resize(tokens_numel<T>(tiles.begin(last_tile) - first, groups));
+    packed.resize(tokens_numel<T>(tiles.begin(last_tile) - first, depth));
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      uint32_t* place = packed.data() + (tiles.begin(tile) - first) * groups;
+      uint32_t* place = packed.data() + (tiles.begin(tile) - first) * words;
       for (int row = 0; row < tiles.rows(tile); ++row) {
         pack_token(in.row(tiles.begin(tile) + row, head), depth, tiles.rows(tile), row, place);
       }
@@ -62,7 +62,7 @@ void multiply_heads(int64_t num_tokens, int64_t num_heads, int64_t depth, int64_
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {
         const int64_t begin = tiles.begin(tile);
         F32x16 sums[kTileTokens<T>][kPanelVectors];
-        multiply_panel(tiles.rows(tile), packed.data() + (begin - first) * groups, rows, groups, sums);
+        multiply_panel(tiles.rows(tile), packed.data() + (begin - first) * words, rows, groups, sums);
         for (int t = 0; t < tiles.rows(tile); ++t) {
           for (int v = 0; v < kPanelVectors; ++v) {
             const int64_t column = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, out_size - column);

@@ -35,10 +35,10 @@ inline void check_bias(const at::Tensor& input, const std::optional<at::Tensor>&
   check_same_dtype(input, {*bias});
 }
 
-// Room for `num_tokens` packed rows; a tile starts at `tiles.begin(tile) * groups`.
+// Room for `num_tokens` packed rows.
 template <class T>
 inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
-  return at::empty({tokens_numel<T>(num_tokens, groups_of<T>(depth))}, at::TensorOptions().dtype(at::kInt));
+  return at::empty({tokens_numel<T>(num_tokens, depth)}, at::TensorOptions().dtype(at::kInt));
 }
 
 // A phase in which items call `multiply_panel`.
@@ -53,7 +53,7 @@ template <class T, class Fill, class Put, class Finish>
 inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, Fill&& fill, Put&& put,
                           Finish&& finish) {
   const Tiles<T> tiles{num_tokens};
-  const int64_t groups = groups_of<T>(depth), panels = panels_of(out_size);
+  const int64_t groups = groups_of<T>(depth), words = token_words<T>(depth), panels = panels_of(out_size);
   const int64_t blocks = (tiles.size + kTilesOfBlock<T> - 1) / kTilesOfBlock<T>;
   const at::Tensor buffer = packed_token_buffer<T>(num_tokens, depth);
   uint32_t* packed = reinterpret_cast<uint32_t*>(buffer.mutable_data_ptr<int32_t>());
@@ -61,7 +61,7 @@ inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, c
 
   const auto fill_tile = [&](int64_t tile) {
     const int rows = tiles.rows(tile);
-    uint32_t* place = packed + tiles.begin(tile) * groups;
+    uint32_t* place = packed + tiles.begin(tile) * words;
     for (int row = 0; row < rows; ++row) fill(tiles.begin(tile) + row, row, rows, place);
   };
   const auto multiply = [&](int64_t item) {
@@ -71,7 +71,7 @@ inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, c
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
       const int64_t begin = tiles.begin(tile);
       F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tiles.rows(tile), packed + begin * groups, rows, groups, sums);
+      multiply_panel(tiles.rows(tile), packed + begin * words, rows, groups, sums);
       for (int t = 0; t < tiles.rows(tile); ++t) {
         for (int v = 0; v < kPanelVectors; ++v) {
           const int64_t first = column + v * kLanes, count = std::min<int64_t>(kLanes, out_size - first);

@@ -7,7 +7,34 @@ namespace lockstep {
 namespace {
 
 // sums[token][vector] += products of one group: those of M tokens with the two vectors of rows that a run holds at `g`.
-// AVX2's sixteen registers are filled by the sums of three tokens, a number of each, and one part of the weights.
+#if LOCKSTEP_PAIRS
+struct PairProducts {
+  static __m512i weights(const bf16* p) { return _mm512_loadu_si512(p); }
+  static __m512i weights(const EvenOdd& values) { return pair_bits(values); }
+
+  template <int M, class Run>
+  [[gnu::always_inline]] static void add(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                         const uint32_t* tokens) {
+    __m512i w[kPanelVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) w[v] = weights(run.weights(g, v));
+#pragma GCC unroll 12
+    for (int t = 0; t < M; ++t) {
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(tokens[t]));
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = {_mm512_dpbf16_ps(sums[t][v].v, (__m512bh)w[v], x)};
+    }
+  }
+};
+#endif
+
+// Of a token's element.
+inline float number(const uint32_t* word) {
+  float x;
+  std::memcpy(&x, word, sizeof x);
+  return x;
+}
+
 #if LOCKSTEP_AVX2
 alignas(32) constexpr uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                  0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
@@ -18,31 +45,20 @@ inline Part odd_of(Part pairs) {
   return pairs;
 }
 
+// Sixteen registers are filled by the sums of three tokens, a number of each, and one part of the weights.
 template <class T>
-struct Groups {
-  static constexpr int kHalves = kGroup<T>;  // elements of a group, one after the other
-
-  template <int kHalf>
-  static Part number(const uint32_t* token) {
-    const __m256i bits = _mm256_set1_epi32(static_cast<int>(*token));
-    if constexpr (kHalves == 1) return _mm256_castsi256_ps(bits);
-    if constexpr (kHalf == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-    return odd_of(_mm256_castsi256_ps(bits));
-  }
-
-  template <int kHalf, int M, class Run>
-  [[gnu::always_inline]] static void add_half(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
-                                              const uint32_t* tokens) {
-    // What was read for the first half is read again, rather than kept in registers that are needed.
-    if constexpr (kHalf == 1) asm("" : "+r"(tokens));
+struct FloatProducts {
+  template <int kElement, int M, class Run>
+  [[gnu::always_inline]] static void add_element(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                                 const uint32_t* tokens) {
     Part x[M];
 #pragma GCC unroll 3
-    for (int t = 0; t < M; ++t) x[t] = number<kHalf>(tokens + t);
+    for (int t = 0; t < M; ++t) x[t] = part_splat(number(tokens + t * kGroup<T> + kElement));
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVectors; ++v) {
 #pragma GCC unroll 2
       for (int i = 0; i < kParts; ++i) {
-        const Part w = run.template part<kHalf>(g, v, i);
+        const Part w = run.template part<kElement>(g, v, i);
 #pragma GCC unroll 3
         for (int t = 0; t < M; ++t) sums[t][v].v[i] = part_add_product(sums[t][v].v[i], w, x[t]);
       }
@@ -50,77 +66,52 @@ struct Groups {
   }
 
   template <int M, class Run>
-  [[gnu::always_inline]] static void add_products(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
-                                                  const uint32_t* tokens) {
-    add_half<0>(sums, run, g, tokens);
-    if constexpr (kHalves == 2) add_half<1>(sums, run, g, tokens);
+  [[gnu::always_inline]] static void add(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                         const uint32_t* tokens) {
+    add_element<0>(sums, run, g, tokens);
+    if constexpr (kGroup<T> == 2) add_element<1>(sums, run, g, tokens);
   }
 };
 #else
 template <class T>
-struct Numbers {
-  using Weights = F32x16;
-  using Token = F32x16;
-  static Weights weights(const float* p) { return load(p); }
-  static Token token(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return splat(value);
+struct FloatProducts {
+  using Weights = F32x16[kGroup<T>];  // by element of the group
+  static void read(const float* p, Weights& w) { w[0] = load(p); }
+  static void read(const bf16* p, Weights& w) { read(load_even_odd(p), w); }
+  static void read(const EvenOdd& values, Weights& w) {
+    w[0] = values.even;
+    w[1] = values.odd;
   }
-  static F32x16 add_product(F32x16 sums, Weights w, Token x) { return fma(w, x, sums); }
-};
 
-template <>
-struct Numbers<bf16> {
-#if LOCKSTEP_AVX512_BF16
-  using Weights = __m512i;
-  using Token = __m512i;
-  static Weights weights(const bf16* p) { return _mm512_loadu_si512(p); }
-  static Weights weights(const EvenOdd& values) { return pair_bits(values); }
-  static Token token(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
-  static F32x16 add_product(F32x16 sums, Weights w, Token x) {
-    return {_mm512_dpbf16_ps(sums.v, (__m512bh)w, (__m512bh)x)};
-  }
-#else
-  using Weights = EvenOdd;
-  struct Token {
-    F32x16 even, odd;
-  };
-  static Weights weights(const bf16* p) { return load_even_odd(p); }
-  static Weights weights(const EvenOdd& values) { return values; }
-  static Token token(uint32_t bits) {
-    const uint32_t halves[2] = {bits << 16, bits & 0xffff0000u};
-    float values[2];
-    std::memcpy(values, halves, sizeof values);
-    return {splat(values[0]), splat(values[1])};
-  }
-  static F32x16 add_product(F32x16 sums, const Weights& w, const Token& x) {
-    return fma(w.odd, x.odd, fma(w.even, x.even, sums));
-  }
-#endif
-};
-
-template <class T>
-struct Groups {
   template <int M, class Run>
-  [[gnu::always_inline]] static void add_products(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
-                                                  const uint32_t* tokens) {
-    using N = Numbers<T>;
-    typename N::Weights w[kPanelVectors];
+  [[gnu::always_inline]] static void add(F32x16 (&sums)[M][kPanelVectors], const Run& run, int64_t g,
+                                         const uint32_t* tokens) {
+    Weights w[kPanelVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) w[v] = N::weights(run.weights(g, v));
+    for (int v = 0; v < kPanelVectors; ++v) read(run.weights(g, v), w[v]);
+#pragma GCC unroll 2
+    for (int i = 0; i < kGroup<T>; ++i) {
 #pragma GCC unroll 12
-    for (int t = 0; t < M; ++t) {
-      const typename N::Token x = N::token(tokens[t]);
+      for (int t = 0; t < M; ++t) {
+        const F32x16 x = splat(number(tokens + t * kGroup<T> + i));
 #pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = N::add_product(sums[t][v], w[v], x);
+        for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = fma(w[v][i], x, sums[t][v]);
+      }
     }
   }
 };
 #endif
 
+#if LOCKSTEP_PAIRS
+template <class T>
+using Products = std::conditional_t<kPaired<T>, PairProducts, FloatProducts<T>>;
+#else
+template <class T>
+using Products = FloatProducts<T>;
+#endif
+
 // Where a register tile finds a panel.  `run(g)` holds `kRun` groups from a multiple of it on: their vectors, and for AVX2
-// the parts of a half; matrix tiles read from memory, `kTileRows` groups at a time.
+// the parts of an element; matrix tiles read from memory, `kTileRows` groups at a time.
 template <class T>
 struct PlainSource {
   using Element = T;
@@ -133,13 +124,13 @@ struct PlainSource {
     const T* weights(int64_t g, int v) const { return first + (g * kPanelRows + v * kLanes) * kGroup<T>; }
 
 #if LOCKSTEP_AVX2
-    template <int kHalf>
+    template <int kElement>
     Part part(int64_t g, int v, int i) const {
       const T* at = weights(g, v) + i * kPart * kGroup<T>;
       if constexpr (kGroup<T> == 1) {
         return part_load(at);
       } else {
-        return kHalf == 0 ? part_load_even(at) : odd_of(part_load_pairs(at));
+        return kElement == 0 ? part_load_even(at) : odd_of(part_load_pairs(at));
       }
     }
 #endif
@@ -175,9 +166,9 @@ struct W8Source {
     EvenOdd weights(int64_t g, int v) const { return step.pairs(g, v); }
 
 #if LOCKSTEP_AVX2
-    template <int kHalf>
+    template <int kElement>
     Part part(int64_t g, int v, int i) const {
-      return step.part(2 * g + kHalf, v, i);
+      return step.part(2 * g + kElement, v, i);
     }
 #endif
 
@@ -196,6 +187,7 @@ struct W8Source {
 template <int M, class Source>
 [[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, const Source& source, int64_t groups,
                                                  F32x16 (*sums)[kPanelVectors]) {
+  using Element = typename Source::Element;
   for (int t = 0; t < M; ++t) {
     for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = splat(0.0f);
   }
@@ -210,9 +202,9 @@ template <int M, class Source>
     for (int64_t first = begin; first < end; first += Source::kRun) {
       const auto run = source.run(first);
       const int64_t count = std::min(Source::kRun, end - first);
-      for (int64_t g = 0; g < count; ++g, tokens += M) {
+      for (int64_t g = 0; g < count; ++g, tokens += M * kGroupWords<Element>) {
         run.prefetch(g);
-        Groups<typename Source::Element>::add_products(block, run, g, tokens);
+        Products<Element>::add(block, run, g, tokens);
       }
     }
 #pragma GCC unroll 12
@@ -301,7 +293,7 @@ bool tiles_agree() {
 #if LOCKSTEP_TILES
   constexpr int kRows = 29;
   constexpr int64_t kGroups = 5 * kTileRows;
-  std::vector<uint32_t> tokens(tokens_numel<bf16>(kRows, kGroups)), panel(kGroups * kPanelRows);
+  std::vector<uint32_t> tokens(tokens_numel<bf16>(kRows, 2 * kGroups)), panel(kGroups * kPanelRows);
   // Random bits but the highest of the exponent: numbers of all sizes below two, denormal ones among them.
   uint32_t state = 1;
   for (auto* groups : {&tokens, &panel}) {

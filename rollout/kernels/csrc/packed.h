@@ -6,6 +6,8 @@
 //   weight   [panel of 32 rows][group of K][row in panel][element in group]            zeros where O or K end inside
 //   tokens   [tile of M rows][step of K][row in tile][group in step][element in group]    M <= kTileTokens, by `Tiles`
 //
+// Elements of tokens are floats where the processor multiplies floats: they are widened once for all panels.
+//
 // with K filled up to whole steps, so a tile reads both as one stream, whatever M is.  The order of every sum is fixed by
 // K alone, whatever M is, which is what batch invariance rests on.  Vectors sum through K in ascending order in one
 // float32 lane, block by block (which keeps the error near that of a tree); tiles.h says how tiles do.
@@ -39,6 +41,14 @@ inline constexpr bool kTiled = LOCKSTEP_TILES && std::is_same_v<std::remove_cons
 
 inline constexpr int kTileRows = 16;  // of a matrix tile, and its groups in a row
 
+// Whether products take pairs of bf16 as they are.
+template <class T>
+inline constexpr bool kPaired = kTiled<T> || (LOCKSTEP_PAIRS && std::is_same_v<std::remove_const_t<T>, bf16>);
+
+// Of a packed token.
+template <class T>
+using TokenElement = std::conditional_t<kPaired<T>, T, float>;
+
 #if LOCKSTEP_AVX512
 inline constexpr int kVectorTokens = 12;  // 24 sums, two weight vectors and a token fill the registers
 #else
@@ -53,6 +63,10 @@ inline constexpr int64_t kGroup = sizeof(uint32_t) / sizeof(T);
 
 template <class T>
 inline constexpr int64_t kStepGroups = kTiled<T> ? kTileRows : 1;
+
+// 32-bit words of a packed token that a group takes.
+template <class T>
+inline constexpr int64_t kGroupWords = kGroup<T> * sizeof(TokenElement<T>) / sizeof(uint32_t);
 
 // Whole steps.
 template <class T>
@@ -82,32 +96,43 @@ struct Tiles {
   int rows(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
 };
 
-// Room for the tiles of `rows` rows, in groups; the first group of a tile is its first row times the groups of a row.
-// Matrix tiles read sixteen rows where there are fewer; what the rows behind hold touches no other row's sums.
+// Words of a packed row of `depth` elements; a tile starts at its first row times that.
 template <class T>
-inline int64_t tokens_numel(int64_t rows, int64_t groups) {
-  return rows * groups + (kTiled<T> ? (kTileRows - 1) * kTileRows : 0);
+inline int64_t token_words(int64_t depth) {
+  return groups_of<T>(depth) * kGroupWords<T>;
 }
 
-// Where group `group` of row `row` lies in a tile of `rows` rows.
+// Room for the tiles of `rows` rows of `depth` elements, in words.  Matrix tiles read sixteen rows where there are fewer;
+// what the rows behind hold touches no other row's sums.
 template <class T>
-inline int64_t token_group(int rows, int row, int64_t group) {
+inline int64_t tokens_numel(int64_t rows, int64_t depth) {
+  return rows * token_words<T>(depth) + (kTiled<T> ? (kTileRows - 1) * kTileRows : 0);
+}
+
+// Puts group `group` of row `row` into a tile of `rows` rows.
+template <class T>
+inline void put_group(const T* elements, int rows, int row, int64_t group, uint32_t* tile) {
   constexpr int64_t kStep = kStepGroups<T>;
-  return (group / kStep * rows + row) * kStep + group % kStep;
+  TokenElement<T> packed[kGroup<T>];
+  for (int64_t i = 0; i < kGroup<T>; ++i) packed[i] = static_cast<TokenElement<T>>(elements[i]);
+  std::memcpy(tile + ((group / kStep * rows + row) * kStep + group % kStep) * kGroupWords<T>, packed, sizeof packed);
 }
 
 // Row `row` of a tile of `rows` rows, from `depth` elements.
 template <class T>
 inline void pack_token(const T* source, int64_t depth, int rows, int row, uint32_t* tile) {
-  constexpr int64_t kStep = kStepGroups<T>, kElements = kStep * kGroup<T>;
+  constexpr int64_t kElements = kStepGroups<T> * kGroup<T>, kWords = kStepGroups<T> * kGroupWords<T>;
   const int64_t whole = depth / kElements;
-  for (int64_t step = 0; step < whole; ++step) {
-    std::memcpy(tile + (step * rows + row) * kStep, source + step * kElements, kStep * sizeof(uint32_t));
-  }
+  const auto put = [&](const T* elements, int64_t step) {
+    TokenElement<T> packed[kElements];
+    for (int64_t i = 0; i < kElements; ++i) packed[i] = static_cast<TokenElement<T>>(elements[i]);
+    std::memcpy(tile + (step * rows + row) * kWords, packed, sizeof packed);
+  };
+  for (int64_t step = 0; step < whole; ++step) put(source + step * kElements, step);
   if (whole * kElements < depth) {
-    uint32_t last[kStep] = {};
-    std::memcpy(last, source + whole * kElements, (depth - whole * kElements) * sizeof(T));
-    std::memcpy(tile + (whole * rows + row) * kStep, last, sizeof last);
+    T last[kElements] = {};
+    std::copy(source + whole * kElements, source + depth, last);
+    put(last, whole);
   }
 }
 
