@@ -52,18 +52,22 @@ def test_emulated_tiles_compute_what_they_say() -> None:
         # A token that is alone is summed in two parts: as exact, but not the same.
         (
             "packed.cpp",
-            "if constexpr (kTiled<typename Source::Element>) {",
-            "if constexpr (kTiled<typename Source::Element>) {"
-            " if constexpr (requires { Source{source.panel + 1}; }) if (rows == 1 && groups > kTileRows) {"
+            "multiply_matrix_tiles<PanelTiles>(tiles[i].rows, packed + row * groups, source, groups, sums + row);",
+            "multiply_matrix_tiles<PanelTiles>(tiles[i].rows, packed + row * groups, source, groups, sums + row);"
+            " if constexpr (requires { Source{source.panel + 1}; }) if (tiles[i].rows == 1 && groups > kTileRows) {"
             " Source rest{source.panel + kTileRows * kPanelRows * kGroup<bf16>};"
             " F32x16 first[2 * kTileRows][kPanelVectors];"
+            " const uint32_t* tokens = packed + row * groups;"
             " multiply_matrix_tiles<PanelTiles>(1, tokens, source, kTileRows, first);"
-            " multiply_matrix_tiles<PanelTiles>(1, tokens + kTileRows, rest, groups - kTileRows, sums);"
-            " for (int v = 0; v < kPanelVectors; ++v) sums[0][v] = first[0][v] + sums[0][v];"
-            " return; }",
+            " multiply_matrix_tiles<PanelTiles>(1, tokens + kTileRows, rest, groups - kTileRows, sums + row);"
+            " for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = first[0][v] + sums[row][v]; }",
         ),
         # No whole steps: what lies behind the last group of a token is multiplied, too.
-        ("packed.h", "T last[kElements] = {};", "T last[kElements]; std::memset(last, 0xff, sizeof last);"),
+        (
+            "packed.h",
+            "T elements[kElements] = {};",
+            "T elements[kElements]; std::memset(elements, 0xff, sizeof elements);",
+        ),
     ],
 )
 def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
@@ -80,7 +84,7 @@ def on(target: str, header: str, right: str, wrong: str) -> Any:
 @pytest.mark.parametrize(
     ("target", "header", "right", "wrong"),
     [
-        on("native", "packed.h", "begin(tile + 1) - begin(tile)", "begin(tile + 1) - begin(tile) - (tile > 0)"),
+        on("native", "packed.h", "first(i + 1) - first(i)", "first(i + 1) - first(i) - (i > 0)"),
         on("native", "simd.h", "1.0f / 24", "1.0f / 25"),
         on(
             "avx512",
@@ -88,16 +92,20 @@ def on(target: str, header: str, right: str, wrong: str) -> Any:
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xfffe0000)))",
         ),
-        # The elements of a token's group change places; a token meets the first element of its neighbour.
+        # Elements of a token change places, or those of neighbours; odd weights are lost; rows of a tile change places.
+        on("avx512", "packed.cpp", "number(tokens + i * M + t)", "number(tokens + (kGroup<T> - 1 - i) * M + t)"),
+        on("avx512", "packed.cpp", "number(tokens + i * M + t)", "number(tokens + i * M + (t + i) % M)"),
+        on("avx512", "packed.cpp", "v * kLanes, values.odd)", "v * kLanes, values.even)"),
+        on("avx512", "packed.h", "square[i], rows)", "square[i ^ 1], rows)"),
+        on("avx2", "packed.cpp", "tokens + kElement * M + t", "tokens + (kGroup<T> - 1 - kElement) * M + t"),
+        on("avx2", "packed.h", "place[i * rows + row]", "place[i * rows + rows - 1 - row]"),
+        # A token that is alone takes odd elements first: as exact, but not the same.
         on(
             "avx512",
             "packed.cpp",
-            "splat(number(tokens + t * kGroup<T> + i))",
-            "splat(number(tokens + t * kGroup<T> + kGroup<T> - 1 - i))",
+            "for (int i = 0; i < kGroup<T>; ++i) {\n#pragma GCC unroll 12",
+            "for (int n = 0; n < kGroup<T>; ++n) { const int i = M == 1 ? kGroup<T> - 1 - n : n;\n#pragma GCC unroll 2",
         ),
-        on("avx512", "packed.cpp", "tokens + t * kGroup<T> + i", "tokens + (t + i) % M * kGroup<T>"),
-        # Elements of a token change places.
-        on("avx2", "packed.cpp", "tokens + t * kGroup<T> + kElement", "tokens + (t + 1) * kGroup<T> - 1 - kElement"),
         *(
             on("avx2", "simd.h", right, wrong)
             for right, wrong in (

@@ -2,12 +2,15 @@
 //
 // Shapes: T tokens, K slots of a token, A = T * K assignments, P experts stored here, D hidden, I expert intermediate.
 //
-// The A (token, slot) pairs are sorted by expert; those of one expert form tiles.  Phases, each a queue of items that
-// any thread may take:
+// The A (token, slot) pairs are sorted by expert; those of one expert form blocks of tiles.  Of a block
 //
 //   fill       tile                    its hidden rows, packed
-//   gate, up   (expert, 16 of I)       inner = silu(gate) * up, packed
-//   down       (expert, panel of D)    slots[token, slot] = w2 . inner
+//   gate, up   16 of I                 inner = silu(gate) * up, packed
+//   down       panel of D              slots[token, slot] = w2 . inner
+//
+// are items that any thread may take, phase by phase, or, where there are blocks enough, all the work of one thread: then
+// its packed rows stay in the second level of the cache, and nobody waits between phases.  At last
+//
 //   combine    span of tokens          out[token] = sum over slots, in slot order
 //
 // A panel of w13 holds sixteen gate rows, then the sixteen up rows that go with them.  Rounding to the storage dtype
@@ -26,20 +29,20 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kMaxTokens = 2048;  // at a time: bounds the buffers
+// From so many for each thread on a block is the work of one: what a thread waits for the last of another is little.
+constexpr int64_t kBlocksEach = 8;
 
-// The tokens of a tile and where they lie among the sorted assignments.
-struct ExpertTile {
-  int64_t begin;
-  int rows;
+// Rows of one expert.
+struct ExpertBlock {
+  int64_t expert, first_tile, num_tiles;
 };
 
 // Assignments in the order of their experts; those of one expert keep their own order.
 template <class T>
 struct SortedAssignments {
-  std::vector<int64_t> order;        // [A] flat (token, slot) index
-  std::vector<int64_t> experts;      // [used]
-  std::vector<int64_t> first_tiles;  // [used + 1]
-  std::vector<ExpertTile> tiles;
+  std::vector<int64_t> order;    // [A] flat (token, slot) index
+  std::vector<TokenTile> tiles;  // of places in `order`
+  std::vector<ExpertBlock> blocks;
 
   SortedAssignments(const int64_t* ids, int64_t num_assignments, int64_t num_experts) : order(num_assignments) {
     std::vector<int64_t> next(num_experts + 1, 0);
@@ -48,16 +51,16 @@ struct SortedAssignments {
       if (next[e + 1] > 0) add_expert(e, next[e], next[e + 1]);
       next[e + 1] += next[e];
     }
-    first_tiles.push_back(static_cast<int64_t>(tiles.size()));
     for (int64_t a = 0; a < num_assignments; ++a) order[next[ids[a]]++] = a;
   }
 
  private:
   void add_expert(int64_t expert, int64_t begin, int64_t count) {
-    experts.push_back(expert);
-    first_tiles.push_back(static_cast<int64_t>(tiles.size()));
-    const Tiles<T> split{count};
-    for (int64_t i = 0; i < split.size; ++i) tiles.push_back({begin + split.begin(i), split.rows(i)});
+    const int64_t first = std::ssize(tiles);
+    add_tiles<T>(begin, count, tiles);
+    for (int64_t i = first; i < std::ssize(tiles); i += kMostTiles<T>) {
+      blocks.push_back({expert, i, std::min(kMostTiles<T>, std::ssize(tiles) - i)});
+    }
   }
 };
 
@@ -111,78 +114,75 @@ struct Experts {
   int64_t num_tokens, num_slots, hidden_size, inner_size;
   const Extras<T>& extras;
   const SortedAssignments<T>& sorted;
-  uint32_t* packed_hidden;
-  uint32_t* packed_inner;
 
-  int64_t hidden_groups() const { return groups_of<T>(hidden_size); }
-  int64_t inner_groups() const { return groups_of<T>(inner_size); }
-  uint32_t* hidden_of(const ExpertTile& tile) const { return packed_hidden + tile.begin * token_words<T>(hidden_size); }
-  uint32_t* inner_of(const ExpertTile& tile) const { return packed_inner + tile.begin * token_words<T>(inner_size); }
+  // The packed rows of a block or of all blocks, from row `first` on.
+  struct PackedRows {
+    uint32_t *hidden, *inner;
+    int64_t first = 0;
+  };
+
   int64_t inner_panels() const { return (inner_size + kLanes - 1) / kLanes; }
+  uint32_t* hidden_of(const TokenTile& tile, const PackedRows& packed) const {
+    return packed.hidden + (tile.begin - packed.first) * token_words<T>(hidden_size);
+  }
+  uint32_t* inner_of(const TokenTile& tile, const PackedRows& packed) const {
+    return packed.inner + (tile.begin - packed.first) * token_words<T>(inner_size);
+  }
+  const TokenTile* tiles_of(const ExpertBlock& block) const { return &sorted.tiles[block.first_tile]; }
 
-  int64_t num_tiles(int64_t used) const { return sorted.first_tiles[used + 1] - sorted.first_tiles[used]; }
-
-  // `body(tile)` for the tiles of the `used`-th expert.
-  template <class F>
-  void each_tile(int64_t used, F&& body) const {
-    for (int64_t i = sorted.first_tiles[used]; i < sorted.first_tiles[used + 1]; ++i) body(sorted.tiles[i]);
+  // `put(tile, sums)` with the products of a panel and the rows of each tile of a block, which begins at `packed`.
+  template <class Panel, class Put>
+  void multiply(const ExpertBlock& block, const uint32_t* packed, const Panel& panel, int64_t depth, Put&& put) const {
+    const TokenTile* tiles = tiles_of(block);
+    F32x16 sums[kMostRows][kPanelVectors];
+    multiply_panel(tiles, block.num_tiles, packed, panel, depth, sums);
+    for (int64_t i = 0; i < block.num_tiles; ++i) put(tiles[i], sums + (tiles[i].begin - tiles[0].begin));
   }
 
-  void fill(const ExpertTile& tile) const {
-    uint32_t* place = hidden_of(tile);
+  void fill(const TokenTile& tile, const PackedRows& packed) const {
+    const T* rows[kTileTokens<T>];
     for (int row = 0; row < tile.rows; ++row) {
-      const int64_t token = sorted.order[tile.begin + row] / num_slots;
-      pack_token(hidden + token * hidden_size, hidden_size, tile.rows, row, place);
+      rows[row] = hidden + sorted.order[tile.begin + row] / num_slots * hidden_size;
     }
+    pack_tile(rows, tile.rows, hidden_size, hidden_of(tile, packed));
   }
 
-  void gate_up(int64_t used, int64_t block) const {
-    const int64_t expert = sorted.experts[used], panel = expert * inner_panels() + block;
+  void gate_up(const ExpertBlock& block, int64_t panel, const PackedRows& packed) const {
     F32x16 gate_bias, up_bias;
     if constexpr (!kPlain) {
-      gate_bias = extras.gate_bias(expert, inner_size, block * kLanes);
-      up_bias = extras.up_bias(expert, inner_size, block * kLanes);
+      gate_bias = extras.gate_bias(block.expert, inner_size, panel * kLanes);
+      up_bias = extras.up_bias(block.expert, inner_size, panel * kLanes);
     }
-    const int64_t first = block * kLanes / kGroup<T>, last = std::min(first + kLanes / kGroup<T>, inner_groups());
-    const int64_t end = block + 1 == inner_panels() ? inner_groups() : last;  // of the step that it is in
-    const T zeros[kGroup<T>] = {};
-    const auto matrix = w13.panel(panel, hidden_size, num_tiles(used));
-    each_tile(used, [&](const ExpertTile& tile) {
-      uint32_t* place = inner_of(tile);
-      F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, hidden_of(tile), matrix, hidden_groups(), sums);
-      for (int t = 0; t < tile.rows; ++t) {
-        const F32x16 gate = round_to<T>(sums[t][0]), up = round_to<T>(sums[t][1]);
-        T columns[kLanes];  // zeros beyond I, as the weights and biases are zeros there
+    const auto matrix = w13.panel(block.expert * inner_panels() + panel, hidden_size);
+    const uint32_t* rows = hidden_of(*tiles_of(block), packed);
+    multiply(block, rows, matrix, hidden_size, [&](const TokenTile& tile, const F32x16(*sums)[kPanelVectors]) {
+      F32x16 inner[kTileTokens<T>];  // zeros beyond I, as the weights and biases are zeros there
+      for (int row = 0; row < tile.rows; ++row) {
+        const F32x16 gate = round_to<T>(sums[row][0]), up = round_to<T>(sums[row][1]);
         if constexpr (kPlain) {
-          store(columns, round_to<T>(silu(gate)) * up);
+          inner[row] = round_to<T>(round_to<T>(silu(gate)) * up);
         } else {
-          store(columns, extras.activate(round_to<T>(gate + gate_bias), round_to<T>(up + up_bias)));
+          inner[row] = round_to<T>(extras.activate(round_to<T>(gate + gate_bias), round_to<T>(up + up_bias)));
         }
-        for (int64_t g = first; g < last; ++g) {
-          put_group(columns + (g - first) * kGroup<T>, tile.rows, t, g, place);
-        }
-        for (int64_t g = last; g < end; ++g) put_group(zeros, tile.rows, t, g, place);
       }
+      put_elements<T>(inner, tile.rows, inner_size, panel * kLanes, inner_of(tile, packed));
     });
   }
 
-  void down(int64_t used, int64_t block) const {
-    const int64_t expert = sorted.experts[used], panel = expert * panels_of(hidden_size) + block;
+  void down(const ExpertBlock& block, int64_t panel, const PackedRows& packed) const {
     F32x16 biases[kPanelVectors];
     for (int v = 0; v < kPanelVectors && !kPlain; ++v) {
-      biases[v] = extras.down_bias(expert, hidden_size, block * kPanelRows + v * kLanes);
+      biases[v] = extras.down_bias(block.expert, hidden_size, panel * kPanelRows + v * kLanes);
     }
-    const auto matrix = w2.panel(panel, inner_size, num_tiles(used));
-    each_tile(used, [&](const ExpertTile& tile) {
-      F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tile.rows, inner_of(tile), matrix, inner_groups(), sums);
-      for (int t = 0; t < tile.rows; ++t) {
-        T* row = slots + sorted.order[tile.begin + t] * hidden_size;
+    const auto matrix = w2.panel(block.expert * panels_of(hidden_size) + panel, inner_size);
+    const uint32_t* rows = inner_of(*tiles_of(block), packed);
+    multiply(block, rows, matrix, inner_size, [&](const TokenTile& tile, const F32x16(*sums)[kPanelVectors]) {
+      for (int row = 0; row < tile.rows; ++row) {
+        T* slot = slots + sorted.order[tile.begin + row] * hidden_size;
         for (int v = 0; v < kPanelVectors; ++v) {
-          const int64_t d = block * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, hidden_size - d);
-          if (n <= 0) continue;
-          store(row + d, kPlain ? sums[t][v] : round_to<T>(sums[t][v]) + biases[v], static_cast<int>(n));
+          const F32x16 sum = kPlain ? sums[row][v] : round_to<T>(sums[row][v]) + biases[v];
+          const int64_t d = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, hidden_size - d);
+          if (n > 0) store(slot + d, sum, static_cast<int>(n));
         }
       }
     });
@@ -201,21 +201,47 @@ struct Experts {
   }
 
   void run() const {
-    const int64_t used = static_cast<int64_t>(sorted.experts.size());
-    const int64_t inner_blocks = inner_panels(), hidden_blocks = panels_of(hidden_size);
-    ItemQueue tiles(static_cast<int64_t>(sorted.tiles.size())), inner_items(used * inner_blocks);
-    ItemQueue down_items(used * hidden_blocks), spans((num_tokens + kFinishSpan - 1) / kFinishSpan);
-    const auto fill_tile = [&](int64_t i) { fill(sorted.tiles[i]); };
-    const auto inner_item = [&](int64_t i) { gate_up(i / inner_blocks, i % inner_blocks); };
-    const auto down_item = [&](int64_t i) { down(i / hidden_blocks, i % hidden_blocks); };
+    const int64_t num_blocks = std::ssize(sorted.blocks), num_rows = std::ssize(sorted.order);
+    const int64_t rows_each = (num_rows + num_blocks - 1) / std::max<int64_t>(num_blocks, 1);
+    const int threads = team_size(nanoseconds_of_products(rows_each, num_blocks * 3 * hidden_size * inner_size));
+    ItemQueue spans((num_tokens + kFinishSpan - 1) / kFinishSpan);
     const auto combine_span = [&](int64_t span) {
       const int64_t end = std::min(num_tokens, (span + 1) * kFinishSpan);
       for (int64_t t = span * kFinishSpan; out != nullptr && t < end; ++t) combine(t);
     };
-    const int64_t rows_each = (static_cast<int64_t>(sorted.order.size()) + used - 1) / std::max<int64_t>(used, 1);
-    run_phases(team_size(nanoseconds_of_products(rows_each, used * 3 * hidden_size * inner_size)),
-               Phase{tiles, fill_tile}, multiplying(inner_items, inner_item), multiplying(down_items, down_item),
-               Phase{spans, combine_span});
+    if (num_blocks < kBlocksEach * threads) return run_by_phases(threads, num_rows, Phase{spans, combine_span});
+    ItemQueue blocks(num_blocks);
+    const auto run_block = [&](int64_t i) { this->run_block(sorted.blocks[i]); };
+    run_phases(threads, multiplying(blocks, run_block), Phase{spans, combine_span});
+  }
+
+  template <class Combine>
+  void run_by_phases(int threads, int64_t num_rows, Combine combine) const {
+    const at::Tensor hidden_buffer = packed_token_buffer<T>(num_rows, hidden_size);
+    const at::Tensor inner_buffer = packed_token_buffer<T>(num_rows, inner_size);
+    const PackedRows packed{words_of(hidden_buffer), words_of(inner_buffer)};
+    const int64_t num_blocks = std::ssize(sorted.blocks);
+    ItemQueue tiles(std::ssize(sorted.tiles)), inner_items(num_blocks * inner_panels());
+    ItemQueue down_items(num_blocks * panels_of(hidden_size));
+    const auto fill_tile = [&](int64_t i) { fill(sorted.tiles[i], packed); };
+    const auto inner_item = [&](int64_t i) { gate_up(sorted.blocks[i / inner_panels()], i % inner_panels(), packed); };
+    const auto down_item = [&](int64_t i) {
+      down(sorted.blocks[i / panels_of(hidden_size)], i % panels_of(hidden_size), packed);
+    };
+    run_phases(threads, Phase{tiles, fill_tile}, multiplying(inner_items, inner_item),
+               multiplying(down_items, down_item), combine);
+  }
+
+  void run_block(const ExpertBlock& block) const {
+    thread_local std::vector<uint32_t> hidden_rows, inner_rows;
+    const TokenTile* tiles = tiles_of(block);
+    const int64_t num_rows = tiles[block.num_tiles - 1].end() - tiles[0].begin;
+    hidden_rows.resize(tokens_numel<T>(num_rows, hidden_size));
+    inner_rows.resize(tokens_numel<T>(num_rows, inner_size));
+    const PackedRows packed{hidden_rows.data(), inner_rows.data(), tiles[0].begin};
+    for (int64_t i = 0; i < block.num_tiles; ++i) fill(tiles[i], packed);
+    for (int64_t panel = 0; panel < inner_panels(); ++panel) gate_up(block, panel, packed);
+    for (int64_t panel = 0; panel < panels_of(hidden_size); ++panel) down(block, panel, packed);
   }
 };
 
@@ -269,8 +295,6 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
   const at::Tensor out = weights ? at::empty({num_tokens, hidden_size}, hidden.options()) : slots;
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
-    const at::Tensor packed_hidden = packed_token_buffer<T>(chunk * num_slots, hidden_size);
-    const at::Tensor packed_inner = packed_token_buffer<T>(chunk * num_slots, inner_size);
     const Extras<T> extras{
         .w13_bias = w13_bias ? w13_bias->const_data_ptr<T>() : nullptr,
         .w2_bias = w2_bias ? w2_bias->const_data_ptr<T>() : nullptr,
@@ -295,8 +319,6 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
             .inner_size = inner_size,
             .extras = extras,
             .sorted = sorted,
-            .packed_hidden = reinterpret_cast<uint32_t*>(packed_hidden.mutable_data_ptr<int32_t>()),
-            .packed_inner = reinterpret_cast<uint32_t*>(packed_inner.mutable_data_ptr<int32_t>()),
         };
         experts.run();
       };

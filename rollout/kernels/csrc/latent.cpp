@@ -42,32 +42,31 @@ struct HeadRows {
 template <class T>
 void multiply_heads(int64_t num_tokens, int64_t num_heads, int64_t depth, int64_t out_size, const T* weight,
                     int64_t weight_stride, const HeadRows<const T>& in, const HeadRows<T>& out) {
-  const Tiles<T> tiles{num_tokens};
-  const int64_t groups = groups_of<T>(depth), words = token_words<T>(depth), panels = panels_of(out_size);
-  const int64_t blocks = (tiles.size + kTilesOfBlock<T> - 1) / kTilesOfBlock<T>;
+  c10::SmallVector<TokenTile, 8> tiles;
+  add_tiles<T>(0, num_tokens, tiles);
+  const int64_t num_tiles = std::ssize(tiles), words = token_words<T>(depth), panels = panels_of(out_size);
+  const int64_t blocks = (num_tiles + kMostTiles<T> - 1) / kMostTiles<T>;
   const int64_t parts = (panels + kPanelsOfItem - 1) / kPanelsOfItem, work = num_heads * matrix_numel<T>(out_size, depth);
   const auto multiply = [&](int64_t item) {
-    const int64_t part = item % parts, first_tile = item / parts % blocks * kTilesOfBlock<T>, head = item / parts / blocks;
-    const int64_t last_tile = std::min(first_tile + kTilesOfBlock<T>, tiles.size), first = tiles.begin(first_tile);
+    const int64_t part = item % parts, first_tile = item / parts % blocks * kMostTiles<T>, head = item / parts / blocks;
+    const int64_t count = std::min(kMostTiles<T>, num_tiles - first_tile);
+    const int64_t first_row = tiles[first_tile].begin, end_row = tiles[first_tile + count - 1].end();
     thread_local std::vector<uint32_t> packed;
-    packed.resize(tokens_numel<T>(tiles.begin(last_tile) - first, depth));
-    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      uint32_t* place = packed.data() + (tiles.begin(tile) - first) * words;
-      for (int row = 0; row < tiles.rows(tile); ++row) {
-        pack_token(in.row(tiles.begin(tile) + row, head), depth, tiles.rows(tile), row, place);
-      }
+    packed.resize(tokens_numel<T>(end_row - first_row, depth));
+    for (int64_t i = first_tile; i < first_tile + count; ++i) {
+      const TokenTile& tile = tiles[i];
+      const T* rows[kTileTokens<T>];
+      for (int row = 0; row < tile.rows; ++row) rows[row] = in.row(tile.begin + row, head);
+      pack_tile(rows, tile.rows, depth, &packed[(tile.begin - first_row) * words]);
     }
     for (int64_t panel = part * kPanelsOfItem; panel < std::min(panels, (part + 1) * kPanelsOfItem); ++panel) {
+      F32x16 sums[kMostRows][kPanelVectors];
       const T* rows = weight + head * weight_stride + panel * panel_numel<T>(depth);
-      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        const int64_t begin = tiles.begin(tile);
-        F32x16 sums[kTileTokens<T>][kPanelVectors];
-        multiply_panel(tiles.rows(tile), packed.data() + (begin - first) * words, rows, groups, sums);
-        for (int t = 0; t < tiles.rows(tile); ++t) {
-          for (int v = 0; v < kPanelVectors; ++v) {
-            const int64_t column = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, out_size - column);
-            if (n > 0) store(out.row(begin + t, head) + column, sums[t][v], static_cast<int>(n));
-          }
+      multiply_panel(&tiles[first_tile], count, packed.data(), rows, depth, sums);
+      for (int64_t row = 0; row < end_row - first_row; ++row) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+          const int64_t column = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, out_size - column);
+          if (n > 0) store(out.row(first_row + row, head) + column, sums[row][v], static_cast<int>(n));
         }
       }
     }

@@ -44,10 +44,7 @@ at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight, int64_t ou
     const T* x = input.const_data_ptr<T>();
     packed_matmul<T>(
         num_tokens, depth, out_size, weight.const_data_ptr<T>(),
-        [&](int64_t token, int row, int rows, uint32_t* tile) {
-          pack_token(x + token * depth, depth, rows, row, tile);
-        },
-        PutRow<T>(out, bias), [](int64_t, int64_t) {});
+        [&](int64_t token, int) { return x + token * depth; }, PutRow<T>(out, bias), [](int64_t, int64_t) {});
   });
   return out;
 }
@@ -65,11 +62,11 @@ at::Tensor norm_linear(at::Tensor& residual, const std::optional<at::Tensor>& hi
     const NormRows<T> norm(residual, hidden, norm_weight, {eps, weight_offset});
     packed_matmul<T>(
         num_tokens, depth, out_size, weight.const_data_ptr<T>(),
-        [&](int64_t token, int row, int rows, uint32_t* tile) {
+        [&](int64_t token, int row) {
           thread_local std::vector<T> normed;
-          normed.resize(depth);
-          norm.token(token, normed.data());
-          pack_token(normed.data(), depth, rows, row, tile);
+          normed.resize(kTileTokens<T> * depth);
+          norm.token(token, &normed[row * depth]);
+          return &normed[row * depth];
         },
         PutRow<T>(out, bias), [](int64_t, int64_t) {});
   });

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 
 #include "checks.h"
 #include "packed.h"
@@ -15,9 +16,6 @@
 
 namespace lockstep {
 
-inline constexpr int64_t kBlockTokens = 192;  // their rows and a panel fit the second-level cache
-template <class T>
-inline constexpr int64_t kTilesOfBlock = kBlockTokens / kTileTokens<T>;
 inline constexpr int64_t kFinishSpan = 8;
 
 inline void check_weight(const at::Tensor& input, const at::Tensor& weight, int64_t out_size) {
@@ -41,42 +39,46 @@ inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {
   return at::empty({tokens_numel<T>(num_tokens, depth)}, at::TensorOptions().dtype(at::kInt));
 }
 
+inline uint32_t* words_of(const at::Tensor& buffer) {
+  return reinterpret_cast<uint32_t*>(buffer.mutable_data_ptr<int32_t>());
+}
+
 // A phase in which items call `multiply_panel`.
 template <class F>
 inline Phase<F, PanelScope> multiplying(ItemQueue& queue, F& work) {
   return {queue, work};
 }
 
-// `fill(token, row, rows, tile)` for each token of a tile; `put(token, first column, columns, vector)`;
-// `finish(first token, last token)`.
-template <class T, class Fill, class Put, class Finish>
-inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, Fill&& fill, Put&& put,
+// `row_of(token, row of its tile)` is where a token's elements lie until the next tile; `put(token, first column, columns,
+// vector)`; `finish(first token, last token)`.
+template <class T, class RowOf, class Put, class Finish>
+inline void packed_matmul(int64_t num_tokens, int64_t depth, int64_t out_size, const T* weight, RowOf&& row_of, Put&& put,
                           Finish&& finish) {
-  const Tiles<T> tiles{num_tokens};
-  const int64_t groups = groups_of<T>(depth), words = token_words<T>(depth), panels = panels_of(out_size);
-  const int64_t blocks = (tiles.size + kTilesOfBlock<T> - 1) / kTilesOfBlock<T>;
+  c10::SmallVector<TokenTile, 8> tiles;
+  add_tiles<T>(0, num_tokens, tiles);
+  const int64_t num_tiles = std::ssize(tiles), panels = panels_of(out_size);
+  const int64_t blocks = (num_tiles + kMostTiles<T> - 1) / kMostTiles<T>;
   const at::Tensor buffer = packed_token_buffer<T>(num_tokens, depth);
-  uint32_t* packed = reinterpret_cast<uint32_t*>(buffer.mutable_data_ptr<int32_t>());
-  ItemQueue fills(tiles.size), products(blocks * panels), finishes((num_tokens + kFinishSpan - 1) / kFinishSpan);
+  uint32_t* packed = words_of(buffer);
+  ItemQueue fills(num_tiles), products(blocks * panels), finishes((num_tokens + kFinishSpan - 1) / kFinishSpan);
 
-  const auto fill_tile = [&](int64_t tile) {
-    const int rows = tiles.rows(tile);
-    uint32_t* place = packed + tiles.begin(tile) * words;
-    for (int row = 0; row < rows; ++row) fill(tiles.begin(tile) + row, row, rows, place);
+  const auto fill_tile = [&](int64_t i) {
+    const TokenTile& tile = tiles[i];
+    const T* rows[kTileTokens<T>];
+    for (int row = 0; row < tile.rows; ++row) rows[row] = row_of(tile.begin + row, row);
+    pack_tile(rows, tile.rows, depth, packed + tile.begin * token_words<T>(depth));
   };
   const auto multiply = [&](int64_t item) {
-    const int64_t panel = item % panels, first_tile = item / panels * kTilesOfBlock<T>;
-    const int64_t last_tile = std::min(first_tile + kTilesOfBlock<T>, tiles.size), column = panel * kPanelRows;
-    const T* rows = weight + panel * panel_numel<T>(depth);
-    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      const int64_t begin = tiles.begin(tile);
-      F32x16 sums[kTileTokens<T>][kPanelVectors];
-      multiply_panel(tiles.rows(tile), packed + begin * words, rows, groups, sums);
-      for (int t = 0; t < tiles.rows(tile); ++t) {
-        for (int v = 0; v < kPanelVectors; ++v) {
-          const int64_t first = column + v * kLanes, count = std::min<int64_t>(kLanes, out_size - first);
-          if (count > 0) put(begin + t, first, static_cast<int>(count), sums[t][v]);
-        }
+    const int64_t panel = item % panels, first_tile = item / panels * kMostTiles<T>;
+    const int64_t count = std::min(kMostTiles<T>, num_tiles - first_tile);
+    const int64_t first_row = tiles[first_tile].begin, end_row = tiles[first_tile + count - 1].end();
+    F32x16 sums[kMostRows][kPanelVectors];
+    multiply_panel(&tiles[first_tile], count, packed + first_row * token_words<T>(depth),
+                   weight + panel * panel_numel<T>(depth), depth, sums);
+    for (int64_t row = first_row; row < end_row; ++row) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const int64_t first = panel * kPanelRows + v * kLanes, n = std::min<int64_t>(kLanes, out_size - first);
+        if (n > 0) put(row, first, static_cast<int>(n), sums[row - first_row][v]);
       }
     }
   };

@@ -53,7 +53,7 @@ struct FloatProducts {
                                                  const uint32_t* tokens) {
     Part x[M];
 #pragma GCC unroll 3
-    for (int t = 0; t < M; ++t) x[t] = part_splat(number(tokens + t * kGroup<T> + kElement));
+    for (int t = 0; t < M; ++t) x[t] = part_splat(number(tokens + kElement * M + t));
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVectors; ++v) {
 #pragma GCC unroll 2
@@ -93,7 +93,7 @@ struct FloatProducts {
     for (int i = 0; i < kGroup<T>; ++i) {
 #pragma GCC unroll 12
       for (int t = 0; t < M; ++t) {
-        const F32x16 x = splat(number(tokens + t * kGroup<T> + i));
+        const F32x16 x = splat(number(tokens + i * M + t));
 #pragma GCC unroll 2
         for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = fma(w[v][i], x, sums[t][v]);
       }
@@ -110,12 +110,21 @@ template <class T>
 using Products = FloatProducts<T>;
 #endif
 
+// One of so many parts of what lies between two places.
+inline void prefetch_lines(const void* first, const void* last, int64_t part, int64_t parts) {
+  constexpr int64_t kLine = 64;
+  const char* bytes = static_cast<const char*>(first);
+  const int64_t lines = (static_cast<const char*>(last) - bytes) / kLine;
+  for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i) __builtin_prefetch(bytes + i * kLine, 0, 2);
+}
+
 // Where a register tile finds a panel.  `run(g)` holds `kRun` groups from a multiple of it on: their vectors, and for AVX2
-// the parts of an element; matrix tiles read from memory, `kTileRows` groups at a time.
-template <class T>
+// the parts of an element; matrix tiles read from memory, `kTileRows` groups at a time.  `kStreams`: the panel is not in
+// the cache.  `prefetch_block(g)` asks for a part of the block from group `g` on; after a panel it is the next one's.
+template <class T, bool kStreams = true>
 struct PlainSource {
   using Element = T;
-  static constexpr int64_t kRun = kBlockGroups;
+  static constexpr int64_t kRun = INT64_MAX;
   const T* panel;
 
   struct Run {
@@ -136,6 +145,7 @@ struct PlainSource {
 #endif
 
     void prefetch(int64_t g) const {
+      if constexpr (!kStreams) return;
       constexpr int64_t kAhead = 24 * kPanelRows * kGroup<T>;  // elements; the panels of a matrix are one stream
 #pragma GCC unroll 2
       for (int v = 0; v < kPanelVectors; ++v) __builtin_prefetch(weights(g, v) + kAhead, 0, kStreamLocality);
@@ -143,6 +153,10 @@ struct PlainSource {
   };
 
   Run run(int64_t g) const { return {panel + g * kPanelRows * kGroup<T>}; }
+  void prefetch_block(int64_t g, int64_t part, int64_t parts) const {
+    const T* first = panel + g * kPanelRows * kGroup<T>;
+    prefetch_lines(first, first + kBlockGroups * kPanelRows * kGroup<T>, part, parts);
+  }
 
   const T* tile(int64_t g) const {
     constexpr int64_t kNumel = kTileRows * kPanelRows * kGroup<T>, kAhead = 2 * kNumel, kLine = 64 / sizeof(T);
@@ -176,6 +190,10 @@ struct W8Source {
   };
 
   Run run(int64_t g) const { return {panel.step(g / kRun)}; }
+  void prefetch_block(int64_t g, int64_t part, int64_t parts) const {
+    const int8_t* first = panel.steps + g / kRun * kW8StepBytes;
+    prefetch_lines(first, first + kBlockGroups / kRun * kW8StepBytes, part, parts);
+  }
 
   const bf16* tile(int64_t g) {
     panel.step(g / kRun).store(values);
@@ -183,45 +201,99 @@ struct W8Source {
   }
 };
 
-// sums[token][vector] = panel . tokens over all groups.
+// sums[token][vector] += panel . tokens over groups `begin` to `end` - 1, which begin with `tokens`.
 template <int M, class Source>
-[[gnu::always_inline]] inline void multiply_tile(const uint32_t* tokens, const Source& source, int64_t groups,
-                                                 F32x16 (*sums)[kPanelVectors]) {
+[[gnu::always_inline]] inline void add_block(const uint32_t* tokens, const Source& source, int64_t begin, int64_t end,
+                                             F32x16 (*sums)[kPanelVectors]) {
   using Element = typename Source::Element;
+  F32x16 block[M][kPanelVectors];
+#pragma GCC unroll 12
   for (int t = 0; t < M; ++t) {
-    for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = splat(0.0f);
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) block[t][v] = splat(0.0f);
   }
-  for (int64_t begin = 0; begin < groups; begin += kBlockGroups) {
-    const int64_t end = std::min(begin + kBlockGroups, groups);
-    F32x16 block[M][kPanelVectors];
-#pragma GCC unroll 12
-    for (int t = 0; t < M; ++t) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) block[t][v] = splat(0.0f);
+  for (int64_t first = begin; first < end; first += std::min(Source::kRun, end - first)) {
+    const auto run = source.run(first);
+    const int64_t count = std::min(Source::kRun, end - first);
+    for (int64_t g = 0; g < count; ++g, tokens += M * kGroupWords<Element>) {
+      run.prefetch(g);
+      Products<Element>::add(block, run, g, tokens);
     }
-    for (int64_t first = begin; first < end; first += Source::kRun) {
-      const auto run = source.run(first);
-      const int64_t count = std::min(Source::kRun, end - first);
-      for (int64_t g = 0; g < count; ++g, tokens += M * kGroupWords<Element>) {
-        run.prefetch(g);
-        Products<Element>::add(block, run, g, tokens);
+  }
+#pragma GCC unroll 12
+  for (int t = 0; t < M; ++t) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = sums[t][v] + block[t][v];
+  }
+}
+
+// `add_block` for a number of tokens that is not a constant.
+template <class Source, int M = 1>
+void add_block_of(int rows, const uint32_t* tokens, const Source& source, int64_t begin, int64_t end,
+                  F32x16 (*sums)[kPanelVectors]) {
+  if constexpr (M < kVectorTokens) {
+    if (rows > M) return add_block_of<Source, M + 1>(rows, tokens, source, begin, end, sums);
+  }
+  add_block<M>(tokens, source, begin, end, sums);
+}
+
+inline EvenOdd values_of(const bf16* p) { return load_even_odd(p); }
+inline EvenOdd values_of(const EvenOdd& values) { return values; }
+
+// Groups `begin` to `end` - 1, as a panel of bf16 or, each element apart, of float32.
+template <class Source, class T>
+void copy_groups(const Source& source, int64_t begin, int64_t end, T* out) {
+  for (int64_t first = begin; first < end; first += std::min(Source::kRun, end - first)) {
+    const auto run = source.run(first);
+    const int64_t count = std::min(Source::kRun, end - first);
+    for (int64_t g = 0; g < count; ++g, out += 2 * kPanelRows) {
+      run.prefetch(g);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const EvenOdd values = values_of(run.weights(g, v));
+        if constexpr (std::is_same_v<T, bf16>) {
+          store_pairs(out + v * 2 * kLanes, values);
+        } else {
+          store(out + v * kLanes, values.even);
+          store(out + kPanelRows + v * kLanes, values.odd);
+        }
       }
-    }
-#pragma GCC unroll 12
-    for (int t = 0; t < M; ++t) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kPanelVectors; ++v) sums[t][v] = sums[t][v] + block[t][v];
     }
   }
 }
 
-template <class Source, int M = 1>
-void choose_tile(int rows, const uint32_t* tokens, const Source& source, int64_t groups,
-                 F32x16 (*sums)[kPanelVectors]) {
-  if constexpr (M < kVectorTokens) {
-    if (rows > M) return choose_tile<Source, M + 1>(rows, tokens, source, groups, sums);
+// So many tiles are worth a copy of a block of weights in the form that products take.
+inline constexpr int64_t kTilesForCopy = 4;
+
+// By vectors.  Tiles pass over a block of K one after the other, so that it stays in the first level of the cache.
+template <class Source>
+void multiply_vectors(const TokenTile* tiles, int64_t count, const uint32_t* packed, const Source& source,
+                      int64_t groups, F32x16 (*sums)[kPanelVectors]) {
+  using Element = typename Source::Element;
+  using Kept = TokenElement<Element>;
+  constexpr int64_t kWords = kGroupWords<Element>;
+  for (int64_t row = 0; row < tiles[count - 1].end() - tiles[0].begin; ++row) {
+    for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = splat(0.0f);
   }
-  multiply_tile<M>(tokens, source, groups, sums);
+  for (int64_t begin = 0; begin < groups; begin += kBlockGroups) {
+    const int64_t end = std::min(begin + kBlockGroups, groups);
+    const auto add_tile = [&](int64_t i, const auto& from, int64_t first, int64_t last) {
+      const int64_t rows = tiles[i].rows, row = tiles[i].begin - tiles[0].begin;
+      const uint32_t* tokens = packed + (row * groups + rows * begin) * kWords;
+      add_block_of(tiles[i].rows, tokens, from, first, last, sums + row);
+    };
+    if constexpr (!std::is_same_v<Source, PlainSource<Kept>>) {
+      if (count >= kTilesForCopy) {
+        alignas(64) Kept block[kBlockGroups * kPanelRows * kGroup<Element>];
+        copy_groups(source, begin, end, block);
+        for (int64_t i = 0; i < count; ++i) {
+          source.prefetch_block(end, i, count);
+          add_tile(i, PlainSource<Kept, false>{block}, 0, (end - begin) * kWords);
+        }
+        continue;
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) add_tile(i, source, begin, end);
+  }
 }
 
 // Tiles: 0 to 3 hold the sums, [half of the tokens][half of the panel]; 4 and 5 tokens; 6 and 7 weights.
@@ -266,27 +338,40 @@ void multiply_matrix_tiles(int rows, const uint32_t* tokens, Source& source, int
 }
 
 template <class Source>
-void multiply_from(Source& source, int rows, const uint32_t* tokens, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
-  if constexpr (kTiled<typename Source::Element>) {
-    multiply_matrix_tiles<PanelTiles>(rows, tokens, source, groups, sums);
+void multiply_from(const TokenTile* tiles, int64_t count, const uint32_t* packed, Source& source, int64_t depth,
+                   F32x16 (*sums)[kPanelVectors]) {
+  using Element = typename Source::Element;
+  const int64_t groups = groups_of<Element>(depth);
+  if constexpr (kTiled<Element>) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = tiles[i].begin - tiles[0].begin;
+      multiply_matrix_tiles<PanelTiles>(tiles[i].rows, packed + row * groups, source, groups, sums + row);
+    }
   } else {
-    choose_tile(rows, tokens, source, groups, sums);
+    multiply_vectors(tiles, count, packed, source, groups, sums);
   }
 }
 
 }  // namespace
 
 template <class T>
-void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]) {
+void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const T* panel, int64_t depth,
+                    F32x16 (*sums)[kPanelVectors]) {
   PlainSource<T> source{panel};
-  multiply_from(source, rows, tokens, groups, sums);
+  multiply_from(tiles, count, packed, source, depth, sums);
 }
 
-void multiply_panel(int rows, const uint32_t* tokens, const W8Panel& panel, int64_t groups,
+void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const W8Panel& panel, int64_t depth,
                     F32x16 (*sums)[kPanelVectors]) {
-  if (panel.whole != nullptr) return multiply_panel(rows, tokens, panel.whole, groups, sums);
   W8Source source(panel);
-  multiply_from(source, rows, tokens, groups, sums);
+  if (kTiled<bf16> && count > 1) {
+    thread_local std::vector<bf16> values;
+    const int64_t groups = groups_of<bf16>(depth);
+    values.resize(groups * kPanelRows * kGroup<bf16>);
+    copy_groups(source, 0, groups, values.data());
+    return multiply_panel(tiles, count, packed, values.data(), depth, sums);
+  }
+  multiply_from(tiles, count, packed, source, depth, sums);
 }
 
 bool tiles_agree() {
@@ -319,7 +404,7 @@ bool tiles_agree() {
 #endif
 }
 
-template void multiply_panel(int, const uint32_t*, const bf16*, int64_t, F32x16 (*)[kPanelVectors]);
-template void multiply_panel(int, const uint32_t*, const float*, int64_t, F32x16 (*)[kPanelVectors]);
+template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const bf16*, int64_t, F32x16 (*)[kPanelVectors]);
+template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const float*, int64_t, F32x16 (*)[kPanelVectors]);
 
 }  // namespace lockstep

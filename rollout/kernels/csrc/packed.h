@@ -6,7 +6,7 @@
 //   weight   [panel of 32 rows][group of K][row in panel][element in group]            zeros where O or K end inside
 //   tokens   [tile of M rows][step of K][row in tile][group in step][element in group]    M <= kTileTokens, by `Tiles`
 //
-// Elements of tokens are floats where the processor multiplies floats: they are widened once for all panels.
+// Where the processor multiplies floats, tokens in bf16 are widened when they are packed, as if they were float32.
 //
 // with K filled up to whole steps, so a tile reads both as one stream, whatever M is.  The order of every sum is fixed by
 // K alone, whatever M is, which is what batch invariance rests on.  Vectors sum through K in ascending order in one
@@ -20,6 +20,7 @@
 
 #include "simd.h"
 #include "tiles.h"
+#include "transpose.h"
 
 namespace lockstep {
 
@@ -83,18 +84,24 @@ inline int64_t panel_numel(int64_t depth) {
   return groups_of<T>(depth) * kPanelRows * kGroup<T>;
 }
 
-// `count` token rows in tiles.  For vectors they are of nearly equal size: 7 + 6 tokens are faster than 12 + 1; matrix
-// tiles take as long for one row as for sixteen.
-template <class T>
-struct Tiles {
-  int64_t count;
-  int64_t size = (count + kTileTokens<T> - 1) / kTileTokens<T>;
+// The rows of a tile.
+struct TokenTile {
+  int64_t begin;
+  int rows;
 
-  int64_t begin(int64_t tile) const {
-    return kTiled<T> ? std::min<int64_t>(count, tile * kTileTokens<T>) : count * tile / size;
-  }
-  int rows(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
+  int64_t end() const { return begin + rows; }
 };
+
+// Adds the tiles of `count` rows from `begin` on.  For vectors they are of nearly equal size: 7 + 6 tokens are faster than
+// 12 + 1; matrix tiles take as long for one row as for sixteen.
+template <class T, class Vector>
+inline void add_tiles(int64_t begin, int64_t count, Vector& tiles) {
+  const int64_t size = (count + kTileTokens<T> - 1) / kTileTokens<T>;
+  const auto first = [&](int64_t i) {
+    return kTiled<T> ? std::min<int64_t>(count, i * kTileTokens<T>) : count * i / size;
+  };
+  for (int64_t i = 0; i < size; ++i) tiles.push_back({begin + first(i), static_cast<int>(first(i + 1) - first(i))});
+}
 
 // Words of a packed row of `depth` elements; a tile starts at its first row times that.
 template <class T>
@@ -109,37 +116,74 @@ inline int64_t tokens_numel(int64_t rows, int64_t depth) {
   return rows * token_words<T>(depth) + (kTiled<T> ? (kTileRows - 1) * kTileRows : 0);
 }
 
-// Puts group `group` of row `row` into a tile of `rows` rows.
+// Puts sixteen elements of each row into a tile of `rows` rows, from element `first` on, a multiple of sixteen; `values` hold
+// them, zeros behind the last.
 template <class T>
-inline void put_group(const T* elements, int rows, int row, int64_t group, uint32_t* tile) {
-  constexpr int64_t kStep = kStepGroups<T>;
-  TokenElement<T> packed[kGroup<T>];
-  for (int64_t i = 0; i < kGroup<T>; ++i) packed[i] = static_cast<TokenElement<T>>(elements[i]);
-  std::memcpy(tile + ((group / kStep * rows + row) * kStep + group % kStep) * kGroupWords<T>, packed, sizeof packed);
-}
-
-// Row `row` of a tile of `rows` rows, from `depth` elements.
-template <class T>
-inline void pack_token(const T* source, int64_t depth, int rows, int row, uint32_t* tile) {
-  constexpr int64_t kElements = kStepGroups<T> * kGroup<T>, kWords = kStepGroups<T> * kGroupWords<T>;
-  const int64_t whole = depth / kElements;
-  const auto put = [&](const T* elements, int64_t step) {
-    TokenElement<T> packed[kElements];
-    for (int64_t i = 0; i < kElements; ++i) packed[i] = static_cast<TokenElement<T>>(elements[i]);
-    std::memcpy(tile + (step * rows + row) * kWords, packed, sizeof packed);
-  };
-  for (int64_t step = 0; step < whole; ++step) put(source + step * kElements, step);
-  if (whole * kElements < depth) {
-    T last[kElements] = {};
-    std::copy(source + whole * kElements, source + depth, last);
-    put(last, whole);
+inline void put_elements(const F32x16* values, int rows, int64_t depth, int64_t first, uint32_t* tile) {
+  if constexpr (kPaired<T>) {
+    constexpr int64_t kStep = kStepGroups<T>, kCount = kLanes / kGroup<T>;
+    const int64_t begin = first / kGroup<T>, end = std::min(begin + kCount, groups_of<T>(depth));
+    // Of the last step all groups.
+    const int64_t filled = first + kLanes < depth ? end : groups_of<T>(depth);
+    for (int row = 0; row < rows; ++row) {
+      T elements[kLanes];
+      store(elements, values[row]);
+      for (int64_t g = begin; g < filled; ++g) {
+        uint32_t group = 0;
+        if (g < end) std::memcpy(&group, elements + (g - begin) * kGroup<T>, sizeof group);
+        tile[(g / kStep * rows + row) * kStep + g % kStep] = group;
+      }
+    }
+  } else {
+    const int count = static_cast<int>(std::min<int64_t>(kLanes, token_words<T>(depth) - first));
+    float* place = reinterpret_cast<float*>(tile) + first * rows;
+    if (rows == 1) return store(place, values[0], count);
+    if (rows < 4) {
+      for (int row = 0; row < rows; ++row) {
+        float elements[kLanes];
+        store(elements, values[row]);
+        for (int i = 0; i < count; ++i) place[i * rows + row] = elements[i];
+      }
+      return;
+    }
+    F32x16 square[kLanes];
+    for (int row = 0; row < kLanes; ++row) square[row] = row < rows ? values[row] : splat(0.0f);
+    transpose(square);
+    for (int i = 0; i < count; ++i) store(place + i * rows, square[i], rows);
   }
 }
 
-// sums[token][vector] = panel . tokens, for one tile of `rows` tokens and one panel; `groups` of K in all.  Called within
-// the life of a `PanelScope` of the thread.
+// A tile of `count` rows of `depth` elements.
 template <class T>
-void multiply_panel(int rows, const uint32_t* tokens, const T* panel, int64_t groups, F32x16 (*sums)[kPanelVectors]);
+inline void pack_tile(const T* const* rows, int count, int64_t depth, uint32_t* tile) {
+  if constexpr (kPaired<T>) {
+    constexpr int64_t kStep = kStepGroups<T>, kElements = kStep * kGroup<T>;
+    for (int row = 0; row < count; ++row) {
+      for (int64_t first = 0, step = 0; first < depth; first += kElements, ++step) {
+        T elements[kElements] = {};
+        std::copy_n(rows[row] + first, std::min(kElements, depth - first), elements);
+        std::memcpy(tile + (step * count + row) * kStep, elements, sizeof elements);
+      }
+    }
+  } else {
+    for (int64_t first = 0; first < depth; first += kLanes) {
+      F32x16 values[kVectorTokens];
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, depth - first));
+      for (int row = 0; row < count; ++row) values[row] = load(rows[row] + first, n);
+      put_elements<T>(values, count, depth, first, tile);
+    }
+  }
+}
+
+inline constexpr int64_t kMostRows = 192;  // of a call: with a panel they fit the second-level cache
+template <class T>
+inline constexpr int64_t kMostTiles = kMostRows / kTileTokens<T>;
+
+// sums[row][vector] = panel . row, for the rows of `count` consecutive tiles, at most `kMostTiles`, and a panel of `depth`
+// columns.  `packed` begins with the first of these rows.  Called within the life of a `PanelScope` of the thread.
+template <class T>
+void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const T* panel, int64_t depth,
+                    F32x16 (*sums)[kPanelVectors]);
 
 // Whether `PanelTiles` computes the same bits as `EmulatedTiles` on this processor.
 bool tiles_agree();

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "packed.h"
 
@@ -63,10 +62,8 @@ struct W8Step {
   }
 };
 
-// One panel.  `whole`: its values, where they were computed before; else they are as they are needed.
 struct W8Panel {
   const int8_t* steps;
-  const bf16* whole;
 
   W8Step step(int64_t s) const { return W8Step(steps + s * kW8StepBytes); }
 };
@@ -74,17 +71,8 @@ struct W8Panel {
 struct W8Panels {
   const int8_t* first;
 
-  // Panel `i` of matrices of `depth` columns, for `num_tiles` tiles of tokens; valid until the thread's next one.
-  W8Panel panel(int64_t i, int64_t depth, int64_t num_tiles) const {
-    const int64_t steps = w8_steps_of(depth);
-    W8Panel found{first + i * w8_panel_bytes(depth), nullptr};
-    if (num_tiles <= 1) return found;
-    thread_local std::vector<bf16> values;
-    values.resize(steps * kW8StepNumel);
-    for (int64_t s = 0; s < steps; ++s) found.step(s).store(values.data() + s * kW8StepNumel);
-    found.whole = values.data();
-    return found;
-  }
+  // Panel `i` of matrices of `depth` columns.
+  W8Panel panel(int64_t i, int64_t depth) const { return {first + i * w8_panel_bytes(depth)}; }
 };
 
 // As bf16 or float32 panels lie.
@@ -92,11 +80,11 @@ template <class T>
 struct PlainPanels {
   const T* first;
 
-  const T* panel(int64_t i, int64_t depth, int64_t) const { return first + i * panel_numel<T>(depth); }
+  const T* panel(int64_t i, int64_t depth) const { return first + i * panel_numel<T>(depth); }
 };
 
 // `multiply_panel` of packed.h.
-void multiply_panel(int rows, const uint32_t* tokens, const W8Panel& panel, int64_t groups,
+void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const W8Panel& panel, int64_t depth,
                     F32x16 (*sums)[kPanelVectors]);
 
 }  // namespace lockstep

@@ -183,9 +183,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
     int64_t* i = ids.mutable_data_ptr<int64_t>();
     packed_matmul<T>(
         num_tokens, depth, num_experts, weight.const_data_ptr<T>(),
-        [&](int64_t token, int row, int rows, uint32_t* tile) {
+        [&](int64_t token, int) {
           norm.token(token, x + token * depth);
-          pack_token(x + token * depth, depth, rows, row, tile);
+          return x + token * depth;
         },
         [&](int64_t token, int64_t column, int n, F32x16 sums) {
           if (is_sigmoid) return store(exact + token * num_experts + column, sums, n);
