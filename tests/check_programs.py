@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from rollout.kernels.build import FLAGS, SOURCES, cache_folder, cache_key, find_compiler, load_kernels
-from rollout.kernels.isa import COMPILER_FLAGS, EMULATED_TILES, refusal_of
+from rollout.kernels.isa import COMPILER_FLAGS, refusal_of
 
 X86 = platform.machine() == "x86_64"
 # What this machine's operators are compiled for, and all that they could be.
-TARGETS = ("native", *(isa for isa in COMPILER_FLAGS if X86 and isa != EMULATED_TILES and not refusal_of(isa)))
+TARGETS = ("native", *(isa for isa in COMPILER_FLAGS if X86 and not refusal_of(isa)))
 COMPILE_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 120.0
 

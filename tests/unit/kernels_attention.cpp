@@ -5,6 +5,11 @@
 #include <cstdio>
 #include <vector>
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention_tile.h"
 
 using namespace lockstep;
@@ -50,15 +55,22 @@ struct Example {
   int64_t row() const { return value_slot() * group; }
   HeadSizes sizes() const { return {hd, vd}; }
 
-  // Positions first .. first + positions - 1, so many key/value heads in each tile: [positions][query heads][hd].
-  std::vector<Scalar> attend(int first, int positions, int heads) const {
+  // [positions][query heads][vd]: what is written, and the numerators that it is made of, before they are rounded.
+  struct Result {
+    std::vector<Scalar> out;
+    std::vector<float> numerators;
+  };
+
+  // Positions first .. first + positions - 1, so many key/value heads in each tile.
+  Result attend(int first, int positions, int heads) const {
     const int rows = heads * positions * group, memory_rows = std::max(rows, heads * kInPlaceRows);
     struct alignas(64) Line {
       float x[16];
     };
     std::vector<Line> memory(Workspace::floats(memory_rows, sizes()) / 16 + 1);
+    for (Line& line : memory) std::fill_n(line.x, 16, NAN);  // what nobody wrote, nobody may use
     const Workspace space(memory[0].x, memory_rows, sizes());
-    std::vector<Scalar> out(positions * row());
+    Result result{std::vector<Scalar>(positions * row()), std::vector<float>(positions * row())};
     // What lies before the first query's window is another sequence's by now.
     std::vector<int64_t> kept = slots;
     for (int i = 0; i <= first - window; ++i) kept[i] = 0;
@@ -72,9 +84,16 @@ struct Example {
       const TileAttention<Units<Scalar>> attention(tile, space, sizes(), scale());
       attention.pack_queries();
       attention.attend_all(attention.total());
-      attention.write(attention.total(), out.data() + group_of * vd, row());
+      attention.write(attention.total(), result.out.data() + group_of * vd, row());
+      for (int i = 0; i < rows; ++i) {
+        const int query_head = (head + i / (positions * group)) * group + i % group, position = i / group % positions;
+        for (int d = 0; d < vd; ++d) {
+          const float numerator = attention.total().numerators[i * sizes().value_columns() + d];
+          result.numerators[position * row() + query_head * vd + d] = numerator + 0.0f;  // of zeros either
+        }
+      }
     }
-    return out;
+    return result;
   }
 
   std::vector<double> exact(int position, int head) const {
@@ -107,13 +126,13 @@ template <class Scalar>
 void check(const char* dtype, int hd, int vd, int group, double tolerance, int window = 1 << 20, bool sinks = false) {
   const Example<Scalar> example(hd, vd, 2, group, 577, window, sinks);
   const int64_t row = example.row();
-  const std::vector<Scalar> whole = example.attend(0, example.length, 1);
+  const auto whole = example.attend(0, example.length, 1);
   double worst = 0;
   for (int position : {0, 1, 62, 63, 64, 127, 128, 300, 511, 512, 576}) {
     for (int head = 0; head < example.kv_heads * group; ++head) {
       const std::vector<double> exact = example.exact(position, head);
       for (int d = 0; d < vd; ++d) {
-        const double off = std::abs(double(float(whole[position * row + head * vd + d])) - exact[d]);
+        const double off = std::abs(double(float(whole.out[position * row + head * vd + d])) - exact[d]);
         worst = off <= worst ? worst : off;  // also what is not a number
       }
     }
@@ -121,9 +140,11 @@ void check(const char* dtype, int hd, int vd, int group, double tolerance, int w
   expect(worst < tolerance && !std::isnan(worst), "far from the exact result", dtype, hd, worst);
   const auto expect_same = [&](int first, int count, const char* what) {
     for (int heads : {1, 2}) {
-      const std::vector<Scalar> part = example.attend(first, count, heads);
-      const bool same = std::memcmp(part.data(), whole.data() + first * row, sizeof(Scalar) * count * row) == 0;
-      expect(same, what, dtype, hd, first);
+      const auto part = example.attend(first, count, heads);
+      const auto same = [&](const auto& some, const auto& all) {
+        return std::memcmp(some.data(), all.data() + first * row, sizeof(some[0]) * some.size()) == 0;
+      };
+      expect(same(part.out, whole.out) && same(part.numerators, whole.numerators), what, dtype, hd, first);
     }
   };
   for (int positions : {1, 7, 64}) {
@@ -144,6 +165,10 @@ void check(const char* dtype, int hd, int vd, int group, double tolerance, int w
 }  // namespace
 
 int main() {
+#if defined(__AMX_TILE__)
+  syscall(SYS_arch_prctl, 0x1023, 18);  // Linux lets a process use tile registers that asks for it
+#endif
+  const PanelScope scope;
   std::printf("%s: ", kIsa);
   for (int hd : {8, 40, 64}) {
     for (int group : {1, 2, 3, 4}) {

@@ -14,7 +14,7 @@ from tests.check_programs import TARGETS, headers_with, run_check
 PROGRAM = Path(__file__).with_name("kernels_attention.cpp")
 
 
-@pytest.mark.full(but="native")
+@pytest.mark.full(but=("native", "emulated_amx"))
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_is_right_and_the_same_in_any_chunk(target: str) -> None:
     done = run_check(PROGRAM, target)
@@ -55,4 +55,29 @@ MISTAKES = {
 @pytest.mark.parametrize("complaint", list(MISTAKES))
 def test_a_mistake_is_noticed(tmp_path: Path, complaint: str) -> None:
     done = run_check(PROGRAM, headers=headers_with(MISTAKES[complaint], tmp_path))
+    assert done.returncode != 0 and complaint in done.stdout
+
+
+# The same of matrix tiles.
+MISTAKES_WITH_TILES = {
+    # A row that is alone takes the units last to first: as exact, but not the same.
+    "other bits": (
+        "attention_matrix.h",
+        "for (int step = 0; step < steps; ++step) {",
+        "for (int k = 0; k < steps; ++k) { const int step = rows == 1 ? steps - 1 - k : k;",
+    ),
+    # Every second step of sixteen keys is left out; the second of two lanes is another column's.
+    "far from": ("attention_block.h", "round_up(count, kStepKeys<Scalar>) /", "count /"),
+    "latent": ("attention_matrix.h", "units + n * kLanes, b_stride", "units + (n % 3) * kLanes, b_stride"),
+    # What a step multiplies by zero beyond the last key is anything.
+    "exact result": ("attention_block.h", "2 * kLanes : kTileKeys", "kTileKeys : kTileKeys"),
+    # Numerators are not made smaller when a larger score comes.
+    "window": ("attention_panel.h", "load(from + i) * factor", "load(from + i)"),
+}
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("complaint", list(MISTAKES_WITH_TILES))
+def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, complaint: str) -> None:
+    done = run_check(PROGRAM, "emulated_amx", headers=headers_with(MISTAKES_WITH_TILES[complaint], tmp_path))
     assert done.returncode != 0 and complaint in done.stdout

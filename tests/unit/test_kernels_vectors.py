@@ -16,22 +16,13 @@ PROGRAM = Path(__file__).with_name("kernels_vectors.cpp")
 FLAGS = ("-DNDEBUG",)
 
 
-@pytest.mark.full(but="native")
+@pytest.mark.full(but=("native", "emulated_amx"))
 @pytest.mark.parametrize("target", TARGETS)
 def test_vectors_compute_what_they_say(target: str) -> None:
     done = run_check(PROGRAM, target, flags=FLAGS)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
-
-
-EMULATED = "-DLOCKSTEP_EMULATED_TILES"
-
-
-def test_emulated_tiles_compute_what_they_say() -> None:
-    done = run_check(PROGRAM, flags=(*FLAGS, EMULATED))
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("emulated_amx: ")
 
 
 @pytest.mark.mutant
@@ -72,7 +63,7 @@ def test_emulated_tiles_compute_what_they_say() -> None:
 )
 def test_a_mistake_with_tiles_is_noticed(tmp_path: Path, header: str, right: str, wrong: str) -> None:
     headers = headers_with((header, right, wrong), tmp_path)
-    assert run_check(PROGRAM, headers=headers, flags=(*FLAGS, EMULATED)).returncode != 0
+    assert run_check(PROGRAM, "emulated_amx", headers=headers, flags=FLAGS).returncode != 0
 
 
 def on(target: str, header: str, right: str, wrong: str) -> Any:

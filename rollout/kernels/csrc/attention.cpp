@@ -180,7 +180,10 @@ class Step {
   void run() {
     const int64_t count = static_cast<int64_t>(division_.works.size());
     ItemQueue queue(count);
-    const auto drain = [&] { queue.drain([&](int64_t i) { attend(i); }); };
+    const auto drain = [&] {
+      const PanelScope scope;
+      queue.drain([&](int64_t i) { attend(i); });
+    };
     Team::of_process().run(static_cast<int>(std::min<int64_t>(count, threads_)), drain);
   }
 

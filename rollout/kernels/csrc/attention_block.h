@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "attention_units.h"
+#include "attention_matrix.h"
 
 namespace lockstep::attention {
 
@@ -16,6 +16,9 @@ namespace lockstep::attention {
 inline constexpr int kBlock = 128;
 // Rows of units that are rearranged together.
 inline constexpr int kTileKeys = kLanes;
+// Positions that products take together.
+template <class Scalar>
+inline constexpr int kStepKeys = LOCKSTEP_TILES && std::is_same_v<Scalar, bf16> ? 2 * kLanes : kTileKeys;
 
 // Elements of a head's keys, which are those of its queries, and of its values.
 struct HeadSizes {
@@ -27,7 +30,7 @@ struct HeadSizes {
 
 inline int64_t block_floats(HeadSizes sizes) { return kBlock * (sizes.key_columns() + sizes.value_columns()); }
 
-// Where the keys and values of a block lie, for the first head; the last again and again up to a multiple of kTileKeys.
+// Where the keys and values of a block lie, for the first head; the last again and again up to a multiple of kStepKeys.
 template <class Scalar>
 struct Places {
   int count = 0;
@@ -52,15 +55,6 @@ struct HeadPlaces {
     }
   }
 };
-
-// Calls `body` with the smaller of `count` and kMost as a constant.
-template <int kMost, class Body>
-LOCKSTEP_INLINE void with_count(int count, Body body) {
-  if constexpr (kMost > 1) {
-    if (count < kMost) return with_count<kMost - 1>(count, body);
-  }
-  body.template operator()<kMost>();
-}
 
 // sums[r][n] += row r's unit * units[n], one step.
 template <class U, int R, int N>
@@ -107,7 +101,7 @@ template <class U, bool kWhole>
 LOCKSTEP_INLINE void transpose_units(const typename U::Scalar* const* rows, int64_t offset, SomeLanes units, float* out,
                                      int stride) {
 #if LOCKSTEP_AVX2
-  if constexpr (kWhole && std::is_same_v<typename U::Scalar, bf16>) {
+  if constexpr (kWhole && U::kPerUnit == 1 && std::is_same_v<typename U::Scalar, bf16>) {
     // Two elements at a time: half as much is moved.
     for (int first = 0; first < kTileKeys; first += kPart) {
       Part pairs[kPart];
@@ -149,7 +143,7 @@ class PackedBlock {
   void pack(const HeadPlaces<Scalar>& from, const HeadPlaces<Scalar>& next) const {
     constexpr int kElements = kLanes * U::kPerUnit;
     const bool whole = sizes_.key % kElements == 0 && sizes_.value % kElements == 0;
-    for (int begin = 0; begin < from.places->count; begin += kTileKeys) {
+    for (int begin = 0; begin < round_up(from.places->count, kStepKeys<Scalar>); begin += kTileKeys) {
       const Scalar* const* keys = from.places->keys + begin;
       const Scalar* const* values = from.places->values + begin;
       for (int d = 0; d < sizes_.key; d += kElements) {
@@ -188,6 +182,18 @@ class PackedBlock {
                                        F32x16 (&sums)[R][N]) const {
     const int steps = (count + U::kPerUnit - 1) / U::kPerUnit;
     multiply<U>(probabilities, stride, 1, values_ + column, columns_, steps, sums);
+  }
+
+  // By tiles.  Scores [16][kBlock] of so many vectors of keys.
+  void multiply_keys(int rows, const float* queries, int stride, int vectors, float* scores) const {
+    const int steps = round_up(sizes_.key / U::kPerUnit, kLanes) / kLanes;
+    multiply_by_tiles<false>(rows, queries, stride, keys_, kBlock, steps, vectors, scores, kBlock);
+  }
+
+  // Adds to numerators [16][kBlock] of the columns from `column` on.
+  void add_values(int rows, const float* probabilities, int count, int column, int vectors, float* numerators) const {
+    const int steps = round_up(count, kStepKeys<Scalar>) / kStepKeys<Scalar>;
+    multiply_by_tiles<true>(rows, probabilities, kBlock, values_ + column, columns_, steps, vectors, numerators, kBlock);
   }
 
  private:

@@ -31,14 +31,22 @@ class Panel {
 
   // Row r adds to row first_row + r of `state`.
   void add_to(const RunningSoftmax& state, int first_row) {
-    Block::for_groups(rows_, vectors_, [&]<int R, int N>(int row, int vector) { score<R, N>(row, vector); });
+    if constexpr (kByTiles<U>) {
+      score_by_tiles();
+    } else {
+      Block::for_groups(rows_, vectors_, [&]<int R, int N>(int row, int vector) { score<R, N>(row, vector); });
+    }
     correct(state.maxima + first_row);
     float* denominators = state.denominators + first_row * kLanes;
     for (int r = 0; r < rows_; ++r) weigh(r, denominators + r * kLanes);
     float* numerators = state.numerators + first_row * columns_;
-    Block::for_groups(rows_, columns_ / kLanes, [&]<int R, int N>(int row, int vector) {
-      average<R, N>(row, vector * kLanes, numerators);
-    });
+    if constexpr (kByTiles<U>) {
+      average_by_tiles(numerators);
+    } else {
+      Block::for_groups(rows_, columns_ / kLanes, [&]<int R, int N>(int row, int vector) {
+        average<R, N>(row, vector * kLanes, numerators);
+      });
+    }
   }
 
  private:
@@ -52,27 +60,41 @@ class Panel {
     }
     block_.multiply_keys(queries_, row, query_stride_, vector, sums);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      if (visible_[row + r] < (vector + N) * kLanes) {
+    for (int r = 0; r < R; ++r) note(row + r, vector, sums[r]);
+  }
+
+  void score_by_tiles() {
+    block_.multiply_keys(rows_, queries_, query_stride_, vectors_, scores_);
+    for (int row = 0; row < rows_; ++row) {
+      for (int vector = 0; vector < vectors_; vector += 4) {
+        with_count<4>(vectors_ - vector, [&]<int N>() {
+          F32x16 sums[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          sums[r][n] = keep_first(sums[r][n], visible_[row + r] - (vector + n) * kLanes, kMinusInfinity);
-        }
+          for (int n = 0; n < N; ++n) sums[n] = load(scores_ + row * kBlock + (vector + n) * kLanes);
+          note(row, vector, sums);
+        });
       }
-      if (hidden_ != nullptr && hidden_[row + r] > vector * kLanes) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          sums[r][n] = drop_first(sums[r][n], hidden_[row + r] - (vector + n) * kLanes, kMinusInfinity);
-        }
-      }
-      F32x16 top = vector == 0 ? sums[r][0] : load(tops_ + (row + r) * kLanes);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        top = max(top, sums[r][n]);
-        store(scores_ + (row + r) * kBlock + (vector + n) * kLanes, sums[r][n]);
-      }
-      store(tops_ + (row + r) * kLanes, top);
     }
+  }
+
+  // Scores of a row, without what it does not see.
+  template <int N>
+  LOCKSTEP_INLINE void note(int row, int vector, F32x16 (&sums)[N]) {
+    if (visible_[row] < (vector + N) * kLanes) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[n] = keep_first(sums[n], visible_[row] - (vector + n) * kLanes, kMinusInfinity);
+    }
+    if (hidden_ != nullptr && hidden_[row] > vector * kLanes) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[n] = drop_first(sums[n], hidden_[row] - (vector + n) * kLanes, kMinusInfinity);
+    }
+    F32x16 top = vector == 0 ? sums[0] : load(tops_ + row * kLanes);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      top = max(top, sums[n]);
+      store(scores_ + row * kBlock + (vector + n) * kLanes, sums[n]);
+    }
+    store(tops_ + row * kLanes, top);
   }
 
   // What the rows' scores are relative to from now on.
@@ -117,6 +139,22 @@ class Panel {
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) store(target + r * columns_ + n * kLanes, sums[r][n]);
+    }
+  }
+
+  // Scores are not needed any more: numerators take their place, so many columns at a time.
+  void average_by_tiles(float* numerators) {
+    for (int column = 0; column < columns_; column += kBlock) {
+      const int count = std::min(kBlock, columns_ - column);
+      for (int row = 0; row < rows_; ++row) {
+        const F32x16 factor = splat(factors_[row]);
+        const float* from = numerators + row * columns_ + column;
+        for (int i = 0; i < count; i += kLanes) store(scores_ + row * kBlock + i, load(from + i) * factor);
+      }
+      block_.add_values(rows_, probabilities_, visible_[rows_ - 1], column, count / kLanes, scores_);
+      for (int row = 0; row < rows_; ++row) {
+        std::copy_n(scores_ + row * kBlock, count, numerators + row * columns_ + column);
+      }
     }
   }
 

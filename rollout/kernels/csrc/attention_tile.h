@@ -58,7 +58,8 @@ struct Workspace {
   RunningSoftmax total, segment;
 
   static int64_t floats(int rows, HeadSizes sizes) {
-    return rows * sizes.key_columns() + block_floats(sizes) +
+    // A matrix tile reads sixteen queries where there are fewer.
+    return (rows + kPanelRows - 1) * sizes.key_columns() + block_floats(sizes) +
            2 * RunningSoftmax::floats(rows, sizes.value_columns());
   }
 
@@ -66,7 +67,7 @@ struct Workspace {
     const int columns = sizes.value_columns();
     block = memory;
     queries = block + block_floats(sizes);
-    float* rest = queries + rows * sizes.key_columns();
+    float* rest = queries + (rows + kPanelRows - 1) * sizes.key_columns();
     total = RunningSoftmax::in(rest, rows, columns);
     segment = RunningSoftmax::in(rest + RunningSoftmax::floats(rows, columns), rows, columns);
   }
@@ -87,7 +88,7 @@ class TileAttention {
         scale_(scale * kLog2E) {}
 
   void pack_queries() const {
-    if (tile_.head_rows() <= kInPlaceRows) return transpose_queries();
+    if (is_in_place()) return transpose_queries();
     float* target = space_.queries;
     for_each_row([&](int position, int head) {
       const Scalar* query = query_at(position, head);
@@ -171,6 +172,8 @@ class TileAttention {
     }
   }
 
+  bool is_in_place() const { return !kByTiles<U> && tile_.head_rows() <= kInPlaceRows; }
+
   const Scalar* query_at(int position, int head) const {
     return tile_.queries + position * tile_.query_stride + head * tile_.query_head_stride;
   }
@@ -214,7 +217,7 @@ class TileAttention {
       places.keys[i] = tile_.keys + slot * tile_.key_stride;
       places.values[i] = tile_.values + slot * tile_.value_stride;
     }
-    for (int i = places.count; i % kTileKeys != 0; ++i) {
+    for (int i = places.count; i % kStepKeys<Scalar> != 0; ++i) {
       places.keys[i] = places.keys[i - 1];
       places.values[i] = places.values[i - 1];
     }
@@ -226,16 +229,17 @@ class TileAttention {
 
   void attend_block(int64_t begin, int head, const HeadPlaces<Scalar>& at, const HeadPlaces<Scalar>& next,
                     const RunningSoftmax& state) const {
-    if (tile_.head_rows() <= kInPlaceRows) {
-      constexpr int kElements = kLanes * U::kPerUnit;
-      with_constant(sizes_.key % kElements == 0 && sizes_.value % kElements == 0, [&]<bool kWhole>() {
-        attend_rows<true>(InPlaceBlock<U, kWhole>(at, next, sizes_), begin, head, state);
-      });
-    } else {
-      const PackedBlock<U> block(space_.block, sizes_);
-      block.pack(at, next);
-      attend_rows<false>(block, begin, head, state);
+    if constexpr (!kByTiles<U>) {
+      if (is_in_place()) {
+        constexpr int kElements = kLanes * U::kPerUnit;
+        return with_constant(sizes_.key % kElements == 0 && sizes_.value % kElements == 0, [&]<bool kWhole>() {
+          attend_rows<true>(InPlaceBlock<U, kWhole>(at, next, sizes_), begin, head, state);
+        });
+      }
     }
+    const PackedBlock<U> block(space_.block, sizes_);
+    block.pack(at, next);
+    attend_rows<false>(block, begin, head, state);
   }
 
   template <bool kInPlace, class Block>

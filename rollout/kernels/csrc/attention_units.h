@@ -1,7 +1,8 @@
 // How numbers are packed for the products: a *unit* is 32 bits, the step of a sum.
 //
 //   FloatUnits<Scalar>   one element as float; a step is one fused multiply-add
-//   PairUnits            two neighbouring bfloat16 elements; a step is vdpbf16ps, which adds both products in float32
+//   PairUnits            two neighbouring bfloat16 elements; a step is vdpbf16ps, which adds both products in float32, or
+//                        matrix tiles take sixteen at a time (attention_matrix.h)
 #pragma once
 
 #include <algorithm>
@@ -41,23 +42,25 @@ struct FloatUnits {
   }
 };
 
-#if LOCKSTEP_PAIRS
+#if LOCKSTEP_PAIRS || LOCKSTEP_TILES
 struct PairUnits {
   using Scalar = bf16;
   static constexpr int kPerUnit = 2;
   static constexpr int kExponential = kForBfloat16;
 
+#if LOCKSTEP_PAIRS
   static LOCKSTEP_INLINE F32x16 step(F32x16 acc, F32x16 units, float unit) {
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)units.v, (__m512bh)_mm512_set1_ps(unit))};
   }
+#endif
 
   template <bool kWhole>
   static LOCKSTEP_INLINE F32x16 row_units(const Scalar* row, SomeLanes units) {
-    if constexpr (kWhole) return {_mm512_loadu_ps(row)};
-    return load_some(reinterpret_cast<const float*>(row), units);
+    return load_some<kWhole>(reinterpret_cast<const float*>(row), units);
   }
 
   static LOCKSTEP_INLINE SomeLanes some_columns(int left) { return first_of(std::min(left, kLanes) / 2); }
+#if LOCKSTEP_AVX512
   template <bool kWhole>
   static LOCKSTEP_INLINE F32x16 column_units(const Scalar* const* rows, int64_t column, SomeLanes some) {
     // Element i of the first row, element i of the second: words 0, 32, 1, 33, ...
@@ -70,12 +73,33 @@ struct PairUnits {
     const __m512i first = load(rows[0] + column), second = load(rows[1] + column);
     return {_mm512_castsi512_ps(_mm512_permutex2var_epi16(first, order, second))};
   }
+#else
+  template <bool kWhole>
+  static F32x16 column_units(const Scalar* const* rows, int64_t column, SomeLanes some) {
+    Scalar pairs[2 * kLanes] = {};
+    float units[kLanes];
+    for (int i = 0; i < (kWhole ? kLanes : 2 * some); ++i) {
+      for (int n = 0; n < 2; ++n) pairs[2 * i + n] = rows[n][column + i];
+    }
+    std::memcpy(units, pairs, sizeof units);
+    return load(units);
+  }
+#endif
 
   // Sums what the products will use, the rounded probabilities, so that the weights of a row add up to one.
   static LOCKSTEP_INLINE F32x16 pack_probabilities(const F32x16 (&probabilities)[kPerUnit], float* out, F32x16 total) {
+#if LOCKSTEP_PAIRS
     const __m512bh pairs = _mm512_cvtne2ps_pbh(probabilities[1].v, probabilities[0].v);
     store(out, {(__m512)pairs});
     return {_mm512_dpbf16_ps(total.v, pairs, (__m512bh)_mm512_set1_epi16(0x3f80))};
+#else
+    Scalar* pairs = reinterpret_cast<Scalar*>(out);
+    for (int n = 0; n < kPerUnit; ++n) {
+      store(pairs + n * kLanes, probabilities[n]);
+      total = total + round_bf16(probabilities[n]);
+    }
+    return total;
+#endif
   }
 };
 
@@ -85,5 +109,18 @@ using Units = std::conditional_t<std::is_same_v<Scalar, bf16>, PairUnits, FloatU
 template <class Scalar>
 using Units = FloatUnits<Scalar>;
 #endif
+
+// Whether products are by matrix tiles.
+template <class U>
+inline constexpr bool kByTiles = LOCKSTEP_TILES && U::kPerUnit == 2;
+
+// Calls `body` with the smaller of `count` and kMost as a constant.
+template <int kMost, class Body>
+LOCKSTEP_INLINE void with_count(int count, Body body) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, body);
+  }
+  body.template operator()<kMost>();
+}
 
 }  // namespace lockstep::attention
