@@ -19,7 +19,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollout.core.errors import StartupError
 
@@ -95,7 +95,7 @@ class BoundedServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class _Protocol(H11Protocol):
     """One connection."""
 
     def __init__(self, most: int, **settings: Any) -> None:

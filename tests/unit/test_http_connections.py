@@ -11,7 +11,9 @@ import pytest
 
 from rollout.entrypoints.connections import BoundedServer
 
+LONG = b"x" * 65536
 BEGUN = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+CLOSING = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
@@ -52,4 +54,31 @@ def test_broken_chunks_end_the_connection_and_leave_no_traceback(
     with caplog.at_level(logging.WARNING):
         answer = asyncio.run(talk(app, *parts))
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401"))
+    assert_quiet(caplog)
+
+
+def assert_quiet(caplog: pytest.LogCaptureFixture) -> None:
     assert all(record.exc_info is None and record.levelno < logging.ERROR for record in caplog.records), caplog.text
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"GET /", LONG),
+        (b"GET / HTTP/1.1\r\n", b"x: ", LONG),
+        (b"GET / HTTP/1.1\r\n", 3000 * b"name: a value of some length\r\n"),
+        (BEGUN, b"0\r\n", b"x: ", LONG),
+        (BEGUN, b"2;", LONG),
+    ],
+    ids=["path", "header", "headers", "trailer", "chunk extension"],
+)
+def test_what_is_no_body_has_a_most_size(parts: tuple[bytes, ...], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        answer = asyncio.run(talk(read_all, *parts))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert_quiet(caplog)
+
+
+def test_a_body_of_small_chunks_may_have_more_framing_than_that() -> None:
+    answer = asyncio.run(talk(read_all, CLOSING + 40_000 * b"1\r\nx\r\n" + b"0\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 401")
