@@ -135,7 +135,7 @@ def build_scheduler(
     inbox: Channel = (
         channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     )
-    scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel)
+    scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, sum(tensor.nbytes for tensor in kv_pool.tensors), dtype)
     sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
@@ -220,6 +220,7 @@ def _wire(
     sampler: Sampler,
     device: torch.device,
     parallel: Parallel,
+    rest: Callable[[], None],
 ) -> Scheduler:
     events = _kv_events(args, runner.state, parallel)
     cache = CacheManager(
@@ -253,6 +254,7 @@ def _wire(
         random_seed=args.random_seed,
         overlaps=args.overlaps,
         parallel=parallel,
+        rest=rest,
         kv_events=events,
     )
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -175,24 +175,26 @@ class ClientGone(LockstepError):
     status_code = CLIENT_CLOSED_REQUEST
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
     """The result of `work`, which is cancelled if the client goes away first.  Raises `ClientGone` then."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.create_task(_cancel_when_gone(receive, task))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone("the client closed the connection")
+        return await work
+    except asyncio.CancelledError:
+        # Somebody else may cancel this task, too.
+        if watcher.done() and not watcher.cancelled() and task.uncancel() == 0:
+            raise ClientGone("the client closed the connection") from None
+        raise
     finally:
-        for future in (task, watcher):
-            future.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        watcher.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    task.cancel()
 
 
 class SseResponse(StreamingResponse):

@@ -138,13 +138,14 @@ class Ops:
     every result has the same bits in every batch and with any number of threads.  `graph_safe`: none of them waits for
     the device, or allocates what depends on numbers there, so that a step can be captured (`gated_delta` apart).
     `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
-    is not used.
+    is not used.  `rest` lets threads that look for the next operator sleep: for where none follows soon.
     """
 
     storage: RowMajor
     batch_invariant: bool
     graph_safe: bool = False
     takes_empty_slots: bool = False
+    rest: Callable[[], None] = lambda: None
     gather_rows: Callable[..., torch.Tensor]
     matrix_rows: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -167,7 +168,8 @@ def plain_ops() -> Ops:
 
 def compiled_ops(storage: RowMajor | None = None) -> Ops:
     """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
-    return _registry_ops(storage or Packed(), batch_invariant=True)
+    ops = _registry_ops(storage or Packed(), batch_invariant=True)
+    return replace(ops, rest=torch.ops.lockstep.rest.default)
 
 
 def gpu_ops() -> Ops:

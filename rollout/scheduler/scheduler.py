@@ -65,6 +65,7 @@ class Scheduler:
         random_seed: int,
         overlaps: bool,
         parallel: Parallel,
+        rest: Callable[[], None],
         kv_events: KVEvents | None = None,
     ) -> None:
         self.parallel = parallel
@@ -81,6 +82,7 @@ class Scheduler:
         self._stop = stop
         self._max_queued = max_queued_requests
         self._overlaps = overlaps
+        self._rest = rest  # called where no step follows
         self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
         self._engine_busy = False  # whether any of them had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
@@ -234,6 +236,8 @@ class Scheduler:
             self.queues.drop_finished()
         stats.phase("process")
         if outgoing:
+            if not self.has_work:
+                self._rest()  # first, so that whoever carries the answer finds an idle core
             self._emit(outgoing)
         stats.phase("messages")
         stats.end_step(num_sampled)

@@ -108,6 +108,35 @@ void check_helpers_wake() {
   }
 }
 
+// Helpers that may rest do not look for work, and come when they are called.
+void check_rest() {
+  Time most = 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // longer than a first crowd is believed in
+  for (int i = 0; i < 100; ++i) {
+    expect(helper_comes(), "no helper came");
+    std::atomic<pthread_t> helper{};
+    const pthread_t self = pthread_self();
+    while (helper.load() == pthread_t{}) {
+      Team::of_process().run(2, [&] {
+        if (!pthread_equal(pthread_self(), self)) helper = pthread_self();
+        for (int wait = 0; wait < 1000 && helper.load() == pthread_t{}; ++wait) pause_briefly();
+      });
+    }
+    Team::rest();
+    clockid_t clock;
+    pthread_getcpuclockid(helper.load(), &clock);
+    const auto computed = [&] {
+      timespec time{};
+      clock_gettime(clock, &time);
+      return Time{1'000'000'000} * time.tv_sec + time.tv_nsec;
+    };
+    const Time before = computed();
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    most = std::max(most, computed() - before);
+  }
+  expect(most < 500'000, "a helper that may rest looks for work");
+}
+
 std::atomic<bool> is_held{false}, may_go{false};
 void hold(int) {
   is_held = true;
@@ -283,6 +312,7 @@ int main() {
   alarm(kDeadlineSeconds);
   check_helpers_wake();  // makes the team, which reads the policy, before `check_patience` changes that
   check_patience();
+  check_rest();
   check_account();
   check_phases();
   check_nobody_waits_for_who_does_not_come();

@@ -103,3 +103,13 @@ def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
 def test_a_mistake_is_noticed(tmp_path: Path, file: str, right: str, wrong: str) -> None:
     headers = headers_with((file, right, wrong), tmp_path)
     assert run_check(PROGRAM, headers=headers, flags=SOON).returncode != 0
+
+
+@pytest.mark.mutant
+def test_a_helper_that_looks_for_work_where_it_may_rest_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # the policy of tests is not to look
+    right = "is_called() || rests.load(std::memory_order_relaxed)"
+    headers = headers_with(("team.cpp", right, "is_called()"), tmp_path)
+    assert "may rest looks for work" in run_check(PROGRAM, headers=headers, flags=SOON).stdout

@@ -47,16 +47,19 @@ struct alignas(64) Team::Helper {
 
   // Changes with every call; odd while the helper sleeps.
   std::atomic<uint32_t> call{0};
+  std::atomic<bool> rests{false};
   const size_t index;
 
   void wake() {
+    rests.store(false, std::memory_order_relaxed);
     const uint32_t before = call.load(std::memory_order_relaxed) | 1;
     if (call.exchange(before + 1) == before) wake_all(call);
   }
 
   void wait_for_other_than(uint32_t seen, Patience& patience) {
     const auto is_called = [&] { return call.load(std::memory_order_acquire) != seen; };
-    if (patience.look(is_called, false)) return;
+    const auto is_over = [&] { return is_called() || rests.load(std::memory_order_relaxed); };
+    if (patience.look(is_over, false) && is_called()) return;
     uint32_t expected = seen;
     if (!call.compare_exchange_strong(expected, seen + 1)) return;
     while (call.load(std::memory_order_acquire) == seen + 1) sleep_while(call, seen + 1);
@@ -76,6 +79,14 @@ Team& Team::of_process() {
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { team_of_process.store(nullptr); }); });
   return *made;
+}
+
+void Team::rest() {
+  Team* team = team_of_process.load(std::memory_order_acquire);
+  if (team == nullptr) return;
+  const std::unique_lock<std::mutex> calling(team->caller_, std::try_to_lock);
+  if (!calling.owns_lock()) return;
+  for (const auto& helper : team->helpers_) helper->rests.store(true, std::memory_order_relaxed);
 }
 
 void Team::run_body(int threads, Body body, const void* place) {

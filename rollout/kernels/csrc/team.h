@@ -31,6 +31,9 @@ class Team {
     run_body(threads, [](const void* place) { (*static_cast<const F*>(place))(); }, &body);
   }
 
+  // Helpers sleep until the next call: none follows soon, and others may use their cores meanwhile.
+  static void rest();
+
   void wait_for_zero(Count& count) { count.wait_for_zero(patience_); }
 
  private:
