@@ -1,7 +1,8 @@
 """One shape: starts every system, checks that they compute the same model, and measures them in turns.
 
 All systems stay up through the whole run; those not being measured are stopped, with all processes and threads.
-In each round each cell is measured on each system, in random order and on the same new prompts.
+In each round each cell is measured on each system, in random order and on the same new prompts, right after a short
+request that does not count.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.shapes import SHAPES, checkpoint
 LOAD_TIMEOUT_S = 900.0
 REQUEST_TIMEOUT_S = 1800.0
 TUNE_NEW_TOKENS = 9
+SHORT_PROMPT_TOKENS = 128
 AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS, AGREEMENT_NEW_TOKENS = 16, 32, 16
 
 
@@ -87,7 +89,7 @@ def run_shape(
                 requests = [{"op": "generate", "prompts": prompts.of(cell), "max_new_tokens": n} for n in cell.counts]
                 for name in prompts.shuffled(list(fleet.workers)):
                     progress.update(task, description=f"shape {shape}: round {turn + 1}/{rounds}, {cell.name}, {name}")
-                    replies = [fleet.ask(name, request) for request in requests]
+                    replies = fleet.ask_awake(name, prompts.random(1, SHORT_PROMPT_TOKENS), requests)
                     if None not in replies:
                         run.seconds[name, cell].append(tuple(reply["seconds"] for reply in replies if reply))
                     progress.advance(task)
@@ -155,15 +157,26 @@ class Fleet:
 
     def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any] | None:
         """Lets one system run and answer.  None if it fails, which is printed and recorded."""
-        if name not in self.workers:
-            return None
-        worker = self.workers[name]
-        with self._losing(name):
-            worker.thaw()
-            reply = worker.ask(request, REQUEST_TIMEOUT_S)
-            worker.freeze()
-            return reply
-        return None
+        return self._ask(name, [request])[0]
+
+    def ask_awake(
+        self, name: str, prompts: list[list[int]], requests: list[dict[str, Any]]
+    ) -> list[dict[str, Any] | None]:
+        """Lets one system run and answer `requests` in a row, after one of `prompts` that does not count.
+
+        Of a system that was stopped while others ran nothing is left in the caches, and all its timers are due.
+        """
+        return self._ask(name, [{"op": "generate", "prompts": prompts, "max_new_tokens": 1}, *requests])[1:]
+
+    def _ask(self, name: str, requests: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        if name in self.workers:
+            worker = self.workers[name]
+            with self._losing(name):
+                worker.thaw()
+                replies: list[dict[str, Any] | None] = [worker.ask(each, REQUEST_TIMEOUT_S) for each in requests]
+                worker.freeze()
+                return replies
+        return [None] * len(requests)
 
     def drop(self, name: str, reason: str) -> None:
         self.workers.pop(name).kill()

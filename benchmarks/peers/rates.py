@@ -36,10 +36,14 @@ def tokens_per_s(cell: Cell, seconds: list[tuple[float, ...]]) -> float | None:
     Decoding leaves the prompts out: batch * (new_tokens - 1) over the time of the long request less that of the one
     with a single token.  None if noise has swallowed that difference.
     """
-    if cell.new_tokens == 1:
-        return cell.batch * cell.prompt_tokens / statistics.median(first for (first,) in seconds)
-    rest = statistics.median(whole - first for first, whole in seconds)
-    return cell.batch * (cell.new_tokens - 1) / rest if rest > 0 else None
+    tokens = cell.prompt_tokens if cell.new_tokens == 1 else cell.new_tokens - 1
+    median = statistics.median(counted_s(seconds))
+    return cell.batch * tokens / median if median > 0 else None
+
+
+def counted_s(seconds: list[tuple[float, ...]]) -> list[float]:
+    """Of each round the time that counts: of the prompt, or in decoding without it, which noise can make negative."""
+    return [times[0] if len(times) == 1 else times[1] - times[0] for times in seconds]
 
 
 def floor_tokens_per_s(spec: CheckpointSpec, cell: Cell, machine: Machine) -> float:

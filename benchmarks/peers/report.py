@@ -10,14 +10,14 @@ from rich.table import Table
 
 from benchmarks.peers.agreement import TOP
 from benchmarks.peers.measure import ShapeRun
-from benchmarks.peers.rates import Cell, floor_tokens_per_s, tokens_per_s
+from benchmarks.peers.rates import Cell, counted_s, floor_tokens_per_s, tokens_per_s
 from benchmarks.peers.systems import BEFORE
-from benchmarks.peers.targets import AGAINST_BEFORE, TARGETS, Speeds, Verdict, judge
+from benchmarks.peers.targets import AGAINST_BEFORE, TARGETS, Verdict, judge
 from benchmarks.shapes import SHAPES
 
 
-def speeds(run: ShapeRun) -> Speeds:
-    """Tokens a second of what was measured in every round, by (system, column)."""
+def speeds(run: ShapeRun) -> dict[tuple[str, str], float]:
+    """Tokens a second of what was measured, by (system, column)."""
     rates = {(name, cell.name): tokens_per_s(cell, seconds) for (name, cell), seconds in run.seconds.items()}
     return {key: rate for key, rate in rates.items() if rate is not None}
 
@@ -26,7 +26,10 @@ def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[V
     """Of the targets whose column was asked for."""
     columns = {cell.name for cell in cells}
     targets = TARGETS if BEFORE not in peers else AGAINST_BEFORE
-    return [judge(t, speeds(run), peers) for t in targets if t.shape == run.shape and t.column in columns]
+    measured = speeds(run)
+    rounds = {(name, cell.name): counted_s(seconds) for (name, cell), seconds in run.seconds.items()}
+    rounds = {key: seconds for key, seconds in rounds.items() if key in measured}
+    return [judge(t, rounds, peers) for t in targets if t.shape == run.shape and t.column in columns]
 
 
 def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -120,7 +123,7 @@ def _agreement_table(run: ShapeRun) -> Table:
 
 
 def _target_table(run: ShapeRun, found: list[Verdict]) -> Table:
-    table = Table(title=f"Shape {run.shape}: ratios")
+    table = Table(title=f"Shape {run.shape}: ratios, medians of those of the rounds")
     for header in ("column", "system", "against", "ratio", "wanted", ""):
         table.add_column(header, justify="right" if header in ("ratio", "wanted") else "left")
     for verdict in found:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 
 from benchmarks.peers.systems import BEFORE, BEFORE_HTTP, OURS, OURS_HTTP
 
 BEST = "best peer"
-Speeds = dict[tuple[str, str], float]  # (system, column): tokens a second
+Rounds = dict[tuple[str, str], list[float]]  # (system, column): seconds in each round, their median positive
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,23 @@ AGAINST_BEFORE = tuple(
 """No cell slower than in another checkout (`--before`) by more than noise of a quiet machine."""
 
 
-def judge(target: Target, speeds: Speeds, peers: tuple[str, ...]) -> Verdict:
-    """Against the best of `peers` that was measured; those that were not are named in the note."""
-    missing = [peer for peer in peers if (peer, target.column) not in speeds]
+def judge(target: Target, rounds: Rounds, peers: tuple[str, ...]) -> Verdict:
+    """Against the best of `peers` that was measured; those that were not are named in the note.
+
+    The ratio is the median of those of the rounds.  A machine whose memory is twice as fast in some rounds as in others
+    has two heaps of times, and the medians of two systems may lie in different ones.
+    """
+    missing = [peer for peer in peers if (peer, target.column) not in rounds]
     against, note = target.against, ""
     if against == BEST:
         measured = [peer for peer in peers if peer not in missing]
         if not measured:
             return Verdict(target, BEST, None, "no peer was measured")
-        against = max(measured, key=lambda peer: speeds[peer, target.column])
+        against = min(measured, key=lambda peer: statistics.median(rounds[peer, target.column]))
         note = f"without {', '.join(missing)}" if missing else ""
-    absent = [name for name in (target.system, against) if (name, target.column) not in speeds]
+    absent = [name for name in (target.system, against) if (name, target.column) not in rounds]
     if absent:
         return Verdict(target, against, None, f"not measured: {', '.join(absent)}")
-    return Verdict(target, against, speeds[target.system, target.column] / speeds[against, target.column], note)
+    pairs = zip(rounds[target.system, target.column], rounds[against, target.column])
+    ratio = statistics.median(theirs / ours if ours > 0 else math.inf for ours, theirs in pairs)
+    return Verdict(target, against, ratio, note)

@@ -131,6 +131,30 @@ def test_an_interrupted_run_leaves_no_process_and_no_file(tmp_path: Path, interr
         assert not temporary.exists()
 
 
+def test_what_is_measured_comes_after_a_request_that_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[list[int]], int]] = []
+    ask = Worker.ask
+
+    def note(worker: Worker, request: dict, timeout_s: float) -> dict:
+        asked.append((request["prompts"], request["max_new_tokens"]))
+        return ask(worker, request, timeout_s)
+
+    monkeypatch.setattr(Worker, "ask", note)
+    with _worker(tmp_path) as worker, Fleet(ShapeRun("S"), Console(quiet=True)) as fleet:
+        worker.receive(START_S)
+        worker.freeze()
+        fleet.workers["peer"] = worker
+        requests = [{"op": "generate", "prompts": PROMPTS, "max_new_tokens": count} for count in (2, 5)]
+        replies = fleet.ask_awake("peer", [[7, 8, 9]], requests)
+        assert [reply and reply["tokens"] for reply in replies] == [[[0, 1]], [[0, 1, 2, 3, 4]]]
+        assert asked == [([[7, 8, 9]], 1), (PROMPTS, 2), (PROMPTS, 5)]
+        _wait(lambda: Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        fails = {"op": "generate", "prompts": PROMPTS, "max_new_tokens": 99}
+        assert fleet.ask_awake("peer", PROMPTS, [fails, fails]) == [None, None] and not fleet.workers
+
+
 def test_a_worker_that_fails_is_left_out_loudly(tmp_path: Path) -> None:
     out = StringIO()
     run = ShapeRun("S")

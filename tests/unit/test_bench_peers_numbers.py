@@ -65,14 +65,30 @@ def test_the_pool_holds_the_largest_cell() -> None:
 
 
 def test_the_best_peer_is_that_of_the_column() -> None:
-    speeds = {(OURS, "b1"): 120.0, ("slow", "b1"): 90.0, ("fast", "b1"): 100.0, ("slow", "b8"): 999.0}
-    verdict = judge(Target("M", "b1", 1.2), speeds, PEERS)
+    rounds = {(OURS, "b1"): [5.0], ("slow", "b1"): [7.0], ("fast", "b1"): [6.0], ("slow", "b8"): [0.1]}
+    verdict = judge(Target("M", "b1", 1.2), rounds, PEERS)
     assert (verdict.against, verdict.ratio, verdict.met, verdict.note) == ("fast", 1.2, True, "")
-    assert judge(Target("M", "b1", 1.21), speeds, PEERS).met is False
+    assert judge(Target("M", "b1", 1.21), rounds, PEERS).met is False
+
+
+def test_a_ratio_compares_what_ran_in_the_same_round() -> None:
+    fast, slow = 1.0, 2.0  # what the machine makes of the same work
+    rounds = {
+        (OURS, "b1"): [fast, slow, slow],
+        ("fast", "b1"): [1.2 * fast, 1.2 * fast, 1.2 * slow],
+        ("slow", "b1"): [9.0],
+    }
+    verdict = judge(Target("M", "b1", 1.2), rounds, PEERS)
+    assert verdict.ratio == 1.2, "the ratio of the medians is 0.6"
+
+
+def test_a_round_lost_in_noise_does_not_turn_a_ratio_over() -> None:
+    rounds = {(OURS, "b1"): [-0.1, 2.0, 2.0], ("slow", "b1"): [3.0, 3.0, 3.0], ("fast", "b1"): [9.0]}
+    assert judge(Target("M", "b1", 1.5), rounds, PEERS).ratio == 1.5
 
 
 def test_a_missing_peer_is_named_beside_the_ratio() -> None:
-    verdict = judge(Target("M", "b1", 1.1), {(OURS, "b1"): 120.0, ("slow", "b1"): 100.0}, PEERS)
+    verdict = judge(Target("M", "b1", 1.1), {(OURS, "b1"): [5.0], ("slow", "b1"): [6.0]}, PEERS)
     assert (verdict.against, verdict.met, verdict.note) == ("slow", True, "without fast")
 
 
@@ -81,12 +97,12 @@ def test_a_missing_peer_is_named_beside_the_ratio() -> None:
     [(Target("S", "b1", 1.1, "fast"), "fast"), (Target("S", "b1", 0.9, OURS, OURS_HTTP), OURS_HTTP)],
 )
 def test_what_was_not_measured_is_neither_met_nor_missed(target: Target, missing: str) -> None:
-    verdict = judge(target, {(OURS, "b1"): 120.0}, PEERS)
+    verdict = judge(target, {(OURS, "b1"): [5.0]}, PEERS)
     assert verdict.ratio is None and verdict.met is None and missing in verdict.note
 
 
 def test_without_any_peer_there_is_no_best() -> None:
-    assert judge(Target("M", "b1", 1.1), {(OURS, "b1"): 120.0}, PEERS).met is None
+    assert judge(Target("M", "b1", 1.1), {(OURS, "b1"): [5.0]}, PEERS).met is None
 
 
 def test_every_target_has_a_column_of_the_default_run() -> None:
