@@ -1,5 +1,8 @@
 """`StepProfiler`: a trace of torch's profiler over some steps, one file for each rank.
 
+The trace is taken by `torch.autograd.profiler.profile`, which `torch.profiler.profile` stands on.  The latter imports
+torch's compiler when it starts: 140 MB that each rank would keep for good, and seconds in which no step runs.
+
     start_profile ... steps ... stop_profile, or the last of `num_steps` -> PREFIX-ID-rank-R.trace.json.gz
 
 A trace is held in memory until it is written, so it ends by itself after `MAX_PROFILED_STEPS`.  It is written beside
@@ -13,18 +16,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import gzip
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-import torch
+from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity, supported_activities
 
 from rollout.control.rank_consensus import PeerRankError
@@ -44,11 +48,27 @@ _ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 @dataclass(frozen=True)
 class _Trace:
-    """`files`: of all ranks."""
+    """A recorder, the `files` of all ranks, and this rank's own."""
 
-    profile: torch.profiler.profile
+    recorder: profile
     files: list[str]
     own_file: str
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.recorder.__enter__()
+
+    def stop(self) -> None:
+        """Gather what was recorded."""
+        self.recorder.__exit__(None, None, None)
+
+    def write(self) -> None:
+        """Write the own file, in the format of Chrome and Perfetto.  Raises `OSError` where it cannot be written."""
+        folder, name = Path(self.own_file).parent, Path(self.own_file).name
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix=".json") as plain:
+            self.recorder.export_chrome_trace(plain.name)
+            with open(plain.name, "rb") as trace, gzip.open(self.own_file, "wb", compresslevel=1) as packed:
+                shutil.copyfileobj(trace, packed)  # torch puts a new file in the place of the temporary one
 
 
 class StepProfiler:
@@ -65,7 +85,7 @@ class StepProfiler:
         self._writing: _Trace | None = None
         self._asked: StopProfileReqInput | None = None  # who waits for what is being written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="profiler")
-        self._beside: tuple[Future[Any], Callable[[BaseException | None], None]] | None = None
+        self._file: Future[None] | None = None  # of what is being written
 
     @property
     def verbs(self) -> dict[type, Callable]:
@@ -73,14 +93,22 @@ class StepProfiler:
 
     def _start(self, verb: StartProfileReqInput) -> None:
         """Answered when the next step will be recorded, on all ranks."""
-        if self._trace is not None or self._beside is not None:
+        if self._trace is not None or self._file is not None:
             raise Conflict("a profile is under way, or being written")
         trace, error = _attempt(lambda: self._planned(verb))
         error = self._anywhere(error)
         if error is not None:
             raise error
         assert trace is not None
-        self._beside = self._thread.submit(_import_early), lambda _: self._begin(trace, verb)
+        _, mine = _attempt(trace.start)
+        error = self._anywhere(mine)
+        if error is not None:
+            if mine is None:
+                _attempt(trace.stop)
+            raise error
+        self._trace, self._num_steps = trace, self._scheduler.stats.num_steps
+        self._steps_left = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
+        self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile started."))
 
     def _planned(self, verb: StartProfileReqInput) -> _Trace:
         """What this rank will record.  Raises `BadRequest`."""
@@ -91,22 +119,14 @@ class StepProfiler:
         position, layout = self._scheduler.parallel.position, self._scheduler.parallel.layout
         name = f"{folder}/{verb.profile_prefix}-{verb.request_id}-rank"
         files = [f"{name}-{rank}.trace.json.gz" for rank in range(layout.world_size)]
-        profile = torch.profiler.profile(
-            activities=activities, record_shapes=verb.record_shapes, with_stack=verb.with_stack
+        recorder = profile(
+            use_cpu=ProfilerActivity.CPU in activities,
+            use_device="cuda" if ProfilerActivity.CUDA in activities else None,
+            use_kineto=True,
+            record_shapes=verb.record_shapes,
+            with_stack=verb.with_stack,
         )
-        return _Trace(profile, files, files[position.world_rank])
-
-    def _begin(self, trace: _Trace, verb: StartProfileReqInput) -> None:
-        _, mine = _attempt(trace.profile.start)
-        error = self._anywhere(mine)
-        if error is not None:
-            if mine is None:
-                _attempt(trace.profile.stop)
-            self._scheduler.reply(failure(verb.request_id, error))
-            return
-        self._trace, self._num_steps = trace, self._scheduler.stats.num_steps
-        self._steps_left = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
-        self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile started."))
+        return _Trace(recorder, files, files[position.world_rank])
 
     def _stop(self, verb: StopProfileReqInput) -> None:
         """Answered when the files of all ranks are there."""
@@ -119,8 +139,8 @@ class StepProfiler:
 
     def _end(self, trace: _Trace, verb: StopProfileReqInput | None) -> None:
         self._trace, self._writing, self._asked = None, trace, verb
-        _, error = _attempt(trace.profile.stop)
-        self._beside = self._thread.submit(_write, trace, error), self._written
+        _, error = _attempt(trace.stop)
+        self._file = self._thread.submit(_write, trace, error)
 
     def _written(self, mine: BaseException | None) -> None:
         trace, verb = self._writing, self._asked
@@ -139,9 +159,9 @@ class StepProfiler:
     def advance(self) -> None:
         if self._trace is not None and self._is_over():
             self._end(self._trace, None)
-        if self._beside is not None and self._scheduler.parallel.tp.all_agree(self._beside[0].done()):
-            (future, then), self._beside = self._beside, None
-            then(future.exception())
+        if self._file is not None and self._scheduler.parallel.tp.all_agree(self._file.done()):
+            file, self._file = self._file, None
+            self._written(file.exception())
 
     def _is_over(self) -> bool:
         """Whether the last step has run.  One that any data-parallel rank had tokens for counts on all of them."""
@@ -172,7 +192,7 @@ def _write(trace: _Trace, error: Exception | None) -> None:
     """`error`: why there is nothing to write."""
     if error is not None:
         raise error
-    trace.profile.export_chrome_trace(trace.own_file)
+    trace.write()
 
 
 def _give_memory_back() -> None:
@@ -180,12 +200,6 @@ def _give_memory_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _import_early() -> None:
-    """torch's profiler imports torch's compiler when it first starts: seconds in which no step could run."""
-    with suppress(ImportError):
-        importlib.import_module("torch._inductor.config")
 
 
 def _writable(output_dir: str | None) -> str:

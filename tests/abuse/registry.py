@@ -32,8 +32,6 @@ OPEN = Setup(
     },
 )
 KEYED = Setup("keyed", BASE | {"api_key": "user-key", "admin_api_key": "admin-key"}, descriptors=(128, 512))
-PROFILER_MB = 160
-"""What two ranks keep once a profile was asked for: torch's profiler imports torch's compiler."""
 RANKS = Setup("ranks", BASE | {"tp_size": 2, "ep_size": 2})
 SETUPS = {setup.name: setup for setup in (OPEN, KEYED, RANKS)}
 

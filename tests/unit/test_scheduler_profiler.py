@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +69,29 @@ def test_it_ends_by_itself_after_so_many_steps(harness: Harness, tmp_path: Path)
     assert 0 < len(operators(short)) < len(operators(long)) / 3
 
 
+IMPORTS = """
+import sys
+from tests.scheduler_harness import Harness
+from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
+harness = Harness(sys.argv[1], enable_return_routed_experts=False)
+fields = {"output_dir": sys.argv[2], "profile_prefix": "p", "activities": ["CPU"], "with_stack": True}
+assert harness.control(StartProfileReqInput, **fields).success
+harness.generate([[5, 9, 2]], {"max_new_tokens": 4})
+assert harness.control(StopProfileReqInput).success
+print(*(name for name in sys.modules if name.startswith("torch._inductor")))
+"""
+
+
+def test_a_profile_does_not_load_the_compiler_of_torch(harness: Harness, tmp_path: Path) -> None:
+    """A rank would keep 140 MB of it for good."""
+    folder = tiny_checkpoint(tmp_path / "model", "dense")
+    command = [sys.executable, "-c", IMPORTS, str(folder), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path.cwd())
+    assert done.stdout.strip() == ""
+    assert [path.name.split("-")[0] for path in tmp_path.glob("*.gz")] == ["p"]
+    assert not list(tmp_path.glob("*.json"))
+
+
 def test_what_cannot_be_done_starts_nothing(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for fields, message in (
@@ -95,12 +120,12 @@ class FakeProfile:
     def __init__(self, **_: object) -> None:
         pass
 
-    def start(self) -> None:
-        """On the thread of a rank."""
+    def __enter__(self) -> None:
+        """Start on the thread of a rank."""
         if threading.current_thread().name.startswith(FakeProfile.fails_on):
             raise RuntimeError("no profiler here")
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if threading.current_thread().name.startswith(FakeProfile.stop_fails_on):
             raise RuntimeError("nothing was recorded")
 
@@ -115,7 +140,7 @@ class FakeProfile:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfile]:
-    monkeypatch.setattr(torch.profiler, "profile", FakeProfile)
+    monkeypatch.setattr(profiler, "profile", FakeProfile)
     monkeypatch.setattr(FakeProfile, "may_write", threading.Event())
     FakeProfile.may_write.set()
     return FakeProfile

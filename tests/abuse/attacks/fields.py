@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.abuse.good import good_bodies, good_body
-from tests.abuse.registry import OPEN, PROFILER_MB, RANKS, attack
+from tests.abuse.registry import OPEN, RANKS, attack
 from tests.abuse.schema import Operation, encode, extremes
 from tests.abuse.server import AT_REST, Victim
 
@@ -19,7 +19,7 @@ BETWEEN = 25
 Call = tuple[str, bytes | None]
 
 
-@attack(OPEN, RANKS, seconds=200.0, keeps_mb=96 + PROFILER_MB, peak_mb=900, log_kb=512, restores=True)
+@attack(OPEN, RANKS, seconds=200.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def control_fields_at_their_extremes(victim: Victim) -> str:
     """Every control verb with every field at its extremes: an answer that the protocol names, in time."""
     return _all_of(victim, [one for one in victim.operations if one.is_control], PER_ENDPOINT_S)

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.abuse.good import good_bodies, good_body
-from tests.abuse.registry import OPEN, PROFILER_MB, RANKS, attack
+from tests.abuse.registry import OPEN, RANKS, attack
 from tests.abuse.server import AT_REST, Victim
 
 # They wait for their deadline.
@@ -17,7 +17,7 @@ SLOW = {"/init_weights_update_group", "/init_weight_transfer_engine", "/areal_in
 PAIRS_S = 30.0
 
 
-@attack(OPEN, RANKS, seconds=150.0, keeps_mb=96 + PROFILER_MB, peak_mb=900, log_kb=512, restores=True)
+@attack(OPEN, RANKS, seconds=150.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def verbs_twice_and_out_of_order(victim: Victim) -> str:
     """Two control verbs, one after the other, in either order or one twice, while requests come and go.
 
@@ -50,7 +50,7 @@ def verbs_twice_and_out_of_order(victim: Victim) -> str:
     return f"{pairs} of {len(verbs) ** 2} pairs, seed {seed}"
 
 
-@attack(OPEN, RANKS, seconds=100.0, keeps_mb=96 + PROFILER_MB, peak_mb=900, log_kb=512, restores=True)
+@attack(OPEN, RANKS, seconds=100.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def verbs_all_at_once(victim: Victim) -> str:
     """All control verbs from sixteen clients at once, several times over."""
     bodies = good_bodies(victim)
