@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from transformers import AutoModelForCausalLM
 
 from rollout.client import RolloutClient
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, fused, version
@@ -216,6 +215,94 @@ def refusals(rank: int) -> None:
     assert time.monotonic() - start < 10
 
 
+def plans_that_differ(rank: int) -> None:
+    """Ranks that disagree on a refresh both hear the difference, before the engine hears anything; then they go on."""
+    mesh, other_mesh = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    whole = {f"layers.{i}.w": torch.randn(5 + i, 4) for i in range(4)}
+    mine = {name: sharded(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    bias = {"bias": torch.randn(3)}
+
+    def replaced(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return mine | {name: tensor}
+
+    def without(*names: str) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in mine.items() if name not in names}
+
+    w1 = "layers.1.w"
+    reverse = dict(reversed(mine.items()))
+    twice = [*mine.items(), (w1, mine[w1])]
+    flipped = sharded(whole[w1], mesh, [Shard(1)])
+    transposed = sharded(whole[w1].T.contiguous(), mesh, [Shard(0)])
+    double, replica = sharded(whole[w1].double(), mesh, [Shard(0)]), sharded(whole[w1], mesh, [Replicate()])
+    elsewhere = sharded(whole[w1], other_mesh, [Replicate(), Shard(0)])
+    partial = DTensor.from_local(mine[w1].to_local(), mesh, [Partial()])
+    fused = mine | {"layers.9.experts.gate_up_proj": sharded(torch.ones(4, 6, 2), mesh, [Shard(0)])}
+    cases: list[tuple[Any, dict[str, Any], str]] = [  # what rank 1 does otherwise, and what both say
+        (without(w1), {}, f"same tensors: rank 1 lacks {w1}"),
+        (without(w1, "layers.3.w"), {}, f"rank 1 lacks {w1} and 1 more"),
+        (mine | bias, {}, "rank 0 lacks bias, and rank 1 has it"),
+        ({"stage1.w": mine[w1]}, {}, "rank 1 lacks layers.0.w and 3 more; it has stage1.w, and rank 0 has not"),
+        (reverse, {}, "tensor 0 is layers.0.w on rank 0 and layers.3.w on rank 1; the order must be equal"),
+        (replaced(w1, transposed), {}, f"the shape of {w1} is [6, 4] on rank 0 and [4, 6] on rank 1"),
+        (replaced(w1, double), {}, f"the dtype of {w1} is float32 on rank 0 and float64 on rank 1"),
+        (replaced(w1, flipped), {}, f"the placement of {w1} is Shard(0) over ranks [0, 1] on rank 0 and Shard(1)"),
+        (replaced(w1, replica), {}, f"the placement of {w1} is Shard(0) over"),
+        (replaced(w1, elsewhere), {}, f"the placement of {w1} is Shard(0) over"),
+        (replaced(w1, whole[w1]), {}, "on rank 0 and whole on rank 1"),
+        (replaced(w1, partial), {}, "placement Partial"),
+        (twice, {}, f"{w1} is given twice"),
+        (mine, {"coverage": "full"}, 'same refresh: coverage is "partial" on rank 0 and "full" on rank 1'),
+        (mine, {"bucket_bytes": 40}, "bucket_bytes is 60 on rank 0 and 40 on rank 1"),
+        (mine, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        (mine, {"weight_version": "8"}, 'weight_version is "7" on rank 0 and "8" on rank 1'),
+        (mine, {"with_manifest": False}, "with_manifest is true on rank 0 and false on rank 1"),
+        (mine, {"dtype": torch.bfloat16}, "the dtype of layers.0.w is float32 on rank 0 and bfloat16 on rank 1"),
+        (mine, {"begin_options": {"base_version": "5"}}, 'base_version is "6" on rank 0 and "5" on rank 1'),
+        (mine, {"begin_options": {}}, 'base_version is "6" on rank 0 and not given on rank 1'),
+        (fused, {"split_experts": False}, "rank 0 lacks layers.9.experts.gate_up_proj, and rank 1 has it"),
+    ]
+    asked: dict[str, Any] = {"coverage": "partial", "bucket_bytes": 60, "begin_options": {"base_version": "6"}}
+    with engines_of(rank, 1) as engines, sender_of(engines) as sender:
+        before = [engine.call("content") for engine in engines.values()]
+        for source, others, expected in cases:
+            options = asked | {"weight_version": "7"} | (others if rank else {})
+            try:
+                sender.refresh(source if rank else mine, **options)
+            except (WeightRequestError, TransportError) as error:
+                assert expected in str(error), f"{expected!r} in {error!s}"
+            else:
+                raise AssertionError(f"{expected}: nothing was refused")
+        for engine, content in zip(engines.values(), before):
+            assert engine.call("content") == content and not engine.call("status")["open"]
+        sender.refresh(fsdp_model(1, mesh), "v1", bucket_bytes=20)
+        assert all(engine.call("content") == content_of(1) for engine in engines.values())
+
+
+def group_of_whole_tensors(rank: int) -> None:
+    """A given trainer group takes part whatever its tensors are; without one a rank of whole tensors is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+    with engines_of(rank, 1) as engines, sender_of(engines, trainer_group=dist.group.WORLD) as sender:
+        sources = [tensors, tensors if rank == 0 else {"a": torch.ones(3)}]
+        sources[0] = tensors if rank == 0 else {name: sharded(it, mesh, [Shard(0)]) for name, it in tensors.items()}
+        for source, expected in zip(sources, ["the placement of a is whole on rank 0", "rank 1 lacks b"]):
+            try:
+                sender.refresh(source, coverage="partial")
+            except WeightRequestError as error:
+                assert expected in str(error), str(error)
+            else:
+                raise AssertionError("nothing was refused")
+        sender.refresh(version(1), "v1", bucket_bytes=20)
+        assert all(engine.call("content") == content_of(1) for engine in engines.values())
+        if rank == 1:
+            try:
+                WeightSender({}).refresh(tensors)
+            except WeightRequestError as error:
+                assert "trainer rank 1 has no engines and no sharded tensors" in str(error)
+            else:
+                raise AssertionError("nothing was refused")
+
+
 def fsdp_refresh(rank: int) -> None:
     """Two engines get what two ranks hold, under every sharding; both ranks and the engines name the same digest."""
     mesh = init_device_mesh("cpu", (2,))
@@ -338,6 +425,8 @@ def other_rank_dies(rank: int) -> None:
 
 def serve(rank: int, checkpoint: str, *urls: str) -> None:
     """A transformers model, sharded with FSDP2 after an optimiser step, to real servers; digests agree everywhere."""
+    from transformers import AutoModelForCausalLM  # seconds of CPU, that the other scenarios do without
+
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     mesh = init_device_mesh("cpu", (2,))
@@ -366,7 +455,17 @@ def serve(rank: int, checkpoint: str, *urls: str) -> None:
         client.close()
 
 
-SCENARIOS = (random_gathers, refusals, fsdp_refresh, engine_refuses, other_rank_fails, other_rank_dies, serve)
+SCENARIOS = (
+    random_gathers,
+    refusals,
+    plans_that_differ,
+    group_of_whole_tensors,
+    fsdp_refresh,
+    engine_refuses,
+    other_rank_fails,
+    other_rank_dies,
+    serve,
+)
 
 
 def main(scenarios: str, rank: str, port: str, *words: str) -> None:

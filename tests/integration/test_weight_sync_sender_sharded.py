@@ -20,9 +20,17 @@ from weight_sync.sender import EngineError, WeightSender
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("scenarios", ["random_gathers,refusals", "fsdp_refresh,engine_refuses,other_rank_fails"])
+@pytest.mark.parametrize(
+    "scenarios", ["random_gathers,refusals,group_of_whole_tensors", "fsdp_refresh,engine_refuses,other_rank_fails"]
+)
 def test_two_trainer_ranks(scenarios: str) -> None:
     run_ranks(scenarios)
+
+
+@pytest.mark.gate
+def test_trainer_ranks_that_disagree_are_refused_before_begin_and_live_on_d2() -> None:
+    """D2: ranks whose plans or arguments differ; 0e5f155 lost a trainer process to SIGABRT."""
+    run_ranks("plans_that_differ")
 
 
 def test_a_trainer_rank_that_dies() -> None:

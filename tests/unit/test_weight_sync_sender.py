@@ -15,6 +15,7 @@ from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_ten
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import plan_tensors
+from weight_sync.sender.statement import RefreshStatement, digest_of
 
 
 class TiedModel(torch.nn.Module):
@@ -187,6 +188,37 @@ def test_a_plan_refuses_two_tensors_of_one_name() -> None:
     tensors = fused(version(1))
     with pytest.raises(WeightRequestError, match="given twice"):
         plan_tensors([*tensors.items(), (f"{DOWN.removesuffix('down_proj')}1.down_proj.weight", torch.zeros(4, 2))])
+
+
+def _stated(tensors: dict[str, torch.Tensor], **options: object) -> RefreshStatement:
+    sent_as = {name: tensor.dtype for name, tensor in tensors.items()}
+    return RefreshStatement.of(list(tensors.items()), sent_as, options)
+
+
+def test_statements_of_equal_refreshes_are_equal_bytes() -> None:
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
+    first, again = _stated(tensors, x=1, y={"q": [1], "p": None}), _stated(tensors, y={"p": None, "q": [1]}, x=1)
+    assert first.encoded() == again.encoded() and digest_of(first.encoded()) == digest_of(again.encoded())
+    assert RefreshStatement.decoded(first.encoded()) == first
+    assert first.difference(3, again) == ""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "expected"),
+    [
+        ({"a": torch.ones(2)}, {}, "do not have the same tensors: rank 3 lacks b"),
+        ({"b": torch.ones(1), "a": torch.ones(2)}, {}, "tensor 0 is a on rank 0 and b on rank 3"),
+        ({"a": torch.ones(2), "b": torch.ones(1, 1)}, {}, "the shape of b is [1] on rank 0 and [1, 1] on rank 3"),
+        ({"a": torch.ones(2), "b": torch.ones(1).half()}, {}, "the dtype of b is float32 on rank 0 and float16"),
+        ({"a": torch.ones(2), "b": torch.ones(1)}, {"x": 2}, "the same refresh: x is not given on rank 0 and 2 on"),
+    ],
+)
+def test_statements_that_differ_name_the_difference(
+    tensors: dict[str, torch.Tensor], options: dict[str, int], expected: str
+) -> None:
+    first, other = _stated({"a": torch.ones(2), "b": torch.ones(1)}), _stated(tensors, **options)
+    assert digest_of(first.encoded()) != digest_of(other.encoded())
+    assert expected in other.difference(3, first)
 
 
 def test_names_of_a_compiled_model_are_the_model_s() -> None:

@@ -56,9 +56,8 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     `dtype`: what floating-point tensors are sent as; None: as they are.  `split_experts`: see `split_fused_experts`.
     Raises `WeightRequestError` for a name given twice, or a fused expert tensor that cannot be split.
     """
-    named = named_tensors_of(source) if isinstance(source, torch.nn.Module | Mapping) else source
     sources: dict[str, torch.Tensor] = {}
-    for name, tensor in named:
+    for name, tensor in listed_tensors(source):
         if name in sources:
             raise WeightRequestError(f"{name} is given twice")
         sources[name] = tensor.detach()
@@ -71,6 +70,11 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
                 raise WeightRequestError(f"{piece.name} is given twice")
             parts[piece.name] = Part(TensorMeta(piece.name, sent_as, piece.shape_in(shape)), name, piece)
     return TensorPlan(sources, parts)
+
+
+def listed_tensors(source: TensorSource) -> NamedTensors:
+    """Return (name, tensor) pairs: of a model or state dict as `named_tensors_of` does, else as they are given."""
+    return named_tensors_of(source) if isinstance(source, torch.nn.Module | Mapping) else list(source)
 
 
 def named_tensors_of(

@@ -2,6 +2,7 @@
 
 All ranks take part in the same order; rank 0 of the group is the one that talks to engines.  Before bytes move, the
 ranks agree that none of them has failed, so that a rank that failed never leaves the others waiting in a collective.
+Every collective is sized by numbers on which the ranks have agreed before: gloo ends a process where sizes differ.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,10 +18,14 @@ import torch.distributed as dist
 
 from weight_sync.block_sums import signed
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.sender.statement import RefreshStatement, digest_of
 
 T = TypeVar("T")
 
 _POLL_S = 0.0005
+_MASK = (1 << 64) - 1
+_MOST_SAID = 512
+"""Bytes of a rank's own words on a failure, as the others get them."""
 _OTHERS_DEADLINES = 4
 """How many of the sender's own deadlines another rank waits for it: it asks the engines up to three things in a row."""
 
@@ -66,20 +71,47 @@ class TrainerRanks:
         except Exception as error:
             failure = error
         try:
-            all_ok = self._agree(failure is None)
+            failures = self._failures(failure)
         except TransportError as error:
             raise (failure or error) from None
         if failure is not None:
             raise failure
-        if not all_ok:
-            raise TransportError("another trainer rank failed; its own error says why")
+        if failures:
+            rank, said = next(iter(failures.items()))
+            raise TransportError(f"another trainer rank failed: rank {rank}: {said}")
         return result
 
-    def report_status(self, ok: bool) -> None:
-        """Report to the ranks that wait in `jointly` whether this one succeeded.  One that has left is no error."""
+    def require_equal(self, statement: RefreshStatement) -> None:
+        """Compare the statements of all ranks.
+
+        Raises `WeightRequestError` on every rank unless they are equal, with the first difference; `TransportError`.
+        """
+        mine = statement.encoded()
+        if len(set(self._from_all(digest_of(mine)))) == 1:
+            return
+        first = self._from_sender(mine)
+        said = self._texts(statement.difference(self.rank, RefreshStatement.decoded(first)))
+        others = [rank for rank, text in enumerate(said) if text]
+        self._is_over = True
+        more = f"; {len(others) - 1} more ranks differ from rank 0" if len(others) > 1 else ""
+        raise WeightRequestError(f"{said[others[0]]}{more}")
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report how the block ends to the ranks that wait in `jointly`, on the sending rank; of others, a failure."""
+        try:
+            yield
+        except BaseException as error:
+            self._report(error)
+            raise
+        if self.is_sender:
+            self._report(None)
+
+    def _report(self, failure: BaseException | None) -> None:
+        """One that has left is no error."""
         if self._broken is None and not self._is_over:
             with contextlib.suppress(TransportError):
-                self._agree(ok)
+                self._failures(failure)
 
     def to_sender(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         """Bytes of every rank on the sending rank; None on the others.
@@ -98,19 +130,45 @@ class TrainerRanks:
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
         """Sums modulo 2^64, over the ranks, of numbers in [0, 2^64); equally many on every rank."""
-        mine = torch.tensor([signed(value) for value in values], dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in self._global_ranks]
-        self._wait(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True))
-        total = torch.zeros_like(mine)
-        for part in everyone:
-            total += part  # wraps
-        return [value & ((1 << 64) - 1) for value in total.tolist()]
+        parts = self._all_gather(torch.tensor([signed(value) for value in values], dtype=torch.int64))
+        return [value & _MASK for value in torch.stack(parts).sum(0).tolist()]  # wraps
 
-    def _agree(self, ok: bool) -> bool:
-        failed = torch.tensor([0 if ok else 1], dtype=torch.int32, device=self.device)
+    def _failures(self, mine: BaseException | None) -> dict[int, str]:
+        """Return what failed, by rank; empty where all succeeded."""
+        failed = torch.tensor([0 if mine is None else 1], dtype=torch.int32, device=self.device)
         self._wait(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group, async_op=True))
         self._is_over = bool(failed.item())
-        return not self._is_over
+        if not self._is_over:
+            return {}
+        said = self._texts("" if mine is None else f"{type(mine).__name__}: {mine}")
+        return {rank: text for rank, text in enumerate(said) if text}
+
+    def _texts(self, mine: str) -> list[str]:
+        """Return what each rank says, by rank, cut to `_MOST_SAID` bytes."""
+        said = torch.zeros(_MOST_SAID, dtype=torch.uint8)
+        content = mine.encode(errors="replace")[:_MOST_SAID]
+        said[: len(content)] = _bytes_tensor(content)
+        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in self._all_gather(said)]
+
+    def _from_all(self, value: int) -> list[int]:
+        """Return the number, in [0, 2^64), of every rank."""
+        return [int(part) & _MASK for part in self._all_gather(torch.tensor([signed(value)], dtype=torch.int64))]
+
+    def _from_sender(self, content: bytes) -> bytes:
+        """Return the content that the sending rank has."""
+        (size, *_) = self._from_all(len(content))
+        shared = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self.is_sender:
+            shared.copy_(_bytes_tensor(content))
+        self._wait(lambda: dist.broadcast(shared, self._global_ranks[0], group=self._group, async_op=True))
+        return shared.cpu().numpy().tobytes()
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which are of one size, on the CPU."""
+        mine = mine.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in self._global_ranks]
+        self._wait(lambda: dist.all_gather(everyone, mine, group=self._group, async_op=True))
+        return [part.cpu() for part in everyone]
 
     def _wait(self, start: Callable[[], dist.Work | None]) -> None:
         """Raises `TransportError`, from then on at once."""
@@ -128,3 +186,16 @@ class TrainerRanks:
         except RuntimeError as error:
             self._broken = f"the trainer ranks lost one another: {str(error).strip().splitlines()[0][:300]}"
             raise TransportError(self._broken) from error
+        except BaseException:  # an interrupt: the others are in this collective, and the next one would meet it
+            self._broken = "the trainer ranks lost one another: this one was interrupted"
+            raise
+
+
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which a group's collectives want tensors."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _bytes_tensor(content: bytes) -> torch.Tensor:
+    """Return a copy of `content`, uint8 [bytes]."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

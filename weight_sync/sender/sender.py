@@ -5,6 +5,7 @@ Needs torch only.  Engines are reached through `EngineControl`, which an HTTP cl
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,14 @@ from weight_sync.bucket import plan_buckets
 from weight_sync.engine_control import EngineControl, EngineError
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint_hex
-from weight_sync.joint_update import OnEngineFailure
+from weight_sync.joint_update import EngineReport, OnEngineFailure
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket, EngineLink
-from weight_sync.sender.plan import TensorPlan, TensorSource, plan_tensors
-from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.plan import NamedTensors, TensorPlan, TensorSource, listed_tensors, plan_tensors
+from weight_sync.sender.ranks import TrainerRanks, device_of_group
 from weight_sync.sender.report import RefreshReport
+from weight_sync.sender.statement import RefreshStatement
 from weight_sync.sender.update import Progress, WeightUpdate
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
@@ -33,7 +35,8 @@ class WeightSender:
     """`engines`: one engine's control, or many by name.  Not thread-safe.
 
     With a model that is sharded over trainer ranks every rank has a `WeightSender` and calls `refresh` with the same
-    arguments; rank 0 of `trainer_group` (None: the default group) sends, and the others give no engines.
+    arguments; rank 0 of `trainer_group` (None: the default group) sends, and the others give no engines.  The ranks of
+    a given `trainer_group` do so for whole tensors, too.
 
     `timeout_s`: deadline of a rendezvous, of a bucket, of a call, and of what trainer ranks do together.  A refresh
     that an engine holds up fails within it, plus at most 15 s in which engines are asked why and requested to abort.
@@ -154,25 +157,30 @@ class WeightSender:
         all that could be reached have dropped it; the error carries notes on those that could not.
         """
         start = time.perf_counter()
-        plan = plan_tensors(source, dtype, split_experts)
-        buckets = plan_buckets(plan.metas, bucket_bytes)
-        ranks = self._trainer_ranks(plan)
-        if ranks is None:
-            gatherer = self._gatherer(plan, None)
-        else:
-            gatherer = ranks.jointly(lambda: self._gatherer(plan, ranks))
-        fingerprints = gatherer.fingerprints() if with_manifest else {}
-        engines = {}
-        if ranks is None or ranks.is_sender:
-            manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
-            fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
-            update = self._new_update(fields | dict(begin_options or {}), sum(m.nbytes for m in plan.metas), progress)
-            self._lead(update, gatherer, buckets, ranks)
-            engines = update.engines
-        else:
-            for bucket in buckets:
-                gatherer.gather(bucket, None)
-            ranks.jointly(_nothing)  # the engines' final answers
+        options = {
+            "weight_version": weight_version,
+            "coverage": coverage,
+            "bucket_bytes": bucket_bytes,
+            "with_manifest": with_manifest,
+            "split_experts": split_experts,
+        } | dict(begin_options or {})
+        named = listed_tensors(source)
+        ranks = self._trainer_ranks(named)
+        plan, buckets, gatherer = self._planned(named, dtype, ranks, options)
+        engines: dict[str, EngineReport] = {}
+        with contextlib.nullcontext() if ranks is None else ranks.reporting():
+            fingerprints = gatherer.fingerprints() if with_manifest else {}
+            if ranks is None or ranks.is_sender:
+                manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
+                fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
+                num_bytes = sum(meta.nbytes for meta in plan.metas)
+                update = self._new_update(fields | dict(begin_options or {}), num_bytes, progress)
+                self._lead(update, gatherer, buckets)
+                engines = update.engines
+            else:
+                for bucket in buckets:
+                    gatherer.gather(bucket, None)
+                ranks.jointly(_nothing)  # the engines' final answers
         complete = with_manifest and fingerprints.keys() == plan.parts.keys()
         return RefreshReport(
             weight_version,
@@ -219,20 +227,52 @@ class WeightSender:
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _trainer_ranks(self, plan: TensorPlan) -> TrainerRanks | None:
-        sharded = [tensor for tensor in plan.sources.values() if isinstance(tensor, DTensor)]
-        if not sharded:
-            return None
-        return TrainerRanks(self._trainer_group, sharded[0].to_local().device, self._timeout_s)
+    def _trainer_ranks(self, named: NamedTensors) -> TrainerRanks | None:
+        """Return the ranks that take part; None where this one sends alone."""
+        sharded = [tensor for _, tensor in named if isinstance(tensor, DTensor)]
+        if sharded:
+            return TrainerRanks(self._trainer_group, sharded[0].to_local().device, self._timeout_s)
+        if self._trainer_group is not None:
+            return TrainerRanks(self._trainer_group, device_of_group(self._trainer_group), self._timeout_s)
+        if not self._links and dist.is_initialized() and dist.get_rank() > 0:
+            raise WeightRequestError(
+                f"trainer rank {dist.get_rank()} has no engines and no sharded tensors, so it has nothing to send; "
+                "call refresh on rank 0 alone, or shard the model on all ranks, or give trainer_group"
+            )
+        return None
 
-    def _gatherer(self, plan: TensorPlan, ranks: TrainerRanks | None) -> Gatherer:
-        """After the checks that this rank can make alone."""
+    def _planned(
+        self,
+        named: NamedTensors,
+        dtype: torch.dtype | None,
+        ranks: TrainerRanks | None,
+        options: Mapping[str, Any],
+    ) -> tuple[TensorPlan, list[list[TensorMeta]], Gatherer]:
+        """Return the plan, its buckets and who packs them, once all trainer ranks have the same.
+
+        Raises on all ranks what cannot be sent, or differs between them.
+        """
+
+        def plan_here() -> tuple[TensorPlan, list[list[TensorMeta]], Gatherer]:
+            plan = plan_tensors(named, dtype, options["split_experts"])
+            buckets = plan_buckets(plan.metas, options["bucket_bytes"])
+            self._require_role(ranks)
+            return plan, buckets, Gatherer(plan, ranks)
+
+        if ranks is None:
+            return plan_here()
+        planned = ranks.jointly(plan_here)
+        sent_as = {part.source: part.meta.dtype for part in planned[0].parts.values()}
+        ranks.require_equal(ranks.jointly(lambda: RefreshStatement.of(named, sent_as, options)))
+        return planned
+
+    def _require_role(self, ranks: TrainerRanks | None) -> None:
+        """Raise where this rank lacks engines to send to, or has some and does not send."""
         sends = ranks is None or ranks.is_sender
         if sends and not self.connected:
             raise TransactionStateError("not connected; connect first")
         if not sends and self._links:
             raise WeightRequestError("only rank 0 of the trainer group sends; give no engines on the other ranks")
-        return Gatherer(plan, ranks)
 
     def _new_update(self, fields: dict[str, Any], num_bytes: int | None, progress: Progress | None) -> WeightUpdate:
         if not self._links:
@@ -240,9 +280,7 @@ class WeightSender:
         fields = {"update_id": uuid.uuid4().hex} | fields
         return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress)
 
-    def _lead(
-        self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], ranks: TrainerRanks | None
-    ) -> None:
+    def _lead(self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]]) -> None:
         try:
             with update:
                 for position, bucket in enumerate(buckets):
@@ -251,13 +289,9 @@ class WeightSender:
                     update.send_bucket(Bucket(bucket, pieces))
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
-            if ranks is not None:
-                ranks.report_status(False)
             raise
         if any(engine.error is not None for engine in update.engines.values()):
             self._areas.clear()
-        if ranks is not None:
-            ranks.report_status(True)
 
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:
         """Room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""

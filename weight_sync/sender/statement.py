@@ -1,0 +1,132 @@
+"""`RefreshStatement`: everything of a refresh that must be equal on all trainer ranks, and how two of them differ.
+
+Trainer ranks pack buckets and run collectives by their own plan.  Sizes that differ end a process in gloo, and hang one
+in NCCL.  So the ranks compare their statements before the first byte moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from weight_sync.tensor_meta import dtype_name
+
+_MOST_LISTED_RANKS = 16
+_WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """One of the trainer's tensors as its rank sees it."""
+
+    name: str
+    dtype: str
+    shape: str
+    placement: str
+
+
+@dataclass(frozen=True)
+class RefreshStatement:
+    """`options`: the arguments of the refresh as text.  `tensors`: in the order in which they are sent."""
+
+    options: dict[str, str]
+    tensors: list[TensorLine]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[tuple[str, torch.Tensor]], sent_as: Mapping[str, torch.dtype], options: Mapping[str, Any]
+    ) -> RefreshStatement:
+        """Describe the trainer's tensors, sent in the dtypes `sent_as` (by name), and the refresh's options."""
+        meshes: dict[int, str] = {}
+        lines = [
+            TensorLine(name, dtype_name(sent_as[name]), str(list(tensor.shape)), _placement(tensor, meshes))
+            for name, tensor in tensors
+        ]
+        return cls({name: _text(value) for name, value in options.items()}, lines)
+
+    def encoded(self) -> bytes:
+        """Return the wire form: JSON."""
+        lines = [[line.name, line.dtype, line.shape, line.placement] for line in self.tensors]
+        return json.dumps([self.options, lines], sort_keys=True).encode()
+
+    @classmethod
+    def decoded(cls, content: bytes) -> RefreshStatement:
+        """Return the statement of which `content` is the wire form."""
+        options, lines = json.loads(content)
+        return cls(options, [TensorLine(*line) for line in lines])
+
+    def difference(self, rank: int, first: RefreshStatement) -> str:
+        """Name the first difference between rank 0 and rank `rank`, whose statement this is; empty if there is none."""
+        tensors = self._tensor_difference(rank, first)
+        if tensors:
+            return f"the trainer ranks do not have the same tensors: {tensors}"
+        for name in sorted(self.options.keys() | first.options.keys()):
+            mine, theirs = self.options.get(name, "not given"), first.options.get(name, "not given")
+            if mine != theirs:
+                return f"the trainer ranks do not ask for the same refresh: {_two(name, theirs, rank, mine)}"
+        return ""
+
+    def _tensor_difference(self, rank: int, first: RefreshStatement) -> str:
+        mine, theirs = ({line.name: line for line in one.tensors} for one in (self, first))
+        lacking = _some([name for name in theirs if name not in mine])
+        extra = _some([name for name in mine if name not in theirs])
+        if lacking and extra:
+            return f"rank {rank} lacks {lacking}; it has {extra}, and rank 0 has not"
+        if lacking:
+            return f"rank {rank} lacks {lacking}"
+        if extra:
+            return f"rank 0 lacks {extra}, and rank {rank} has it"
+        for name, line in theirs.items():
+            for aspect in ("shape", "dtype", "placement"):
+                here, there = getattr(mine[name], aspect), getattr(line, aspect)
+                if here != there:
+                    return _two(f"the {aspect} of {name}", there, rank, here)
+        for position, (here, there) in enumerate(zip(mine, theirs)):
+            if here != there:
+                where = _two(f"tensor {position}", there, rank, here)
+                return f"{where}; the order must be equal, and that of a set differs by process"
+        return ""
+
+
+def digest_of(content: bytes) -> int:
+    """Return 64 bits that differ where statements differ."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def _two(subject: str, first: str, rank: int, other: str) -> str:
+    return f"{subject} is {first} on rank 0 and {other} on rank {rank}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" if names else ""
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, torch.dtype) else json.dumps(value, sort_keys=True, default=repr)
+
+
+def _placement(tensor: torch.Tensor, meshes: dict[int, str]) -> str:
+    """`meshes`: texts of the meshes met so far, by object; most tensors share one."""
+    if not isinstance(tensor, DTensor):
+        return _WHOLE
+    mesh = tensor.device_mesh
+    if id(mesh) not in meshes:
+        meshes[id(mesh)] = _mesh_text(mesh)
+    placed = ", ".join(f"Shard({one.dim})" if type(one) is Shard else repr(one) for one in tensor.placements)
+    return f"{placed} over {meshes[id(mesh)]}"
+
+
+def _mesh_text(mesh: DeviceMesh) -> str:
+    ranks = mesh.mesh.tolist()
+    if mesh.size() <= _MOST_LISTED_RANKS:
+        return f"ranks {ranks}"
+    shape = "x".join(str(size) for size in mesh.mesh.shape)
+    return f"a mesh of {shape} ranks ({digest_of(json.dumps(ranks).encode()):016x})"
