@@ -3,6 +3,7 @@
     LockstepError                 500  anything of ours that reached a caller
     +-- StartupError              500  the server cannot start; the message names the remedy
     +-- FatalError                500  the engine cannot go on; leaves the loop, and the server ends with it
+    |   +-- InvariantError        500  a count or a place that must hold does not
     +-- BadRequest                400  the request is wrong; nothing was changed
     |   +-- UnsupportedFeature    400  well-formed, but this server or model cannot do it
     +-- NotFound                  404  an unknown name
@@ -33,7 +34,11 @@ class StartupError(LockstepError):
 
 
 class FatalError(LockstepError):
-    """The engine cannot go on: its ranks may hold different state.  The server exits with the reason."""
+    """The engine cannot go on: its ranks, or its own parts, may disagree.  The server exits with the reason."""
+
+
+class InvariantError(FatalError, AssertionError):
+    """An assertion that stays on: what follows would be computed on wrong state."""
 
 
 class BadRequest(LockstepError):

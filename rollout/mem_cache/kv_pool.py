@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollout.core.errors import InvariantError
 from rollout.core.host_copy import to_device
 from rollout.core.layer_specs import KVKind, WindowKV
 
@@ -71,37 +72,73 @@ def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> i
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
+_FREE, _HELD, _CACHED = 0, 1, 2  # who has a slot: nobody, a request, the prefix cache
+
+
 class SlotAllocator:
     """A stack of free slot numbers, preallocated.  Slots are handed out, kept and returned on the host.
 
-    Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.
+    Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.  Each change
+    of place is checked, at the cost of a pass over the slots that change it: KV in two places is wrong in silence.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
+        self._place = np.full(num_slots, _FREE, dtype=np.uint8)
+        self.num_cached = 0
 
     @property
     def num_free(self) -> int:
         return self._num_free
 
+    @property
+    def num_held(self) -> int:
+        """Slots of requests."""
+        return self.num_slots - self._num_free - self.num_cached
+
     def alloc(self, count: int) -> torch.Tensor:
         """`count` slots [count] int64.  The caller has checked `count <= num_free`."""
         assert 0 <= count <= self._num_free, (count, self._num_free)
+        slots = self._stack[self._num_free - count : self._num_free].copy()
+        self._move(slots, _FREE, _HELD)
         self._num_free -= count
-        return torch.from_numpy(self._stack[self._num_free : self._num_free + count].copy())
+        return torch.from_numpy(slots)
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """The prefix cache takes `slots` [n] int64 from a request.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _HELD, _CACHED)
+        self.num_cached += slots.shape[0]
 
     def free(self, slots: torch.Tensor) -> None:
-        """Return slots [n] int64 to the free list."""
-        count = slots.shape[0]
-        assert self._num_free + count <= self.num_slots, "more slots freed than exist"
-        self._stack[self._num_free : self._num_free + count] = slots.numpy()
-        self._num_free += count
+        """Return slots [n] int64 of a request to the free list.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _HELD, _FREE)
+        self._push(slots)
+
+    def free_cached(self, slots: torch.Tensor) -> None:
+        """Return slots [n] int64 of the prefix cache to the free list.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _CACHED, _FREE)
+        self.num_cached -= slots.shape[0]
+        self._push(slots)
 
     def free_slots(self) -> torch.Tensor:
         """Copy of the free slots, for integrity checks."""
         return torch.from_numpy(self._stack[: self._num_free].copy())
+
+    def _push(self, slots: torch.Tensor) -> None:
+        count = slots.shape[0]
+        self._stack[self._num_free : self._num_free + count] = slots.numpy()
+        self._num_free += count
+
+    def _move(self, slots: np.ndarray, source: int, target: int) -> None:
+        misplaced = np.count_nonzero(self._place[slots] != source)
+        if misplaced:
+            names = ("free", "a request's", "the prefix cache's")
+            raise InvariantError(
+                f"{misplaced} of {len(slots)} KV slots are not {names[source]}, but change to {names[target]}"
+            )
+        self._place[slots] = target
 
 
 class NewestTokens:

@@ -175,6 +175,7 @@ class RadixCache:
         if known < len(tokens):
             child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
             node.children[int(tokens[known])] = child
+            self._allocator.keep(child.slots)
             self.num_cached += len(child)
             self.num_inserts += 1
             self._touch(child, next(self._clock))
@@ -262,7 +263,7 @@ class RadixCache:
         for root in self._roots.values():
             for node in _postorder(root):
                 if node.parent is not None:
-                    self._allocator.free(node.slots)
+                    self._allocator.free_cached(node.slots)
                     self._free_states(node)
         self._roots.clear()
         self._heap.clear()
@@ -332,7 +333,7 @@ class RadixCache:
         node.parent = None
         if self._listener is not None and len(node.block_hashes):
             self._listener.removed(node)
-        self._allocator.free(node.slots)
+        self._allocator.free_cached(node.slots)
         self._free_states(node)
         self.num_cached -= len(node)
         self._offer(parent)

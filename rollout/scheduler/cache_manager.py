@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rollout.core.errors import InvariantError
 from rollout.core.forward_batch import ForwardBatch
 from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache, RadixNode
@@ -169,12 +170,18 @@ class CacheManager:
     def detach(self, req: Req, weight_epoch: int) -> None:
         """Free the row and all slots of `req`; what it computed under the current weights goes into the prefix cache.
 
-        There it is pinned for the session of a request that has finished.
+        There it is pinned for the session of a request that has finished.  Raises `InvariantError` where a slot would
+        be in two places afterwards.
         """
         if req.pool_index == -1:
             return
         assert req.namespace is not None and req.prefix_node is not None
         count, superfluous = req.recorded_len, req.recorded_len
+        if not req.cached_len <= count <= req.device_len:
+            raise InvariantError(
+                f"the prefix cache has {req.cached_len} tokens of a request whose record covers {count} of "
+                f"{req.device_len}"
+            )
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
             node, superfluous = self.prefix_cache.insert(
                 req.namespace, req.token_array(count), self.slots(req, 0, count)
@@ -195,6 +202,7 @@ class CacheManager:
         req.prefix_node = None
         req.pool_index = -1
         req.cached_len = req.device_len = 0
+        self.require_accounted()
 
     def flush(self) -> None:
         """Every slot becomes free.  The caller has checked that no request holds one."""
@@ -202,12 +210,21 @@ class CacheManager:
         self._free_ahead()
         self.pins.clear()
         self.prefix_cache.flush()
+        self.require_accounted()
+
+    def require_accounted(self) -> None:
+        """Compare the counts of the free list, the prefix cache and the requests: cheap enough to stay on.
+
+        Raises `InvariantError`: what runs afterwards might read KV of others.
+        """
+        allocator, held, cached = self.allocator, self.num_private + self._num_ahead, self.prefix_cache.num_cached
+        if allocator.num_held != held or allocator.num_cached != cached:
+            counted = allocator.num_free + held + cached
+            raise InvariantError(f"{counted} KV slots accounted for, {allocator.num_slots} exist")
 
     def check(self) -> None:
         """Assert that every slot is in exactly one place.  For tests and idle moments; costs a pass over the pool."""
-        total = self.allocator.num_slots
-        counted = self.allocator.num_free + self._num_ahead + self.prefix_cache.num_cached + self.num_private
-        assert counted == total, f"{counted} KV slots accounted for, {total} exist"
+        self.require_accounted()
         assert self._num_ahead == sum(slots.shape[0] for slots in self._ahead)
         placed = torch.cat([self.allocator.free_slots(), self.prefix_cache.cached_slots(), *self._ahead]).numpy()
         assert len(np.unique(placed)) == len(placed), "a KV slot is in two places"

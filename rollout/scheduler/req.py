@@ -2,7 +2,7 @@
 
 Three lengths give a request's progress, over its tokens `prompt + output`:
 
-    0 <= cached_len <= device_len <= num_tokens <= max_len
+    0 <= cached_len <= recorded_len <= device_len <= num_tokens <= max_len
 
     |-- cached_len --|                        tokens whose slots the prefix cache owns (locked for this request)
     |------ device_len ------|                tokens whose KV was computed, or is by a step in flight
@@ -202,9 +202,13 @@ class Req:
 
     @property
     def recorded_len(self) -> int:
-        """Of the tokens of `device_len`, those that the record covers: without the newest output token, whose KV only
-        a step in flight computes, and those after it."""
-        return min(self.device_len, self.num_tokens - bool(self.output.token_ids))
+        """The tokens of `device_len` that the record covers.
+
+        The KV of the newest output token, and of those after it, only a step in flight computes.  An exception are
+        tokens that the prefix cache has: it takes none but known ones.  A request that was retracted comes back with
+        all its tokens computed and shared, and may end without another one.
+        """
+        return max(self.cached_len, min(self.device_len, self.num_tokens - bool(self.output.token_ids)))
 
     @property
     def rid(self) -> str:

@@ -305,6 +305,8 @@ class Scheduler:
         """An abort has no answer: one that fails is logged, and never ends the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
+        except FatalError:
+            raise
         except Exception:
             say(f"an abort failed: {traceback.format_exc()}")
 
