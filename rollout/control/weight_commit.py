@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -32,27 +33,29 @@ class WeightCommit:
         Nothing came: only the label changes, and all prefixes stay.  Message and reply.
 
         `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
-        force on any rank; `FatalError`, in doubt.
+        force on any rank; `FatalError`, in doubt: no other error leaves once something was written.
         """
-        scheduler = self._scheduler
-        state = scheduler.runner.state
-        try:
-            with state.mutate("weight refresh"):
-                result = self._updater.commit()
-                total = len(state.model.weights.metas())
-                if len(result.names) == total:
-                    scheduler.serving.heal()
-                placement: dict[str, Any] = self._adoption.adopt()
-                version = self._label(result, total, alone)
-                whole = scheduler.serving.has_whole_weights
-                if result.names:
-                    state.publish_weights(version, result.digests if whole else Digests())
-                else:
-                    state.relabel(version)
-        except (FatalError, WeightSyncError):
-            raise
-        except Exception as error:
-            raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
+        state = self._scheduler.runner.state
+        self._scheduler.cache.require_accounted()  # `_publish` gives slots back, when it is too late for an error
+        with _in_doubt(but=WeightSyncError), state.mutate("weight refresh"):
+            result = self._updater.commit()
+            with _in_doubt():
+                reply = self._publish(result, alone)
+        return committed(reply), reply
+
+    def _publish(self, result: CommitResult, alone: bool) -> CommitReply:
+        """What was written comes into force, and is noted as committed."""
+        scheduler, state = self._scheduler, self._scheduler.runner.state
+        total = len(state.model.weights.metas())
+        if len(result.names) == total:
+            scheduler.serving.heal()
+        placement: dict[str, Any] = self._adoption.adopt()
+        version = self._label(result, total, alone)
+        whole = scheduler.serving.has_whole_weights
+        if result.names:
+            state.publish_weights(version, result.digests if whole else Digests())
+        else:
+            state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
         reply = CommitReply(
             weight_version=version,
@@ -79,7 +82,7 @@ class WeightCommit:
                 steps_held=self._updater.holds_steps,
             )
         )
-        return committed(reply), reply
+        return reply
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
         """The label of what is in force from now on."""
@@ -89,6 +92,19 @@ class WeightCommit:
         if label is None:
             return successor(epoch.weight_version)
         return self._partial.after(label, result.names, total, epoch.weight_epoch) if alone else label
+
+
+@contextmanager
+def _in_doubt(but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """End the engine after an error in the block, unless it is one of `but`: nobody can say what is in force."""
+    try:
+        yield
+    except FatalError:
+        raise
+    except but:
+        raise
+    except Exception as error:
+        raise FatalError(f"the commit of a weight update is in doubt: {type(error).__name__}: {error}") from error
 
 
 def committed(reply: CommitReply) -> str:

@@ -158,6 +158,11 @@ class WeightQueue:
             if seconds is not None and self._scheduler.now >= came + seconds:
                 job.waits.give_up(f"{type(verb).__name__.removesuffix('ReqInput')} came {seconds:g} s ago or earlier")
 
+    @property
+    def _published(self) -> tuple[str, int]:
+        epoch = self._scheduler.runner.state.epoch
+        return epoch.weight_version, epoch.weight_epoch
+
     def _is_done(self) -> bool:
         """Whether the I/O part is over on all ranks of this engine."""
         assert self._future is not None
@@ -198,12 +203,16 @@ class WeightQueue:
         job, future = self._job, self._future
         assert job is not None and future is not None
         self._job = self._future = None
+        published = self._published
         try:
             message, reply = job.step(future.result())
             answer = job.verb.answer(reply, message)
         except FatalError:
             raise
         except Exception as error:
+            if self._published != published:  # a failure would say that nothing changed
+                version, kind = self._published[0], type(error).__name__
+                raise FatalError(f"weight version {version!r} was published, and then {kind}: {error}") from error
             answer = failure(job.verb.request_id, error)
         self._finished(job)
         self._settle()
