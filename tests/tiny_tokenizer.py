@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,7 +17,9 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
-def write_tiny_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_tiny_tokenizer(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, more_special: Sequence[str] = ()
+) -> Path:
     """Write the tokenizer's files into `folder` and return it."""
     vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
@@ -26,16 +29,16 @@ def write_tiny_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPL
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *more_special])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)
     return folder
 
 
-def write_model_folder(folder: Path, *, dense: bool = False) -> Path:
+def write_model_folder(folder: Path, *, dense: bool = False, more_special: Sequence[str] = ()) -> Path:
     """The tokenizer and the `config.json` of a two-layer model with a dense first layer; no weights."""
-    write_tiny_tokenizer(folder)
+    write_tiny_tokenizer(folder, more_special=more_special)
     config = {
         "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
         "model_type": "qwen3" if dense else "qwen3_moe",

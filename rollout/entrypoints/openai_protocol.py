@@ -224,8 +224,6 @@ class ChatCompletionRequest(OpenAIRequest):
             raise BadRequest("top_logprobs needs logprobs to be true")
         if self.tool_choice not in (None, "auto", "none"):
             raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
-        if self.tools and not self.parallel_tool_calls:
-            raise UnsupportedFeature("parallel_tool_calls: false is not supported by this server")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return GenerateReqInput(input_ids=prompt_ids, **self._engine_fields(limit, num_top))

@@ -94,7 +94,7 @@ class OpenAIRoutes:
                 add_generation_prompt=body.add_generation_prompt,
                 extra=body.template_variables(),
             )
-        wanted = addressed(body.to_request(prompt_ids), headers)
+        wanted = addressed(self._messages.complete(body, body.to_request(prompt_ids)), headers)
         make_message = self._messages.maker(body, prompt_ids)
         handle = await self._manager.submit(wanted)
         return handle, [make_message() for _ in handle.records]

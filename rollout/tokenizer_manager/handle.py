@@ -40,7 +40,7 @@ class RefusedByScheduler(LockstepError):
 class SampleText:
     """The text of one record, decoded as far as its tokens have come."""
 
-    def __init__(self, record: SampleRecord, tokenizer: Tokenizer) -> None:
+    def __init__(self, record: SampleRecord, tokenizer: Tokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
         params = record.source.sampling_params
         self._record = record
         self._trim = not params.no_stop_trim
@@ -50,6 +50,7 @@ class SampleText:
                 ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between=params.spaces_between_special_tokens,
+                kept_ids=kept_ids,
             ),
             params.stop if self._trim else (),
         )
@@ -88,7 +89,9 @@ class GenerateHandle:
         abort: Callable[[list[str]], None],
     ) -> None:
         self.replies_with_list = replies_with_list
-        self._samples = [Sample(record, SampleText(record, tokenizer) if tokenizer else None) for record in records]
+        self._samples = [
+            Sample(record, SampleText(record, tokenizer, form.kept_ids) if tokenizer else None) for record in records
+        ]
         self._form = form
         self._abort = abort
         self._news = asyncio.Event()

@@ -185,6 +185,11 @@ class TokenizerManager:
             raise UnsupportedFeature("this server runs --skip-tokenizer-init: send input_ids instead of text")
         return self._tokenizer
 
+    def token_ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Ids of those of `tokens` that the model can sample; none on a server without a tokenizer."""
+        vocabulary = self._tokenizer.vocabulary.ids_of(tokens) if self._tokenizer is not None else ()
+        return frozenset(index for index in vocabulary if index < self.model_config.vocab_size)
+
     # --- requests ------------------------------------------------------------------------------------------------
 
     async def submit(self, request: GenerateReqInput) -> GenerateHandle:
@@ -226,6 +231,7 @@ class TokenizerManager:
                 request.sampling_mask_format,
                 request.logprobs_format,
                 limits.vocab_size,
+                frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
             ),
             abort=self.abort,
         )

@@ -49,6 +49,7 @@ class GenerateReqInput:
     `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
+    `kept_special_tokens`: what the text holds also where `sampling_params` skip special tokens.
     `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
     """
 
@@ -77,6 +78,7 @@ class GenerateReqInput:
     priority: int = 0
     routed_dp_rank: int | None = None
     session_id: str | None = None
+    kept_special_tokens: tuple[str, ...] = ()
     fill_context: bool = False
 
 

@@ -62,7 +62,8 @@ class RouteShape:
 class ResponseForm:
     """What a request decides about all of its responses.
 
-    `token_text` gives the text of a token id for log-probability entries; None leaves it out.
+    `token_text` gives the text of a token id for log-probability entries; None leaves it out.  `kept_ids` are special
+    tokens that the text holds also where others are skipped.
     """
 
     route_shape: RouteShape
@@ -72,6 +73,7 @@ class ResponseForm:
     mask_format: MaskFormat = "lists"
     logprobs_format: LogprobsFormat = "nested"
     vocab_size: int = 1 << 31  # of the compact form
+    kept_ids: frozenset[int] = frozenset()
 
 
 @dataclass

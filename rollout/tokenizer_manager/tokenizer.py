@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.core.errors import BadRequest, StartupError, TooLarge, UnsupportedFeature
+from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
 
 INLINE_CHARS = 4096
 """Text up to this length is tokenised on the event loop: it takes less time than a hop to the thread."""
@@ -38,6 +39,7 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
         self.context_length: int | None = None
+        self.vocabulary = TokenVocabulary(backend.backend_tokenizer)
         self._backend = backend
         self._longest_token = max(map(len, backend.get_vocab()))
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-short")
@@ -121,8 +123,21 @@ class Tokenizer:
                 return True
         return False
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between: bool = True) -> str:
-        """Text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing."""
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between: bool = True,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> str:
+        """Text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing.
+
+        `kept_ids` are special tokens that are not skipped.
+        """
+        if kept_ids and skip_special_tokens:
+            skipped = self.vocabulary.special_ids - kept_ids
+            token_ids, skip_special_tokens = [index for index in token_ids if index not in skipped], False
         text = self._backend.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,

@@ -125,7 +125,6 @@ def test_every_sample_has_calls_of_its_own(live: Live, client: openai.OpenAI) ->
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
 def test_what_needs_a_grammar_is_refused(

@@ -10,7 +10,8 @@ import pytest
 
 from rollout.entrypoints.parsers.answer import AnswerParser, Piece
 from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS, Tools
+from rollout.entrypoints.parsers.tagged_calls import Tools
+from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS
 
 WEATHER_PARAMETERS = {
     "city": {"type": "string"},
@@ -57,11 +58,35 @@ GLM45 = (
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
 GLM47 = GLM45.replace("\n<arg", "<arg").replace("\n</tool_call>", "</tool_call>")
-EXAMPLES = {"hermes": HERMES, "qwen25": HERMES, "qwen": HERMES, "qwen3_coder": CODER, "glm45": GLM45, "glm47": GLM47}
+LLAMA = 'Look:\n<|python_tag|>{"name": "weather", "parameters": {"city": "Köln", "days": 2}}'
+DEEPSEEK = (
+    "Look:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"city": "Köln", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+DEEPSEEK31 = (
+    "Look:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Köln", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+KIMI = (
+    "Look:\n<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Köln", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+EXAMPLES = {
+    **dict.fromkeys(("hermes", "qwen25", "qwen"), HERMES),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), CODER),
+    **dict.fromkeys(("glm45", "glm"), GLM45),
+    "glm47": GLM47,
+    **dict.fromkeys(("llama3", "llama3_json"), LLAMA),
+    **dict.fromkeys(("deepseekv3", "deepseek_v3"), DEEPSEEK),
+    **dict.fromkeys(("deepseekv31", "deepseek_v31"), DEEPSEEK31),
+    "kimi_k2": KIMI,
+}
+HARMONY = {"gpt-oss", "openai"}
+MARKED = sorted(REASONING_FORMATS.keys() - {"gpt-oss", "openai_gptoss"})
 
 
 def test_every_reader_has_an_example() -> None:
-    assert EXAMPLES.keys() == TOOL_CALL_READERS.keys()
+    assert EXAMPLES.keys() | HARMONY == TOOL_CALL_READERS.keys()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -73,7 +98,7 @@ def test_a_call_is_read(name: str) -> None:
     assert parse([text + "\nDone. "], tools=name) == ("", "Look:\nDone. ", [call])
 
 
-@pytest.mark.parametrize("reasoning", [None, *REASONING_FORMATS])
+@pytest.mark.parametrize("reasoning", [None, *MARKED])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pieces_do_not_matter(name: str, reasoning: str | None) -> None:
     rng = random.Random(name)
@@ -97,7 +122,9 @@ def test_pieces_do_not_matter(name: str, reasoning: str | None) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
     texts = [
-        EXAMPLES[name][:-3],  # not finished
+        EXAMPLES[name]
+        .removesuffix("<｜tool▁calls▁end｜>")
+        .removesuffix("<|tool_calls_section_end|>")[:-3],  # not finished
         "a <tool_call> b </tool_call> c ",
         'x <tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": 3}</tool_call>',
@@ -105,6 +132,15 @@ def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
         "<tool_call></tool_call>",
         "<tool_call>weather <arg_key>city</arg_value></tool_call>",
         "spaces \n\n",
+        "<｜tool▁calls▁begin｜>",
+        "a<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜>",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{<|tool_call_end|>",
+        '<|python_tag|>print("x")',
+        '{"name": "Bob", "age": 5}',
+        '{"name": "Bob", "parameters": [1]} and more',
+        'then {"name": "Bob", "parameters": {}}',
+        "{",
     ]
     for text in texts:
         if text.startswith("x ") and name.startswith("glm"):
@@ -169,7 +205,7 @@ def test_odd_calls() -> None:
 
 def test_reasoning_is_kept_to_the_letter() -> None:
     text = "<think>\n a \n</think>\n\nThe answer "
-    for name in REASONING_FORMATS:
+    for name in MARKED:
         assert parse([text], reasoning=name) == ("\n a \n", "\n\nThe answer ", [])
     assert parse(["The answer <think>"], reasoning="qwen3") == ("", "The answer <think>", [])
     assert parse(["a </think>b"], reasoning="glm45", in_thought=True) == ("a ", "b", [])
@@ -211,6 +247,14 @@ def test_a_call_that_a_thought_only_speaks_of_is_part_of_it() -> None:
         ("hermes", "</tool_call>" + "<tool_call></tool_call>" * 15_000),
         ("hermes", "<think>" + "<tool_call></tool_call>" * 15_000),
         ("hermes", "<think>" + "<tool_call>" * 30_000),
+        ("hermes", '<tool_call>{"a":"' * 10_000),
+        ("hermes", '<think><tool_call>{",":"' * 10_000),
+        ("hermes", '<tool_call>{"a":["</tool_call>' * 10_000),
+        ("qwen3_coder", "<tool_call><function=f><parameter=k></tool_call>x" * 4_000),
+        ("qwen3_coder", "<think>" + "<tool_call><function=f><parameter=k>" * 4_000),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" * 4_000),
+        ("llama3", '{"name":"f","parameters":{}};' * 5_000),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a":"' * 2_000),
     ],
 )
 def test_text_that_loops_is_read_in_linear_time(name: str, text: str) -> None:
@@ -239,6 +283,203 @@ def test_text_that_loops_is_read_in_linear_time(name: str, text: str) -> None:
 )
 def test_where_an_answer_begins(name: str, tail: str, begun: str, thinks: bool) -> None:
     assert REASONING_FORMATS[name].begins_in_thought(tail, begun) is thinks
+
+
+# --- where a call ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen", "qwen25"])
+def test_json_ends_where_its_object_ends(name: str) -> None:
+    """B3: a closing tag within a string is part of the string, and a second call survives."""
+    first = '<tool_call>\n{"name": "write_file", "arguments": {"path": "a", "content": "x</tool_call>y"}}\n</tool_call>'
+    second = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    calls = [("write_file", {"path": "a", "content": "x</tool_call>y"}), ("run", {})]
+    for pieces in ([first + second], list(first + "\n" + second)):
+        assert parse(pieces, tools=name) == ("", "", calls)
+        assert parse(["<think>now ", *pieces], tools=name, reasoning="qwen3") == ("now ", "", calls[:1] + calls[1:])
+
+
+def test_a_string_may_hold_the_end_of_a_thought() -> None:
+    """B3: in a call that ends a thought, too."""
+    text = '<think>now <tool_call>{"name": "say", "arguments": {"x": "</think><tool_call>"}}</tool_call>'
+    for pieces in ([text], list(text)):
+        assert parse(pieces, tools="hermes", reasoning="qwen3") == ("now ", "", [("say", {"x": "</think><tool_call>"})])
+
+
+def test_a_call_after_a_malformed_one_is_read() -> None:
+    good = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    for bad in (
+        '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": "open}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": "line\n"}}</tool_call>',
+        "the tag <tool_call> is",
+    ):
+        for pieces in ([bad + good], list(bad + good)):
+            assert parse(pieces, tools="hermes") == ("", bad, [("run", {})])
+
+
+def test_words_in_a_malformed_call_are_no_call() -> None:
+    inner = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    text = f'<tool_call>{{"name": "say", "arguments": {{"x": "{inner}"}}}}</tool_call>'
+    for pieces in ([text], list(text)):
+        assert parse(pieces, tools="hermes") == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    "inside", ["x</tool_call>y", "</function>x", "</parameter> is a tag", "a <parameter=b> c", "<tool_call>"]
+)
+def test_tags_within_a_value_are_part_of_it(inside: str) -> None:
+    """B3: of formats without quotes, too."""
+    coder = CODER.replace("Köln", inside) + CODER[6:]
+    call = ("weather", {"city": inside, "days": 2})
+    assert parse([coder], tools="qwen3_coder")[2] == [call, ("weather", {"city": "Köln", "days": 2})]
+    glm = GLM45.replace("Köln", inside)
+    assert parse([glm], tools="glm45")[2] == [call]
+
+
+def test_a_whole_call_within_a_value_is_part_of_it() -> None:
+    for name, example, nested in (("qwen3_coder", CODER, CODER[6:]), ("glm45", GLM45, GLM45[6:])):
+        text = example.replace("Köln", f"as in\n{nested}\nor {nested}!")
+        ((_, arguments),) = parse(list(text), tools=name)[2]
+        assert arguments == {"city": f"as in\n{nested}\nor {nested}!", "days": 2}
+        deep = "x"
+        for _ in range(30):
+            deep = example.replace("Köln", deep)
+        assert parse([deep], tools=name)[2] == [] and parse([deep * 2], tools=name) == parse(list(deep * 2), tools=name)
+
+
+def test_arguments_keep_what_the_model_wrote() -> None:
+    given = '{"big": 123456789012345678901234567890, "small": 1.0e-400, "pair": "\\ud83d\\ude00", "half": "\\ud83d"}'
+    parser = AnswerParser(None, TOOL_CALL_READERS["hermes"])
+    (call,) = parser.feed(f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>').calls
+    assert call.arguments == given
+    text = (
+        "<tool_call><function=weather><parameter=limit>\n12345678901234567890123\n</parameter></function></tool_call>"
+    )
+    (call,) = AnswerParser(None, TOOL_CALL_READERS["qwen3_coder"], TOOLS).feed(text).calls
+    assert call.arguments == '{"limit": 12345678901234567890123}'
+
+
+def test_schemas_that_refer_and_list() -> None:
+    properties = {
+        "r": {"$ref": "#/$defs/count"},
+        "e": {"enum": [1, 2]},
+        "a": {"allOf": [{"type": "integer"}]},
+        "c": {"const": "1"},
+    }
+    parameters = {"properties": properties, "$defs": {"count": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    values = "".join(f"<parameter={key}>1</parameter>" for key in properties)
+    parser = AnswerParser(None, TOOL_CALL_READERS["qwen3_coder"], tools)
+    (call,) = parser.feed(f"<tool_call><function=f>{values}</function></tool_call>").calls
+    assert json.loads(call.arguments) == {"r": 1, "e": 1, "a": 1, "c": "1"}
+
+
+# --- formats with special tokens -----------------------------------------------------------------------------------
+
+
+def test_kimis_ids_are_kept() -> None:
+    """N27: the id that the model gives is the call's."""
+    (call,) = AnswerParser(None, TOOL_CALL_READERS["kimi_k2"]).feed(KIMI).calls
+    assert (call.id, call.name) == ("functions.weather:0", "weather")
+    dotted = KIMI.replace("functions.weather:0", "functions.ns.weather:12")
+    (call,) = AnswerParser(None, TOOL_CALL_READERS["kimi_k2"]).feed(dotted).calls
+    assert (call.id, call.name) == ("functions.ns.weather:12", "ns.weather")
+
+
+def test_kimi_thinks_into_a_call() -> None:
+    text = "<think>now " + KIMI[6:]
+    assert parse([text], tools="kimi_k2", reasoning="kimi_k2") == (
+        "now ",
+        "",
+        [("weather", {"city": "Köln", "days": 2})],
+    )
+
+
+def test_llama_calls_without_a_mark() -> None:
+    """N27: JSON at the beginning of an answer, several of them with semicolons between."""
+    one = '{"name": "weather", "parameters": {"city": "a;b"}}'
+    call = ("weather", {"city": "a;b"})
+    for pieces in ([one], list(one), [f" {one}"]):
+        assert parse(pieces, tools="llama3") == ("", "", [call])
+    for several in (f"{one}; {one}", f"<|python_tag|>{one};{one}", f"{one}\n{one}"):
+        assert parse(list(several), tools="llama3") == ("", "", [call, call])
+    assert parse([f"{one}; and more"], tools="llama3") == ("", "; and more", [call])
+    assert parse([one * 3000], tools="llama3")[2] == [call] * 3000
+
+
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "<|call|>"}'
+)
+
+
+@pytest.mark.parametrize("end", ["", "<|call|>"])
+def test_harmony_calls(end: str) -> None:
+    """N27: the token that ends the turn is not part of the text, or is where stops are kept."""
+    for pieces in ([HARMONY_CALL + end], list(HARMONY_CALL + end)):
+        assert parse(pieces, tools="gpt-oss", reasoning="gpt-oss") == (
+            "I ask.",
+            "",
+            [("weather", {"city": "<|call|>"})],
+        )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        " to=functions.weather<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.weather<|constrain|>json<|message|>",
+        "<|channel|>commentary to=weather <|message|>",
+        "<|channel|>analysis to=functions.weather code<|message|>",
+        "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>",
+    ],
+)
+def test_headers_of_harmony_calls(head: str) -> None:
+    for pieces in ([head + "{}"], list(head + "{}")):
+        assert parse(pieces, tools="gpt-oss", reasoning="gpt-oss") == ("", "", [("weather", {})])
+
+
+def test_harmony_channels() -> None:
+    text = (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is < 3.<|return|>"
+    )
+    assert parse(list(text), tools="gpt-oss", reasoning="gpt-oss") == ("a\nb", "I look.\nIt is < 3.", [])
+    begun = "b<|end|><|start|>assistant<|channel|>final<|message|>c"
+    assert parse([begun], reasoning="gpt-oss", in_thought=True) == ("b", "c", [])
+    assert parse(["no header"], reasoning="gpt-oss", tools="gpt-oss") == ("", "no header", [])
+    cut = "<|channel|>final<|message|>yes<|end|><|start|>assist"
+    assert parse(list(cut), reasoning="gpt-oss") == ("", "yes", [])
+    long = "<|channel|>" + "x" * 2000 + "<|message|>y"
+    assert parse([long], reasoning="gpt-oss") == parse(list(long), reasoning="gpt-oss")
+
+
+def test_harmony_markup_stays_where_nobody_asked_to_read_it() -> None:
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"
+    other = "<|channel|>commentary to=browser.search<|message|>{}<|call|>"
+    thought = "<|channel|>analysis<|message|>a<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>b"
+    assert parse([call], reasoning="gpt-oss") == ("", call, [])
+    assert parse([other], reasoning="gpt-oss", tools="gpt-oss") == ("", other, [])
+    assert parse([thought + final], tools="gpt-oss") == ("", thought + "b", [])
+
+
+@pytest.mark.parametrize(
+    ("tail", "thinks"),
+    [
+        ("<|start|>assistant", False),
+        ("<|start|>assistant<|channel|>analysis<|message|>", True),
+        ("<|start|>assistant<|channel|>analysis<|message|>so far", True),
+        ("<|start|>assistant<|channel|>final<|message|>so far", False),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant", False),
+        ("no marker", False),
+    ],
+)
+def test_where_a_harmony_answer_begins(tail: str, thinks: bool) -> None:
+    assert REASONING_FORMATS["gpt-oss"].begins_in_thought(tail, "") is thinks
 
 
 def test_names_that_mean_the_same() -> None:

@@ -8,164 +8,204 @@ finished stays content as it was written.  Of white space only that goes which s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from rollout.entrypoints.parsers import reasoning, tool_calls
+from rollout.entrypoints.parsers import reasoning
+from rollout.entrypoints.parsers.harmony import HarmonyReader
 from rollout.entrypoints.parsers.reasoning import ReasoningFormat
-from rollout.entrypoints.parsers.tool_calls import CallReader, ToolCall, Tools
+from rollout.entrypoints.parsers.said import Piece, Said, ToolCall
+from rollout.entrypoints.parsers.tagged_calls import Tools
+from rollout.entrypoints.parsers.text import NotACall, Reading, Text
+from rollout.entrypoints.parsers.tool_calls import CallFormat
 
-_STRETCH = 4096
-"""Characters that are parsed in one go, as consuming some copies the rest each time."""
-
-
-@dataclass(slots=True)
-class Piece:
-    """What some text adds to a message."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+__all__ = ["AnswerParser", "Piece", "ToolCall"]
 
 
 class AnswerParser:
     """Give it text with `feed`, and `finish` it once.
 
-    `read_call` None leaves tool calls in the content, `reasoning_format` None the reasoning.  `in_thought`: the answer
-    begins within a thought.
+    `call_format` None leaves tool calls in the content, `reasoning_format` None the reasoning.  `in_thought`: the
+    answer begins within a thought.  `is_harmony`: the model writes messages of the harmony format; it does if one of
+    the formats is harmony's.
     """
 
     def __init__(
         self,
         reasoning_format: ReasoningFormat | None = None,
-        read_call: CallReader | None = None,
+        call_format: CallFormat | None = None,
         tools: Tools = (),
         *,
         in_thought: bool = False,
+        is_harmony: bool = False,
     ) -> None:
-        self._read_call = read_call
-        self._tools = tools
-        self._in_thought = in_thought
-        self._thought_ends = [reasoning.CLOSE]
-        if read_call is not None and reasoning_format is not None and reasoning_format.calls_end_thought:
-            self._thought_ends.append(tool_calls.OPEN)
-        self._rest = ""  # text that may still turn out to be a marker, or a call that is not whole
-        self._searched = 0  # characters of `_rest` that hold no end of the call
-        self._gap = ""  # white space that is dropped if a call follows
-        self._after_call = False
-        self._state: Callable[[Piece], bool] = self._content if reasoning_format is None else self._start
+        self._text = Text()
+        self._said = Said()
+        formats = (reasoning_format, call_format)
+        if is_harmony or any(each is not None and each.is_harmony for each in formats):
+            names = None if call_format is None else _names(tools)
+            messages = HarmonyReader(
+                self._text, self._said, has_reasoning=reasoning_format is not None, function_names=names
+            )
+            self._reader = messages.answer(in_thought=in_thought)
+        else:
+            reader = _Reader(self._text, self._said, reasoning_format, call_format, tools)
+            self._reader = reader.answer(in_thought=in_thought)
+        next(self._reader, None)
 
     @property
     def is_thinking(self) -> bool:
         """Whether more reasoning may come."""
-        return self._state in (self._start, self._thought, self._call_in_thought)
+        return self._said.is_thinking
 
     def feed(self, text: str) -> Piece:
-        """What `text` adds, as far as it is certain."""
-        pieces = []
-        for start in range(0, len(text), _STRETCH):
-            self._rest += text[start : start + _STRETCH]
-            pieces.append(piece := Piece())
-            while self._state(piece):
-                pass
-        return Piece(
-            "".join(piece.reasoning for piece in pieces),
-            "".join(piece.content for piece in pieces),
-            [call for piece in pieces for call in piece.calls],
-        )
+        """Return what `text` adds, as far as it is certain."""
+        self._text.append(text)
+        next(self._reader, None)
+        return self._said.take()
 
     def finish(self) -> Piece:
-        """What is left at the end of the answer."""
-        rest, self._rest = self._rest, ""
-        if self._state in (self._thought, self._call_in_thought) or (self._state == self._start and self._in_thought):
-            return Piece(reasoning=rest)
-        gap = "" if self._after_call and not rest else self._gap
-        return Piece(content=gap + rest)
+        """Return what is left at the end of the answer."""
+        self._text.end()
+        for _ in self._reader:
+            pass
+        self._said.close()
+        return self._said.take()
 
-    # Each state takes what it can from `_rest`; True: another state goes on with the rest.
 
-    def _start(self, piece: Piece) -> bool:
-        text = self._rest.lstrip()
-        if len(text) < len(reasoning.OPEN) and reasoning.OPEN.startswith(text):
+def _names(tools: Tools) -> frozenset[str]:
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+class _Reader:
+    """Reads answers whose reasoning stands between markers, and whose calls begin with one."""
+
+    def __init__(
+        self, text: Text, said: Said, reasoning_format: ReasoningFormat | None, calls: CallFormat | None, tools: Tools
+    ) -> None:
+        self._text = text
+        self._said = said
+        self._reasoning = reasoning_format
+        self._calls = calls
+        self._tools = tools
+        begins = () if calls is None else tuple(filter(None, (calls.opener, calls.before)))
+        ends_thought = begins if reasoning_format is not None and reasoning_format.calls_end_thought else ()
+        self._thought_marks = (reasoning.CLOSE, *ends_thought)
+        self._content_marks = begins if calls is None or not calls.after else (*begins, calls.after)
+
+    def answer(self, *, in_thought: bool) -> Reading[None]:
+        if self._reasoning is not None and (yield from self._begins_thought(in_thought)):
+            yield from self._thought()
+        self._said.is_thinking = False
+        yield from self._content()
+
+    def _begins_thought(self, in_thought: bool) -> Reading[bool]:
+        self._said.is_thinking = True
+        begin = self._text.at
+        yield from self._text.space()
+        if (yield from self._text.goes_on(reasoning.OPEN)):
+            self._text.at += len(reasoning.OPEN)
+            self._text.take()
+            return True
+        self._text.at = begin
+        return in_thought
+
+    def _thought(self) -> Reading[None]:
+        """Read up to the end of the thought, or through the first call in it."""
+        while (mark := (yield from self._until(self._thought_marks, self._said.think))) is not None:
+            if mark == reasoning.CLOSE:
+                self._text.at += len(mark)
+                self._text.take()
+                return
+            self._text.barriers = self._thought_marks
+            is_call = yield from self._call_in_thought(mark)
+            self._text.barriers = ()
+            if is_call:
+                return
+
+    def _call_in_thought(self, mark: str) -> Reading[bool]:
+        """Read a call; False where the model only speaks of one, which is part of the thought."""
+        assert self._calls is not None
+        begin = self._text.at
+        try:
+            yield from self._read(mark)
+        except NotACall as failure:
+            if failure.is_cut:
+                self._text.rest()
+            self._text.back_to((reasoning.CLOSE,) if failure.is_cut else self._thought_marks, begin + len(mark))
+            self._said.think(self._text.take())
             return False
-        is_marked = text.startswith(reasoning.OPEN)
-        if is_marked:
-            self._rest = text[len(reasoning.OPEN) :]
-        self._state = self._thought if is_marked or self._in_thought else self._content
         return True
 
-    def _thought(self, piece: Piece) -> bool:
-        ends = [(at, mark) for mark in self._thought_ends if (at := self._rest.find(mark)) >= 0]
-        if not ends:
-            piece.reasoning += self._take(len(self._rest) - _partial(self._rest, self._thought_ends))
+    def _content(self) -> Reading[None]:
+        while (yield from self._bare_call()):
+            pass
+        while (mark := (yield from self._until(self._content_marks, self._said.speak))) is not None:
+            assert self._calls is not None
+            if mark == self._calls.opener:
+                if (yield from self._call(mark)):
+                    while (yield from self._bare_call()):
+                        pass
+                continue
+            self._text.at += len(mark)
+            written = self._text.take()
+            if mark == self._calls.before:
+                self._said.hold(written)
+            elif self._said.follows_call:
+                self._said.drop_held()
+            else:
+                self._said.speak(written)
+
+    def _call(self, opener: str = "") -> Reading[bool]:
+        """Read a call; one that is malformed is content up to its end, or to where it is no call."""
+        assert self._calls is not None
+        begin = self._text.begin
+        try:
+            yield from self._read(opener)
+        except NotACall as failure:
+            if failure.is_cut:
+                self._text.rest()
+            elif self._calls.has_quotes and self._calls.closer:
+                self._text.back_behind(self._calls.closer, begin)
+            self._said.speak(self._text.take())
             return False
-        at, mark = min(ends)
-        piece.reasoning += self._take(at)
-        if mark == reasoning.CLOSE:
-            self._take(len(mark))
-            self._state = self._content
-        else:
-            self._state = self._call_in_thought
         return True
 
-    def _call_in_thought(self, piece: Piece) -> bool:
-        """A call ends the thought; a marker that the model only mentions is part of it."""
-        assert self._read_call is not None
-        marks, begin = (reasoning.CLOSE, tool_calls.CLOSE), len(tool_calls.OPEN)
-        ends = [(at, mark) for mark in marks if (at := self._rest.find(mark, self._searched)) >= 0]
-        at, mark = min(ends, default=(len(self._rest), ""))
-        self._searched = 0
-        if (mentioned := self._rest.rfind(tool_calls.OPEN, begin, at)) >= 0:
-            piece.reasoning += self._take(mentioned)
-        elif not ends:
-            self._searched = max(0, len(self._rest) - max(map(len, marks)))
+    def _bare_call(self) -> Reading[bool]:
+        """Read an object that is a call by its place: at the beginning, or after a call, with a semicolon between."""
+        if self._calls is None or not self._calls.bare:
             return False
-        elif mark == tool_calls.CLOSE and self._read_call(self._rest[begin:at], self._tools):
-            self._state = self._content
-        else:
-            piece.reasoning += self._take(begin)
-            self._state = self._thought
-        return True
+        begin = self._text.at
+        yield from self._text.space()
+        if self._said.follows_call and (yield from self._text.goes_on(";")):
+            self._text.at += 1
+            yield from self._text.space()
+        if (yield from self._text.goes_on("{")):
+            return (yield from self._call())
+        self._text.at = begin
+        return False
 
-    def _content(self, piece: Piece) -> bool:
-        if self._read_call is None:
-            piece.content += self._take(len(self._rest))
-            return False
-        at = self._rest.find(tool_calls.OPEN)
-        text = self._take(len(self._rest) - _partial(self._rest, [tool_calls.OPEN]) if at < 0 else at)
-        words = text.rstrip()
-        if words:
-            piece.content += self._gap + words
-            self._gap, self._after_call = "", False
-        self._gap += text[len(words) :]
-        if at >= 0:
-            self._state = self._call
-        return at >= 0
+    def _read(self, mark: str) -> Reading[None]:
+        """Read what begins with `mark`, and say the calls.  Raises `NotACall`."""
+        assert self._calls is not None and self._calls.read is not None
+        self._text.at += len(mark)
+        if mark and mark == self._calls.before:
+            yield from self._text.space()
+            yield from self._text.expect(self._calls.opener)
+        calls = yield from self._calls.read(self._text, self._tools)
+        self._text.take()
+        for call in calls:
+            self._said.call(call)
 
-    def _call(self, piece: Piece) -> bool:
-        assert self._read_call is not None
-        at = self._rest.find(tool_calls.CLOSE, self._searched)
-        if at < 0:
-            self._searched = max(0, len(self._rest) - len(tool_calls.CLOSE))
-            return False
-        block = self._take(at + len(tool_calls.CLOSE))
-        calls = self._read_call(block[len(tool_calls.OPEN) : -len(tool_calls.CLOSE)], self._tools)
-        piece.calls += calls
-        if not calls:
-            piece.content += self._gap + block
-        self._gap, self._after_call, self._searched = "", bool(calls), 0
-        self._state = self._content
-        return True
-
-    def _take(self, count: int) -> str:
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
-
-
-def _partial(text: str, markers: Iterable[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a marker."""
-    longest = max(map(len, markers)) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-count:]) for marker in markers):
-            return count
-    return 0
+    def _until(self, marks: tuple[str, ...], say: Callable[[str], None]) -> Reading[str | None]:
+        """Say the text up to the first of `marks` and return that; None: the answer has ended."""
+        while True:
+            mark = self._text.seek(marks)
+            say(self._text.take())
+            if mark is not None:
+                return mark
+            if not (yield from self._text.more()):
+                self._text.rest()
+                say(self._text.take())
+                return None
