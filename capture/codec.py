@@ -1,5 +1,7 @@
 """The wire forms of routed experts.  Pure functions between them and `RoutedExperts`; the first two can be read back.
 
+Of the others `decode_npy` reads the array alone.
+
 Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, K), dense layers all zero; it carries
 no header, so the reader must know the model.  This is SGLang's wire form.
 
@@ -14,11 +16,13 @@ Shapes: T rows, L MoE layers, H hidden layers, K top-k.
 
 from __future__ import annotations
 
+import ast
 import base64
 import binascii
 import io
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +41,10 @@ _METADATA_KEYS = frozenset(
     {"format_version", "num_experts", "num_hidden_layers", "moe_layer_ids", "start", "weight_versions", "crc32"}
 )
 _LENGTH_BYTES = 8
+NPY_MAGIC = b"\x93NUMPY"
+_NPY_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # of the header's length, by the format's version
+_NPY_HEADER_BYTES = 1024  # numpy writes 118 for three dimensions
+_NPY_DTYPE = re.compile(r"[<>|=]?[iu][1248]")
 
 
 def encode_compatible(routed: RoutedExperts) -> str:
@@ -147,6 +155,20 @@ def encode_npy(routed: RoutedExperts) -> str:
     return base64.b64encode(file.getbuffer()).decode("ascii")
 
 
+def decode_npy(data: bytes) -> np.ndarray:
+    """The integers inside a .npy file, as a view of `data`.
+
+    Nothing is allocated for a shape that the data does not have.  Raises `RouteFormatError` for anything but a whole
+    file of integers.
+    """
+    descr, is_fortran, shape, start = _npy_header(data)
+    dtype = np.dtype(descr)
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise RouteFormatError(f"shape {list(shape)} of {dtype} is not what the {len(data) - start} bytes of data hold")
+    array = np.frombuffer(data, dtype, offset=start)
+    return array.reshape(shape, order="F" if is_fortran else "C")
+
+
 def encode_dict(routed: RoutedExperts) -> dict[str, Any]:
     """`data` (base64 of the array's bytes), `shape`, `start`, `dtype`: prime-rl's form; its clients cut `data` out."""
     fields = _envelope(all_layers(routed, _model_dtype(routed)))
@@ -167,6 +189,35 @@ def _model_dtype(routed: RoutedExperts) -> np.dtype:
 def _envelope(ids_THK: np.ndarray) -> dict[str, Any]:
     data = base64.b64encode(ids_THK.data if ids_THK.size else b"").decode("ascii")
     return {"data": data, "shape": list(ids_THK.shape), "dtype": ids_THK.dtype.name}
+
+
+# --- reading a .npy file ---------------------------------------------------------------------------------------------
+
+
+def _npy_header(data: bytes) -> tuple[str, bool, tuple[int, ...], int]:
+    """Type, order and shape of the array, and where its data begins."""
+    version = data[len(NPY_MAGIC)] if data.startswith(NPY_MAGIC) and len(data) > len(NPY_MAGIC) else 0
+    length_bytes = _NPY_LENGTH_BYTES.get(version)
+    if length_bytes is None:
+        raise RouteFormatError("the data is not a .npy file of version 1, 2 or 3")
+    begin = len(NPY_MAGIC) + 2 + length_bytes
+    size = int.from_bytes(data[begin - length_bytes : begin], "little")
+    if size > _NPY_HEADER_BYTES or begin + size > len(data):
+        raise RouteFormatError(f"the header of the .npy file has {size} bytes; at most {_NPY_HEADER_BYTES} are read")
+    try:
+        header = ast.literal_eval(data[begin : begin + size].decode("ascii").strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise RouteFormatError("the header of the .npy file is not a Python literal") from None
+    if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
+        raise RouteFormatError("the header of the .npy file does not have exactly descr, fortran_order and shape")
+    descr, is_fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+    if not isinstance(descr, str) or not _NPY_DTYPE.fullmatch(descr):
+        raise RouteFormatError("the .npy file does not hold integers")
+    if not isinstance(is_fortran, bool):
+        raise RouteFormatError("fortran_order of the .npy file is not a bool")
+    if not isinstance(shape, tuple) or len(shape) > 8 or not all(_is_count(size) for size in shape):
+        raise RouteFormatError("the shape of the .npy file is not a tuple of sizes")
+    return descr, is_fortran, shape, begin + size
 
 
 # --- reading the compact form ---------------------------------------------------------------------------------------

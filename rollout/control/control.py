@@ -19,9 +19,9 @@ from rollout.core.io_struct import (
     PauseReply,
     ShutdownReqInput,
 )
-from rollout.core.message import ControlReqOutput, NoReply
+from rollout.core.message import ControlReqOutput, NoReply, failure
 from rollout.core.scheduler_state import PublishedWeights, SchedulerState
-from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.scheduler.scheduler import Scheduler
 
 
 class Control:

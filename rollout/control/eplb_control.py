@@ -32,8 +32,8 @@ from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
-from rollout.core.message import ControlReqOutput
-from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.core.message import ControlReqOutput, failure
+from rollout.scheduler.scheduler import Scheduler
 
 _OVERDUE = 10
 """Evaluations that may be missed, as while a weight update is open, before the balancer is reported as stuck."""

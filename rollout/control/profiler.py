@@ -34,13 +34,14 @@ from torch.profiler import ProfilerActivity, supported_activities
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, Conflict, status_of
+from rollout.core.message import failure
 from rollout.core.profile_io_struct import (
     MAX_PROFILED_STEPS,
     ProfileReply,
     StartProfileReqInput,
     StopProfileReqInput,
 )
-from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
 _ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}

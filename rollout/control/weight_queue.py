@@ -26,8 +26,8 @@ import torch
 
 from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
-from rollout.core.message import ControlReqInput, Reply
-from rollout.scheduler.scheduler import Scheduler, failure
+from rollout.core.message import ControlReqInput, Reply, failure
+from rollout.scheduler.scheduler import Scheduler
 from weight_sync.device_queue import use_own_stream
 from weight_sync.waiting import Patience
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from rollout.core.errors import DeadlinePassed
+from rollout.core.errors import DeadlinePassed, status_of
 
 CHANNEL_SECRET = "LOCKSTEP_CHANNEL_SECRET"
 """Environment variable with the secret by which ranks authenticate their messages over the network."""
@@ -104,6 +104,17 @@ class ControlReqOutput(Message, Generic[AnyReply]):
         """Of a verb that succeeded."""
         assert self.data is not None, "only a verb that succeeded has a reply"
         return self.data
+
+
+def failure(request_id: str, error: Exception) -> ControlReqOutput:
+    """The answer to a verb that was refused or failed."""
+    return ControlReqOutput(
+        request_id=request_id,
+        success=False,
+        message=str(error) or type(error).__name__,
+        status_code=status_of(error),
+        error_type=type(error).__name__,
+    )
 
 
 # --- declarations ------------------------------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from numbers import Integral
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout.core.errors import BadRequest
 
 SamplingLogprobsMode = Literal["selected", "support"]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 GREEDY_TEMPERATURE = 1e-6
-MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127  # beyond it float32 has infinity: a forbidden token would get NaN
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MAX_TEMPERATURE = MAX_FLOAT32  # beyond it float32 has infinity: a forbidden token would get NaN
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -25,24 +28,24 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     scheduler draw one.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
+    max_new_tokens: _Int64 = 128
+    min_new_tokens: _Int64 = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: _Int64 = -1
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[_Int64] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    n: int = 1
-    logit_bias: dict[int, float] = {}
-    sampling_seed: int | None = None
+    n: _Int64 = 1
+    logit_bias: dict[_Int64, float] = {}
+    sampling_seed: _Int64 | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -147,14 +150,22 @@ def _logit_bias(raw: Any) -> dict[int, float]:
         raise BadRequest("sampling_params: logit_bias must be an object of token id to number")
     result: dict[int, float] = {}
     for key, value in raw.items():
-        try:
-            token_id = int(key)
-        except (TypeError, ValueError):
-            raise BadRequest(f"sampling_params: logit_bias key {key!r} is not a token id") from None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRequest(f"sampling_params: logit_bias value for {key!r} must be a number")
+        token_id = _token_id(key)
+        if token_id is None:
+            raise BadRequest(f"sampling_params: logit_bias key {str(key)[:40]!r} is not a token id")
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_FLOAT32:
+            raise BadRequest(f"sampling_params: logit_bias value for {token_id} must be a number that float32 can hold")
+        if token_id in result:
+            raise BadRequest(f"sampling_params: logit_bias has token {token_id} twice")
         result[token_id] = float(value)
     return result
+
+
+def _token_id(key: Any) -> int | None:
+    """The id in a key: text in JSON, an integer in Python.  None if there is none."""
+    if isinstance(key, str):
+        return int(key) if len(key) < 20 and key.isascii() and key.isdigit() else None
+    return int(key) if isinstance(key, Integral) and not isinstance(key, bool) else None
 
 
 def _require(holds: bool, rule: str, value: object) -> None:

@@ -15,6 +15,7 @@ import torch
 from rollout.core.io_struct import SchedulerInput, SchedulerOutput
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.server_args import ServerArgs
+from rollout.core.unreadable import packed
 from rollout.engine.build import build_scheduler
 from rollout.models.registry import load_model_config
 from rollout.scheduler.channel import LocalChannel
@@ -32,8 +33,8 @@ class _LocalLink:
     def __init__(self, channel: LocalChannel) -> None:
         self._channel = channel
 
-    def send(self, message: SchedulerInput) -> None:
-        self._channel.inbox.append(message)
+    def send(self, *messages: SchedulerInput) -> None:
+        self._channel.inbox.extend([packed(message) for message in messages])
 
     async def receive(self) -> SchedulerOutput:
         raise AssertionError("the engine calls handle_message itself")

@@ -31,6 +31,7 @@ HEAVY_BODY_BYTES = 1024 * 1024
 """Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
 MAX_BODY_OBJECTS = 1 << 20
 """Strings, arrays and objects in a body; a manifest of 100,000 tensors has 900,000."""
+MAX_MESSAGE_CHARS = 4096
 CLIENT_CLOSED_REQUEST = 499
 
 Model = TypeVar("Model", bound=Body)
@@ -42,11 +43,14 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def error_content(error: BaseException) -> dict[str, str]:
-    """`{"type", "message"}`; details of internal errors are logged, not returned."""
+    """`{"type", "message"}`; details of internal errors are logged, not returned.
+
+    A message may repeat what a client sent: it is cut at `MAX_MESSAGE_CHARS`.
+    """
     if isinstance(error, HTTPException):
-        return {"type": "HTTPError", "message": str(error.detail)}
+        return {"type": "HTTPError", "message": str(error.detail)[:MAX_MESSAGE_CHARS]}
     if isinstance(error, LockstepError) or hasattr(error, "status_code"):
-        return {"type": getattr(error, "kind", type(error).__name__), "message": str(error)}
+        return {"type": getattr(error, "kind", type(error).__name__), "message": str(error)[:MAX_MESSAGE_CHARS]}
     return {"type": "InternalError", "message": f"internal error: {type(error).__name__}"}
 
 

@@ -55,24 +55,32 @@ VLLM_SAMPLING_FIELDS = {
 """Of vLLM's `sampling_params`, and what stands beside SGLang's for the same; a 0 asks for something too."""
 
 
-def _fail_fast(node: Any) -> None:
-    """Set what `pydantic.FailFast` sets, on every list and object in a schema."""
+def _harden(node: Any) -> None:
+    """Set on a schema what holds for every body: see `Body`."""
     if isinstance(node, dict):
-        if node.get("type") in ("list", "dict"):
-            node["fail_fast"] = True
+        kind = node.get("type")
+        if kind in ("list", "dict"):
+            node["fail_fast"] = True  # what `pydantic.FailFast` sets
+        elif kind == "float":
+            node["allow_inf_nan"] = False
+        elif kind == "int":
+            if not node.keys() & {"ge", "gt"}:
+                node["ge"] = -(2**63)
+            if not node.keys() & {"lt", "le"}:
+                node["lt"] = 2**63
         for part in node.values():
-            _fail_fast(part)
+            _harden(part)
     elif isinstance(node, list | tuple):
         for part in node:
-            _fail_fast(part)
+            _harden(part)
 
 
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
     `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.
-    Null means the default.  A list is checked up to its first bad element: pydantic would keep an error, hundreds of
-    bytes, for each.
+    Null means the default.  Integers have at most 64 bits, and numbers are finite, also where they come as text.  A
+    list is checked up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -82,7 +90,7 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _fail_fast(schema)
+        _harden(schema)
         return schema
 
     @model_validator(mode="before")

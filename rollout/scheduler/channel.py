@@ -31,11 +31,11 @@ from rollout.core.io_struct import (
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReqInput,
-    decode_input,
     encode,
 )
 from rollout.core.message import Message
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.unreadable import Unreadable, encode_output, read_input
 from rollout.distributed.parallel import Parallel
 
 _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
@@ -63,8 +63,11 @@ class Channel(Protocol):
     def now(self) -> float:
         """Seconds on a monotonic clock; the same on all ranks that share an inbox, until the next `receive`."""
 
-    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        """Messages that are there, in order; waits up to `timeout_ms` for the first, less if `wake` is called."""
+    def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
+        """Messages that are there, in order; waits up to `timeout_ms` for the first, less if `wake` is called.
+
+        One that does not decode is an `Unreadable` in its place.
+        """
 
     def send(self, message: SchedulerOutput) -> None: ...
 
@@ -79,8 +82,8 @@ class RawChannel(Channel, Protocol):
     def now(self) -> float:
         return time.monotonic()
 
-    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
-        return [decode(data) for data in self.receive_raw(timeout_ms)]
+    def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
+        return [read_input(data) for data in self.receive_raw(timeout_ms)]
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
         """As `receive`, not decoded."""
@@ -125,7 +128,7 @@ class ZmqChannel(RawChannel):
 
     def send(self, message: SchedulerOutput) -> None:
         """Never blocks: the queue to the main process has no limit."""
-        data = encode(message)
+        data = encode_output(message)
         if self._secret is not None:
             self._output.send(self._secret, zmq.NOBLOCK | zmq.SNDMORE)
         self._output.send(data, zmq.NOBLOCK)
@@ -143,16 +146,19 @@ class ZmqChannel(RawChannel):
 
 
 class LocalChannel(RawChannel):
-    """Both ends in one thread: put into `inbox`, take from `outbox`.  Messages pass through msgpack all the same."""
+    """Both ends in one thread: put into `inbox`, take from `outbox`.
+
+    `inbox` takes messages and encoded ones; all pass through msgpack.
+    """
 
     def __init__(self) -> None:
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
-        messages = [encode(message) for message in self.inbox]
+        messages = list(self.inbox)
         self.inbox.clear()
-        return messages
+        return [message if isinstance(message, bytes) else encode(message) for message in messages]
 
     def send(self, message: SchedulerOutput) -> None:
         self.outbox.append(message)
@@ -185,7 +191,7 @@ class SharedChannel:
     def now(self) -> float:
         return self._now
 
-    def receive(self, timeout_ms: int) -> list[SchedulerInput]:
+    def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
         """Waits on rank 0 for a message, on the others for rank 0.
 
         Raises `RankLostError`, and `FatalError` where this rank and rank 0 serve different epochs.
@@ -208,7 +214,7 @@ class SharedChannel:
             body = self._share_long(body, size)
         else:
             body = self._buffer[_HEADER.size : _HEADER.size + size].numpy().tobytes()
-        return [decode(data) for data in msgspec.msgpack.decode(body, type=list[bytes])]
+        return [read_input(data) for data in msgspec.msgpack.decode(body, type=list[bytes])]
 
     def send(self, message: SchedulerOutput) -> None:
         if self._speaks:
@@ -226,11 +232,3 @@ class SharedChannel:
             whole.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         self._tp.broadcast(whole)
         return whole.numpy().tobytes()
-
-
-def decode(data: bytes) -> SchedulerInput:
-    """Raises `RuntimeError`: the sender is our own main process, so a message that does not decode is a bug."""
-    try:
-        return decode_input(data)
-    except msgspec.DecodeError as error:
-        raise RuntimeError(f"the main process sent a message that does not decode: {error}") from error

@@ -22,8 +22,9 @@ from rollout.core.io_struct import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.message import ControlReqInput, failure
 from rollout.core.req_output import FinishReason, ReqOutput
+from rollout.core.unreadable import Unreadable
 from rollout.distributed.parallel import Parallel
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.scheduler.cache_manager import CacheManager
@@ -255,15 +256,27 @@ class Scheduler:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, message: SchedulerInput) -> None:
+    def _dispatch(self, message: SchedulerInput | Unreadable) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
             if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
                 for sample in message.samples():
                     self._accept(sample)
         elif isinstance(message, AbortReqInput):
             self._abort(message)
+        elif isinstance(message, Unreadable):
+            self._refuse_unreadable(message)
         else:
             self._control(message)
+
+    def _refuse_unreadable(self, message: Unreadable) -> None:
+        """A message that does not decode is an error of those whom it names, never the end of the loop."""
+        say(f"a message of the main process cannot be read: {message.error}")
+        error = BadRequest(f"the scheduler cannot read the request: {message.error}")
+        if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
+            for rid in message.rids:
+                self._refuse(rid, error)
+        if message.request_id is not None:
+            self.reply(failure(message.request_id, error))
 
     def _accept(self, source: TokenizedGenerateReqInput) -> None:
         try:
@@ -386,14 +399,3 @@ class Scheduler:
             failed = failure(answer.request_id, error)
             failed.dp_rank = answer.dp_rank
             self._channel.send(failed)
-
-
-def failure(request_id: str, error: Exception) -> ControlReqOutput:
-    """The answer to a verb that was refused or failed."""
-    return ControlReqOutput(
-        request_id=request_id,
-        success=False,
-        message=str(error) or type(error).__name__,
-        status_code=status_of(error),
-        error_type=type(error).__name__,
-    )

@@ -17,7 +17,8 @@ import zmq
 import zmq.asyncio
 
 from rollout.core.errors import StartupError, Unavailable
-from rollout.core.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput, decode_output, encode
+from rollout.core.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
+from rollout.core.unreadable import Unreadable, packed, read_output
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,9 @@ _MAX_SOCKET_PATH = 107
 class SchedulerLink(Protocol):
     """What the manager needs of a channel; in one process `Engine` hands the messages over itself."""
 
-    def send(self, message: SchedulerInput) -> None: ...
+    def send(self, *messages: SchedulerInput) -> None: ...
 
-    async def receive(self) -> SchedulerOutput: ...
+    async def receive(self) -> SchedulerOutput | Unreadable: ...
 
 
 class SchedulerChannel:
@@ -61,27 +62,30 @@ class SchedulerChannel:
             port = self._pull.bind_to_random_port(f"tcp://{remote_host}")
             self.remote_output_addr = f"tcp://{remote_host}:{port}"
 
-    def send(self, message: SchedulerInput) -> None:
-        """Hand a request to its engine, anything else to all.  Raises `Unavailable` when one is not connected."""
-        targets = self._pushes
-        if len(targets) > 1 and isinstance(message, TokenizedGenerateReqInput):
-            targets = [targets[message.dp_rank]]
-        data = encode(message)
-        for push in targets:
-            try:
-                push.send(data, zmq.NOBLOCK)
-            except zmq.Again:
-                raise Unavailable("the scheduler is not connected") from None
+    def send(self, *messages: SchedulerInput) -> None:
+        """Hand each request to its engine, anything else to all.
 
-    async def receive(self) -> SchedulerOutput:
-        """The next message; waits without a deadline, as the caller ends with the scheduler process.
-
-        Raises `msgspec.ValidationError` for anything that is not a scheduler's message.
+        Raises `BadRequest` before the first leaves if one of them could not be read, and `Unavailable` when an engine
+        is not connected.
         """
+        for targets, data in [(self._targets(message), packed(message)) for message in messages]:
+            for push in targets:
+                try:
+                    push.send(data, zmq.NOBLOCK)
+                except zmq.Again:
+                    raise Unavailable("the scheduler is not connected") from None
+
+    def _targets(self, message: SchedulerInput) -> list[zmq.Socket[bytes]]:
+        if len(self._pushes) > 1 and isinstance(message, TokenizedGenerateReqInput):
+            return [self._pushes[message.dp_rank]]
+        return self._pushes
+
+    async def receive(self) -> SchedulerOutput | Unreadable:
+        """The next message; waits without a deadline, as the caller ends with the scheduler process."""
         while True:
             *proof, data = await self._pull.recv_multipart()
             if self.secret is None or hmac.compare_digest(b"".join(proof), self.secret.encode()):
-                return decode_output(data)
+                return read_output(data)
             logger.warning("a message that did not come from a rank of this engine was dropped")
 
     def close(self) -> None:

@@ -43,8 +43,8 @@ class Communicator:
 
         The verb carries this deadline with it.
 
-        Raises `SchedulerTimeout`, the error given to `fail_all`, or `msgspec.ValidationError` for a reply that is not
-        the verb's.
+        Raises what sending it raises, `SchedulerTimeout`, the error given to `fail` or `fail_all`, or `LockstepError`
+        for a reply that is not the verb's.
         """
         request_id = uuid.uuid4().hex
         future: asyncio.Future[list[ControlReqOutput]] = asyncio.get_running_loop().create_future()
@@ -74,6 +74,12 @@ class Communicator:
         if len(answers) == self._num_answers:
             future.set_result(answers)
 
+    def fail(self, request_id: str, error: LockstepError) -> None:
+        """The verb of this id, if it is in flight, raises `error`."""
+        future = self._waiting.get(request_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
     def fail_all(self, error: LockstepError) -> None:
         """Every verb in flight raises `error`."""
         for future in self._waiting.values():
@@ -94,4 +100,7 @@ def _typed(answer: ControlReqOutput, reply: type[AnyReply]) -> ControlReqOutput[
     """`answer` with the struct of its reply, which comes over a socket as plain values."""
     if not answer.success or isinstance(answer.data, Reply):
         return answer
-    return msgspec.structs.replace(answer, data=msgspec.convert(answer.data, reply))
+    try:
+        return msgspec.structs.replace(answer, data=msgspec.convert(answer.data, reply))
+    except msgspec.ValidationError as error:
+        raise LockstepError(f"the answer is not a {reply.__name__}: {error}") from None

@@ -12,7 +12,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -31,10 +30,12 @@ from rollout.core.model_config import ModelConfig
 from rollout.core.req_output import ReqOutput
 from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
+from rollout.core.unreadable import Unreadable
 from rollout.core.update_state import CommitReply
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample
 from rollout.tokenizer_manager.replay import cache_key, read_replay
 from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
@@ -60,13 +61,6 @@ class RequestObserver(Protocol):
     def on_first_token(self, record: SampleRecord) -> None: ...
 
     def on_finished(self, record: SampleRecord) -> None: ...
-
-
-@dataclass(slots=True)
-class _InFlight:
-    record: SampleRecord
-    handle: GenerateHandle
-    index: int
 
 
 class TokenizerManager:
@@ -97,15 +91,17 @@ class TokenizerManager:
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
         self._ranks_ready: list[SchedulerReady] = []
-        self._in_flight: dict[str, _InFlight] = {}
-        self._loads = [0] * server_args.dp_size  # tokens that each data-parallel rank may still have to compute
+        self._in_flight = InFlight(server_args.dp_size)
         self._rids = RidRegistry()
         self._warned_sampling_keys: set[str] = set()
 
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Read the scheduler's messages until cancelled.  A message that cannot be decoded ends it with an error."""
+        """Read the scheduler's messages until cancelled.
+
+        Once it serves, a message that cannot be read fails those whom it names, or all in flight if it names nobody.
+        """
         while True:
             self.handle_message(await self._link.receive())
 
@@ -124,24 +120,8 @@ class TokenizerManager:
         if tokenizer is not None:
             tokenizer.context_length = ready.context_length
         self.weight_version = ready.weight_version
-        self._limits = ServingLimits(
-            vocab_size=self.model_config.vocab_size,
-            context_length=ready.context_length,
-            max_total_num_tokens=ready.max_total_num_tokens,
-            is_moe=self.model_config.is_moe,
-            captures_routes=ready.capture_routed_experts,
-            returns_routes_by_default=self.server_args.return_routed_experts_by_default,
-            has_tokenizer=tokenizer is not None,
-            eos_token_id=None if tokenizer is None else self._end_token(tokenizer),
-            max_logprob_entries=self.server_args.max_logprob_entries,
-            dp_size=self.server_args.dp_size,
-        )
+        self._limits = ServingLimits.of(self.server_args, self.model_config, ready, tokenizer)
         self.phase = Phase.SERVING
-
-    def _end_token(self, tokenizer: Tokenizer) -> int | None:
-        """The tokenizer's, if it can be sampled and the scheduler does not know it from the model's configuration."""
-        eos, config = tokenizer.eos_token_id, self.model_config
-        return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; what is in flight runs on."""
@@ -152,10 +132,9 @@ class TokenizerManager:
         """The scheduler has exited: requests in flight, and all that follow, get 503 with the reason."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
-        for entry in list(self._in_flight.values()):
-            entry.handle.fail(Unavailable(reason))
+        for sample in self._in_flight.all():
+            sample.handle.fail(Unavailable(reason))
         self._in_flight.clear()
-        self._loads = [0] * len(self._loads)
         self._rids.clear()
         self.communicator.fail_all(self._failure)
 
@@ -165,7 +144,7 @@ class TokenizerManager:
 
     def sessions_in_flight(self) -> list[str]:
         """The session of each sample in flight that has one."""
-        ids = (entry.record.session_id for entry in self._in_flight.values())
+        ids = (sample.record.session_id for sample in self._in_flight.all())
         return [session_id for session_id in ids if session_id is not None]
 
     @property
@@ -270,8 +249,11 @@ class TokenizerManager:
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def handle_message(self, message: SchedulerOutput) -> None:
-        """Act on one message of the scheduler."""
+    def handle_message(self, message: SchedulerOutput | Unreadable) -> None:
+        """Act on one message of the scheduler.
+
+        Raises `StartupError` for one that cannot be read before the server serves.
+        """
         self.num_messages += 1
         if isinstance(message, BatchTokenOutput):
             now = time.monotonic()
@@ -279,8 +261,25 @@ class TokenizerManager:
                 self._on_output(output, now)
         elif isinstance(message, ControlReqOutput):
             self.communicator.resolve(message)
+        elif isinstance(message, Unreadable):
+            self._on_unreadable(message)
         else:
             self._on_startup(message)
+
+    def _on_unreadable(self, message: Unreadable) -> None:
+        """Fail whom it names; where it names nobody, everything in flight, as any of it may have lost a part."""
+        if self.phase is Phase.STARTING:
+            raise StartupError(message.error)
+        logger.error("a message of the scheduler cannot be read: %s", message.error)
+        error = LockstepError(f"an answer of the scheduler cannot be read: {message.error}")
+        if message.names_nobody:
+            self.communicator.fail_all(error)
+        for rid in self._in_flight.rids() if message.names_nobody else message.rids:
+            self._fail_sample(rid, error)
+        if message.request_id is not None:
+            self.communicator.fail(message.request_id, error)
+        if message.rest is not None:
+            self.handle_message(message.rest)
 
     def _on_output(self, output: ReqOutput, now: float) -> None:
         entry = self._in_flight.get(output.rid)
@@ -294,9 +293,7 @@ class TokenizerManager:
             record.append(output, now)
         except LockstepError as error:
             logger.error("%s", error)
-            self._forget(output.rid)
-            self._link.send(AbortReqInput(rids=[output.rid]))
-            entry.handle.fail(error)
+            self._fail_sample(output.rid, error)
             return
         if not had_token and record.first_token_at is not None:
             self._notify(lambda observer: observer.on_first_token(record))
@@ -304,6 +301,14 @@ class TokenizerManager:
             self._forget(output.rid)
             self._notify(lambda observer: observer.on_finished(record))
         entry.handle.notify(entry.index)
+
+    def _fail_sample(self, rid: str, error: LockstepError) -> None:
+        """End a request whose record is not whole, and have the scheduler stop it."""
+        entry = self._in_flight.get(rid)
+        if entry is not None:
+            self._forget(rid)
+            self._link.send(AbortReqInput(rids=[rid]))
+            entry.handle.fail(error)
 
     def _on_startup(self, message: SchedulerReady | SchedulerFailed) -> None:
         if self._ready is None:
@@ -350,26 +355,29 @@ class TokenizerManager:
         are one message.
         """
         index = itertools.count()
+        messages: list[TokenizedGenerateReqInput] = []
         for group in groups:
             by_rank: dict[int, list[TokenizedGenerateReqInput]] = {}
             for record in group:
-                rank = self._loads.index(min(self._loads)) if wanted is None else wanted
-                self._loads[rank] += record.max_len
-                record.source.dp_rank = rank
-                self._in_flight[record.rid] = _InFlight(record, handle, next(index))
+                rank = self._in_flight.add(InFlightSample(record, handle, next(index)), wanted)
                 if self._rids.is_aborted(record.rid):
                     output = ReqOutput.never_ran(record.rid, record.weight_version, "Abort before prefill")
                     self._on_output(output, time.monotonic())
                 else:
                     by_rank.setdefault(rank, []).append(record.source)
-            for sources in by_rank.values():
-                self._link.send(TokenizedGenerateReqInput.of_samples(sources))
-            for record in group:
-                record.source.replay = None  # may be large, and is not needed here any more
+            messages += [TokenizedGenerateReqInput.of_samples(sources) for sources in by_rank.values()]
+        try:
+            self._link.send(*messages)
+        except BaseException:
+            for record in handle.records:
+                if record.rid in self._in_flight:
+                    self._forget(record.rid)
+            raise
+        for record in handle.records:
+            record.source.replay = None  # may be large, and is not needed here any more
 
     def _forget(self, rid: str) -> None:
-        record = self._in_flight.pop(rid).record
-        self._loads[record.dp_rank] -= record.max_len
+        self._in_flight.remove(rid)
         self._rids.release([rid])
 
     def _notify(self, event: Callable[[RequestObserver], None]) -> None:

@@ -13,22 +13,32 @@ Shapes: T rows, L MoE layers, H hidden layers, K top-k.
 from __future__ import annotations
 
 import base64
-import binascii
-import io
+import math
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
-from capture.codec import decode_compact, decode_compatible
+from capture.codec import NPY_MAGIC, decode_compact, decode_compatible, decode_npy
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import ReplayedRoutes
 from rollout.tokenizer_manager.response import RouteShape
 
-_NPY = b"\x93NUMPY"
-_ENVELOPE_DTYPES = ("uint8", "uint16", "int16", "int32")
+MAX_REASON_CHARS = 400
+"""Of what is wrong with a record: it may repeat the record."""
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Envelope(msgspec.Struct, kw_only=True):
+    """The forms `dict` and `packed`."""
+
+    data: str
+    shape: tuple[_Size, _Size, _Size]  # rows, hidden layers, K
+    dtype: Literal["uint8", "uint16", "int16", "int32"]
+    start: _Size | None = None
 
 
 def read_replay(value: Any, start: int, shape: RouteShape) -> ReplayedRoutes:
@@ -39,23 +49,21 @@ def read_replay(value: Any, start: int, shape: RouteShape) -> ReplayedRoutes:
     """
     try:
         routed = _decode(value, start, shape)
-    except (CaptureError, ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise BadRequest(f"replay_routed_experts: {error}") from None
+    except (CaptureError, ValueError) as error:
+        raise _refusal(str(error)) from None
     ids_TLK = routed.logical_ids_TLK
     layers = (routed.moe_layer_ids, routed.num_hidden_layers, ids_TLK.shape[2], routed.num_experts)
     wanted = (shape.moe_layer_ids, shape.num_hidden_layers, shape.top_k, shape.num_experts)
     if layers != wanted:
-        raise BadRequest(
-            f"replay_routed_experts: of MoE layers {list(layers[0])} of {layers[1]}, top-{layers[2]} of {layers[3]} "
+        raise _refusal(
+            f"of MoE layers {list(layers[0])} of {layers[1]}, top-{layers[2]} of {layers[3]} "
             f"experts; the model has {list(wanted[0])} of {wanted[1]}, top-{wanted[2]} of {wanted[3]}"
         )
     missing = routed.missing_rows()
     if len(missing):
-        raise BadRequest(f"replay_routed_experts: row {int(missing[0])} is missing")
+        raise _refusal(f"row {int(missing[0])} is missing")
     if start and routed.start != start:
-        raise BadRequest(
-            f"replay_routed_experts: the rows begin at token {routed.start}, replay_routed_experts_start_len is {start}"
-        )
+        raise _refusal(f"the rows begin at token {routed.start}, replay_routed_experts_start_len is {start}")
     data = ids_TLK.astype("<u2").tobytes()
     return ReplayedRoutes(data=data, shape=ids_TLK.shape, start=routed.start)
 
@@ -64,8 +72,8 @@ def check_replay(replay: ReplayedRoutes, prompt_len: int, max_new_tokens: int) -
     """Raise `BadRequest` for rows of tokens that the request never computes."""
     end, computed = replay.start + replay.shape[0], prompt_len + max(max_new_tokens - 1, 0)
     if end > computed:
-        raise BadRequest(
-            f"replay_routed_experts: rows for tokens {replay.start}..{end - 1}, but the request computes {computed} "
+        raise _refusal(
+            f"rows for tokens {replay.start}..{end - 1}, but the request computes {computed} "
             f"({prompt_len} prompt, up to {max_new_tokens} new, of which the last is not computed)"
         )
 
@@ -76,15 +84,18 @@ def cache_key(extra_key: str | None, replay: ReplayedRoutes) -> str:
     return f"{extra_key or ''}\x00{digest.hexdigest()}"
 
 
+def _refusal(reason: str) -> BadRequest:
+    return BadRequest(f"replay_routed_experts: {reason[:MAX_REASON_CHARS]}")
+
+
 def _decode(value: Any, start: int, shape: RouteShape) -> RoutedExperts:
     if isinstance(value, dict):
         return _of_envelope(value, start, shape)
     if not isinstance(value, str):
         raise ValueError(f"routes are text or an object, not {type(value).__name__}")
     head = base64.b64decode(value[:16] if len(value) >= 16 else value, validate=True)
-    if head.startswith(_NPY):
-        array = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
-        return _of_array(array, start, shape)
+    if head.startswith(NPY_MAGIC):
+        return _of_array(decode_npy(base64.b64decode(value, validate=True)), start, shape)
     # The ninth byte and the next begin a JSON header: as an id it would be beyond any model's.
     if head[8:10] == b'{"':
         return decode_compact(base64.b64decode(value, validate=True))
@@ -94,19 +105,13 @@ def _decode(value: Any, start: int, shape: RouteShape) -> RoutedExperts:
 
 
 def _of_envelope(fields: dict[str, Any], start: int, shape: RouteShape) -> RoutedExperts:
-    dtype, size = fields["dtype"], fields["shape"]
-    if dtype not in _ENVELOPE_DTYPES:
-        raise ValueError(f"dtype {dtype!r}; expected one of {', '.join(_ENVELOPE_DTYPES)}")
-    if not isinstance(size, list) or len(size) != 3 or not all(isinstance(n, int) and n >= 0 for n in size):
-        raise ValueError("shape must be [rows, hidden layers, K]")
-    data = base64.b64decode(fields["data"], validate=True)
-    array = np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))
-    if array.size != size[0] * size[1] * size[2]:
-        raise ValueError(f"{array.size} ids are not of the shape {size}")
-    first = fields.get("start", start)
-    if not isinstance(first, int):
-        raise ValueError("start must be an integer")
-    return _of_array(array.reshape(size), first, shape)
+    envelope = msgspec.convert(fields, _Envelope)
+    data = base64.b64decode(envelope.data, validate=True)
+    dtype, size = np.dtype(envelope.dtype).newbyteorder("<"), math.prod(envelope.shape)
+    if size * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes are not of the shape {list(envelope.shape)} of {envelope.dtype}")
+    array = np.frombuffer(data, dtype).reshape(envelope.shape)
+    return _of_array(array, start if envelope.start is None else envelope.start, shape)
 
 
 def _of_array(ids_THK: np.ndarray, start: int, shape: RouteShape) -> RoutedExperts:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.io_struct import SchedulerReady, TokenizedGenerateReqInput
+from rollout.core.model_config import ModelConfig
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.server_args import ServerArgs
 from rollout.tokenizer_manager.replay import check_replay
 from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, LogprobsFormat, Prompt
+from rollout.tokenizer_manager.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
@@ -37,6 +40,24 @@ class ServingLimits:
     eos_token_id: int | None = None
     max_logprob_entries: int = 1 << 22
     dp_size: int = 1
+
+    @classmethod
+    def of(
+        cls, args: ServerArgs, config: ModelConfig, ready: SchedulerReady, tokenizer: Tokenizer | None
+    ) -> ServingLimits:
+        """Those of a server whose scheduler is ready."""
+        return cls(
+            vocab_size=config.vocab_size,
+            context_length=ready.context_length,
+            max_total_num_tokens=ready.max_total_num_tokens,
+            is_moe=config.is_moe,
+            captures_routes=ready.capture_routed_experts,
+            returns_routes_by_default=args.return_routed_experts_by_default,
+            has_tokenizer=tokenizer is not None,
+            eos_token_id=None if tokenizer is None else _end_token(tokenizer, config),
+            max_logprob_entries=args.max_logprob_entries,
+            dp_size=args.dp_size,
+        )
 
     def room(self, prompt_len: int) -> int:
         """Most tokens that can follow a prompt of `prompt_len` tokens."""
@@ -76,6 +97,12 @@ def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, logprobs_for
         source = prompt.source
         if source.replay is not None:
             check_replay(source.replay, len(source.input_ids), source.sampling_params.max_new_tokens)
+
+
+def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
+    """The tokenizer's, if it can be sampled and the scheduler does not know it from the model's configuration."""
+    eos = tokenizer.eos_token_id
+    return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
 
 def _check_prompt(source: TokenizedGenerateReqInput, fill_context: bool, limits: ServingLimits) -> None:

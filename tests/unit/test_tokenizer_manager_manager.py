@@ -43,8 +43,8 @@ class RecordingLink:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    def send(self, *messages: Any) -> None:
+        self.sent += messages
 
     async def receive(self) -> Any:
         await asyncio.Event().wait()
