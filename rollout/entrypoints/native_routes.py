@@ -81,9 +81,11 @@ class NativeRoutes:
         tokenizer, vocab_size = self._manager.tokenizer, self._manager.limits.vocab_size
         is_batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         batch: list[Any] = list(body.tokens) if is_batch else [body.tokens]  # of lists of ids
-        size = sum(map(len, batch)) + (len(batch) if is_batch else 0)
+        if len(batch) > MAX_BATCH:
+            raise TooLarge(f"a request holds at most {MAX_BATCH} lists of token ids, got {len(batch)}")
+        size = sum(map(len, batch))
         if size > MAX_DECODED_IDS:
-            raise TooLarge(f"at most {MAX_DECODED_IDS} token ids and lists are decoded in a call, got {size}")
+            raise TooLarge(f"a request holds at most {MAX_DECODED_IDS} token ids to decode, got {size}")
         for token_ids in batch:
             check_token_ids(token_ids, vocab_size, "tokens")
         skips = body.skip_special_tokens

@@ -404,7 +404,8 @@ def test_caps_are_413(live: Live) -> None:
     assert live.refused(input_ids=[[1]] * 5000)[0] == 413
     assert live.refused(input_ids=[[1]] * 100, sampling_params={"n": 100})[0] == 413
     assert live.refused("/tokenize", prompt=[""] * 5000)[0] == 413
-    assert live.refused("/detokenize", tokens=[[]] * ((1 << 20) + 1))[0] == 413
+    assert live.refused("/detokenize", tokens=[[]] * 5000)[0] == 413
+    assert live.refused("/detokenize", tokens=[1] * ((1 << 20) + 1))[0] == 413
     head = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n"
     with socket.create_connection(("127.0.0.1", httpx.URL(live.url).port), timeout=5) as connection:
         connection.sendall(head)
