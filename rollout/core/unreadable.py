@@ -15,6 +15,7 @@ import msgspec
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import (
     BatchTokenOutput,
+    ControlReqOutput,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReqInput,
@@ -22,6 +23,7 @@ from rollout.core.io_struct import (
     decode_output,
     encode,
 )
+from rollout.core.message import failure
 from rollout.core.req_output import ReqOutput
 
 MAX_REASON_CHARS = 400
@@ -106,13 +108,15 @@ def read_output(data: bytes) -> SchedulerOutput | Unreadable:
 
 
 def encode_output(message: SchedulerOutput) -> bytes:
-    """`encode`; an output among others that cannot be encoded becomes the failure of its request."""
+    """`encode`; what cannot be encoded becomes the failure of its request or verb."""
     try:
         return encode(message)
-    except _ENCODING:
-        if not isinstance(message, BatchTokenOutput):
-            raise
-        return encode(BatchTokenOutput(outputs=[_encodable(output) for output in message.outputs]))
+    except _ENCODING as error:
+        if isinstance(message, ControlReqOutput):
+            return encode(msgspec.structs.replace(failure(message.request_id, error), dp_rank=message.dp_rank))
+        if isinstance(message, BatchTokenOutput):
+            return encode(BatchTokenOutput(outputs=[_encodable(output) for output in message.outputs]))
+        raise
 
 
 def _encodable(output: ReqOutput) -> ReqOutput:

@@ -393,9 +393,4 @@ class Scheduler:
 
     def reply(self, answer: ControlReqOutput) -> None:
         answer.dp_rank = self.parallel.position.dp_rank
-        try:
-            self._channel.send(answer)
-        except Exception as error:  # an answer that cannot be encoded
-            failed = failure(answer.request_id, error)
-            failed.dp_rank = answer.dp_rank
-            self._channel.send(failed)
+        self._channel.send(answer)

@@ -290,6 +290,13 @@ def test_an_output_that_cannot_be_sent_fails_its_request_alone_c2() -> None:
     assert a.rid == "a" and a.finished.reason.status_code == 500 and b == finished("b", [2])
 
 
+def test_an_answer_that_cannot_be_sent_is_a_failed_verb() -> None:
+    answer: ControlReqOutput[Any] = ControlReqOutput(request_id="v", success=True, data=object(), dp_rank=1)  # type: ignore[arg-type]
+    message = read_output(encode_output(answer))
+    assert isinstance(message, ControlReqOutput)
+    assert (message.request_id, message.success, message.status_code, message.dp_rank) == ("v", False, 500, 1)
+
+
 # --- any message -------------------------------------------------------------------------------------------------
 
 PLAIN = st.recursive(
