@@ -380,10 +380,10 @@ class WeightUpdater:
             self.book.record_loss(reason, reported=reported)
         return transaction
 
-    def renew_lease(self) -> None:
-        """Restart the lease: the sender is alive."""
+    def renew_lease(self, seen_at: float | None = None) -> None:
+        """Restart the lease: the sender is alive.  `seen_at`: see `Lease.renew`."""
         if self._transaction is not None:
-            self._transaction.lease.renew()
+            self._transaction.lease.renew(seen_at)
 
     def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
         message = reason or ""

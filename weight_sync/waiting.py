@@ -65,8 +65,10 @@ class Lease:
     def __str__(self) -> str:
         return f"{self.left_s:.0f} s left of its lease"
 
-    def renew(self) -> None:
-        self._deadline = self._clock() + self.seconds
+    def renew(self, seen_at: float | None = None) -> None:
+        """Start anew.  `seen_at`, by its clock: when its holder was seen; nothing changes if it had run out by then."""
+        if seen_at is None or seen_at < self._deadline:
+            self._deadline = self._clock() + self.seconds
 
     @property
     def left_s(self) -> float:

@@ -6,18 +6,54 @@
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
 Called between steps while no weight verb is under way.
+
+Only its sender's calls renew a lease:
+
+    a call                                                   renews
+    of the open update, also one refused for its content     the lease of the update, and of the pause
+    that opens an update                                     the lease of the pause
+    of a trainer, carried out while no update is open        the lease of the pause
+    any other                                                nothing
+
+A call of the open update that came in time is waited for: its turn may come after the lease.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollout.core.console import say
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from rollout.core.message import ControlReqInput
+from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    OfUpdateReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromDiskReqInput,
+    UpdateWeightsReqInput,
+)
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import Lease
 
+_TRAINERS_CALLS = (
+    OfUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+"""What a trainer does in a pause.  Monitors read weights and fingerprints, too."""
+
 
 class LeaseMonitor:
-    """`pause_timeout_s`: None for never; every weight verb restarts it."""
+    """`pause_timeout_s`: None for never."""
 
     def __init__(self, scheduler: Scheduler, updater: WeightUpdater, pause_timeout_s: float | None) -> None:
         self._scheduler = scheduler
@@ -26,6 +62,8 @@ class LeaseMonitor:
         self._pause: Lease | None = None
         self._is_checked = True  # no verb has run since the last check
         self._torn: str | None = None
+        self._open_before: str | None = None  # id of the update that was open when the verb under way began
+        self._is_own = False  # that verb is of it
 
     @property
     def pause_left_s(self) -> float | None:
@@ -37,19 +75,50 @@ class LeaseMonitor:
         if self._pause_timeout_s is not None:
             self._pause = Lease(self._pause_timeout_s, lambda: self._scheduler.now)
 
-    def on_verb(self) -> None:
-        """A weight verb ran: renew the lease of the pause."""
+    def on_start(self, verb: ControlReqInput) -> None:
+        """A weight verb begins."""
+        self._open_before, self._is_own = self._updater.open_id, self._is_of_update(verb)
+
+    def on_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
+        """The weight verb that began last is over: renew the leases that it renews."""
         self._is_checked = False
-        if self._pause is not None:
+        if self._is_own:
+            self._updater.renew_lease()
+        has_opened = self._updater.is_open and self._updater.open_id != self._open_before
+        is_work = succeeded and self._open_before is None and isinstance(verb, _TRAINERS_CALLS)
+        if self._pause is not None and (self._is_own or has_opened or is_work):
             self._pause.renew()
 
-    def check(self) -> None:
+    def check(self, waiting: Iterable[tuple[float, ControlReqInput]] = ()) -> None:
+        """`waiting`: the verbs whose turn has not come, with the times at which they came."""
+        self._await_own(waiting)
         expired, pause_ended = self._updater.expire(), self._end_pause()
         if expired or pause_ended or not self._is_checked:
             self._torn, self._is_checked = self._torn_anywhere(), True
         self._scheduler.serving.write(self._updater.is_dirty)
         if self._torn is not None and self._scheduler.serving.poisoned is None:
             self._scheduler.poison(self._torn)
+
+    def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput]]) -> None:
+        """Renew the leases within which a call of the sender came that waits for its turn."""
+        for came, verb in waiting:
+            is_own = self._is_of_update(verb)
+            if is_own:
+                self._updater.renew_lease(came)
+            if self._pause is not None and (is_own or isinstance(verb, ContinueGenerationReqInput)):
+                self._pause.renew(came)
+
+    def _is_of_update(self, verb: ControlReqInput) -> bool:
+        """Whether it is a call of the open update."""
+        updater = self._updater
+        if not updater.is_open or not isinstance(verb, OfUpdateReqInput):
+            return updater.is_implicit and isinstance(verb, ContinueGenerationReqInput)
+        if isinstance(verb, (BeginWeightUpdateReqInput, PullWeightsReqInput)):
+            return verb.update_id == updater.open_id  # without an id they are of no other update
+        if isinstance(verb, UpdateWeightsFromDiskReqInput) and updater.is_implicit:
+            return False
+        version = verb.weight_version if isinstance(verb, UpdateWeightsReqInput) else None
+        return updater.foreign(verb.update_id, version) is None
 
     def _torn_anywhere(self) -> str | None:
         """Why some rank's weights are neither old nor new."""

@@ -88,6 +88,7 @@ class WeightControl:
             scheduler,
             wake,
             consensus,
+            starting=self._leases.on_start,
             finished=self._after_verb,
             settle=self._leases.check,
             wait_limit=self._wait_limit,
@@ -202,11 +203,9 @@ class WeightControl:
         """The last updates that ended, oldest first."""
         return [EndedUpdateState(**asdict(update)) for update in tuple(self._updater.book.ended)]
 
-    def _after_verb(self, job: Job) -> None:
+    def _after_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
         self._forget_loss()
-        self._leases.on_verb()
-        if job.renews_lease:
-            self._updater.renew_lease()
+        self._leases.on_verb(verb, succeeded)
         if self._found_digests is not None:
             self._scheduler.runner.state.note_digests(self._found_digests)
             self._found_digests = None
@@ -235,7 +234,7 @@ class WeightControl:
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        return Job(verb, io, begun, roll_back=roll_back, renews_lease=True)
+        return Job(verb, io, begun, roll_back=roll_back)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
@@ -314,7 +313,7 @@ class WeightControl:
         drop = functools.partial(updater.drop, reported=True)
         roll_back = drop if adds_up else updater.fail
         holds, waits = updater.holds_steps, updater.patience
-        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=True, waits=waits)
+        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, waits=waits)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id

@@ -133,7 +133,7 @@ class DiskRefresh:
 
         roll_back = None if opens else self._updater.fail
         holds = self._updater.holds_steps
-        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, renews_lease=not opens)
+        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back)
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 

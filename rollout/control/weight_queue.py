@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +70,8 @@ class Job:
     """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
 
     `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `roll_back(reason)`, on the
-    I/O thread: undo `io`, which failed on another rank.  `renews_lease`: it shows that an update's sender is alive.
-    `waits`: its wait for a sender, which is cut short for a verb behind it that must not wait so long.
+    I/O thread: undo `io`, which failed on another rank.  `waits`: its wait for a sender, which is cut short for a verb
+    behind it that must not wait so long.
     """
 
     verb: ControlReqInput
@@ -79,14 +79,15 @@ class Job:
     step: Callable[[Any], tuple[str, Reply]]
     holds_steps: bool = False
     roll_back: Callable[[str], None] | None = None
-    renews_lease: bool = False
     waits: Patience | None = None
 
 
 class WeightQueue:
-    """`finished(job)` follows every job, failed or not; `settle()` is called while none is under way and before each:
-    both on the scheduler's thread.  `wait_limit(verb)`: for how many seconds a verb lets the job before it wait for its
-    sender; None: no limit.
+    """`starting(verb)` comes before each verb is planned, `finished(verb, succeeded)` after its job.
+
+    `settle(waiting)` is called while no job is under way and before each, with the verbs that wait and the times at
+    which they came.  All on the scheduler's thread.  `wait_limit(verb)`: for how many seconds a verb lets the job
+    before it wait for its sender; None: no limit.
     """
 
     def __init__(
@@ -95,13 +96,15 @@ class WeightQueue:
         wake: Callable[[], None],
         consensus: RankConsensus,
         *,
-        finished: Callable[[Job], None],
-        settle: Callable[[], None],
+        starting: Callable[[ControlReqInput], None],
+        finished: Callable[[ControlReqInput, bool], None],
+        settle: Callable[[Iterable[tuple[float, ControlReqInput]]], None],
         wait_limit: Callable[[ControlReqInput], float | None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
         self._consensus = consensus
+        self._starting = starting
         self._finished = finished
         self._settle = settle
         self._wait_limit = wait_limit
@@ -140,7 +143,7 @@ class WeightQueue:
         """Finish the job whose I/O is done, start the next."""
         while True:
             if self._job is None:
-                self._settle()
+                self._settle(self._waiting)
                 if not self._waiting:
                     return
                 self._start(self._waiting.popleft()[1])
@@ -173,6 +176,7 @@ class WeightQueue:
 
     def _start(self, verb: ControlReqInput) -> None:
         self._num_started += 1
+        self._starting(verb)
         try:
             job = self._plan(verb)
         except FatalError:
@@ -214,8 +218,8 @@ class WeightQueue:
                 version, kind = self._published[0], type(error).__name__
                 raise FatalError(f"weight version {version!r} was published, and then {kind}: {error}") from error
             answer = failure(job.verb.request_id, error)
-        self._finished(job)
-        self._settle()
+        self._finished(job.verb, answer.success)
+        self._settle(self._waiting)
         self._scheduler.reply(answer)
 
 
