@@ -173,10 +173,17 @@ class WeightTransaction:
             "failed": self.failure,
         }
 
+    @property
+    def way_out(self) -> str:
+        """How a caller whom this one keeps out gets on: the end of the message that refuses its call."""
+        end = "settle it with continue_generation" if self.is_implicit else "end it"
+        with_id = f" with update_id {self.update_id!r}" if self.is_bound else ""
+        return f"({self.lease}): {end}, or drop it with abort_weight_update{with_id}"
+
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
         """Why a call with this transaction's id, or with none, is not of it; None where it is."""
         if update_id is None and self.is_bound:
-            return TransactionStateError("the open weight update takes only calls that carry its update_id")
+            return TransactionStateError(f"a weight update is open that takes only calls with its id {self.way_out}")
         return self._other_version(weight_version) if update_id is None else None
 
     def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None) -> None:
@@ -294,9 +301,8 @@ class WeightTransaction:
         """Why a bucket of this label is not of the transaction's version; None where it is, or one has no label."""
         if self.weight_version == weight_version or None in (self.weight_version, weight_version):
             return None
-        return TransactionStateError(
-            f"the bucket is of version {weight_version!r}, the open weight update of {self.weight_version!r}"
-        )
+        mine = f"the open weight update of {self.weight_version!r} {self.way_out}"
+        return TransactionStateError(f"the bucket is of version {weight_version!r}, {mine}")
 
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:

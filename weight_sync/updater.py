@@ -115,10 +115,8 @@ class WeightUpdater:
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
         """
+        self.require_none_open()
         self._held.await_release(self._timeout_s)
-        if self._transaction is not None:
-            lease = self._transaction.lease
-            raise TransactionStateError(f"a weight update is open already ({lease}); end or abort it first")
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
         lease, target = Lease(lease_s, self._clock), self._target(coverage)
@@ -129,6 +127,12 @@ class WeightUpdater:
         if not is_implicit:
             self.book.clear_loss()
 
+    def require_none_open(self, what: str = "") -> None:
+        """Raises `TransactionStateError` if a transaction is open; `what` is not possible then."""
+        if self._transaction is not None:
+            refused = what and f"{what}: "
+            raise TransactionStateError(f"{refused}a weight update is open already {self.way_out}")
+
     def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
         self.begin(coverage=coverage, update_id=update_id, is_implicit=True)
@@ -138,7 +142,8 @@ class WeightUpdater:
         if update_id is not None and update_id != self.open_id:
             ended = self.outcome(update_id)
             because = "" if ended.reason is None else f": {ended.reason}"
-            return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}")
+            other = "" if self._transaction is None else f"; another one is open {self.way_out}"
+            return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}{other}")
         return None if self._transaction is None else self._transaction.foreign(update_id, weight_version)
 
     def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
@@ -316,6 +321,13 @@ class WeightUpdater:
     def open_id(self) -> str | None:
         """Id of the open transaction; None: it has none, or none is open."""
         return None if self._transaction is None else self._transaction.update_id
+
+    @property
+    def way_out(self) -> str:
+        """As the open transaction's; where none is open yet, how the one that is about to open is settled."""
+        if self._transaction is None:
+            return "(it begins): wait for its answer, or end it with abort_weight_update"
+        return self._transaction.way_out
 
     @property
     def is_bound(self) -> bool:

@@ -63,7 +63,7 @@ class Lease:
         self.renew()
 
     def __str__(self) -> str:
-        return f"{self.left_s:.0f} s left of its lease"
+        return f"{self.left_s:.0f} s left of its lease" if math.isfinite(self.seconds) else "without a lease"
 
     def renew(self, seen_at: float | None = None) -> None:
         """Start anew.  `seen_at`, by its clock: when its holder was seen; nothing changes if it had run out by then."""

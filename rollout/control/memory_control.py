@@ -155,8 +155,8 @@ class MemoryControl:
         again = [tag for tag in wanted if tag in self._released]
         if again or not wanted:
             raise Conflict(f"already released: {', '.join(again or TAGS)}")
-        if "weights" in wanted and self._updater.is_open:
-            raise Conflict("a weight update is open: end or abort it before the weights are released")
+        if "weights" in wanted:
+            self._updater.require_none_open("the weights cannot be released")
         self._require_idle()
         return wanted
 
@@ -167,8 +167,8 @@ class MemoryControl:
         not_released = [tag for tag in wanted if tag not in known]
         if not_released or not wanted:
             raise Conflict(f"not currently released: {', '.join(not_released or TAGS)}")
-        if "weights" in wanted and saver.has_copy("weights") and self._updater.is_open:
-            raise Conflict("a weight update is open: end or abort it before the kept copy of the weights is put back")
+        if "weights" in wanted and saver.has_copy("weights"):
+            self._updater.require_none_open("the kept copy of the weights cannot be put back")
         return wanted
 
     def _require_saver(self) -> MemorySaver:

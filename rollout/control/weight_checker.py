@@ -63,7 +63,7 @@ class WeightChecker:
         if self._scheduler.serving.content_lost:
             raise Conflict("the weights' memory is released; there is nothing to check")
         if self._updater.is_dirty:
-            raise Conflict("a weight update is being written into the model; end or abort it first")
+            self._updater.require_none_open("the model holds parts of two versions")
 
     def _checksum(self, verb: WeightsCheckerReqInput) -> Job:
         def io() -> dict[str, int]:
@@ -132,8 +132,7 @@ class WeightChecker:
         def io() -> list[str]:
             if self._scheduler.serving.content_lost:
                 raise Conflict("the weights' memory is released; there is nothing to reset")
-            if self._updater.is_open:
-                raise Conflict("a weight update is open; end or abort it before the tensors are reset")
+            self._updater.require_none_open("the tensors cannot be reset")
             return resettable(self._weights, verb.skip_tensor_list or ())
 
         def step(names: list[str]) -> tuple[str, CheckerReply]:

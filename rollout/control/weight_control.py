@@ -134,7 +134,7 @@ class WeightControl:
         """Why weights and the places of experts must stay as they are for now, as far as this rank knows."""
         if self._queue.busy:
             return "a weight verb is being carried out"
-        return "a weight update is open" if self._updater.is_open else None
+        return f"a weight update is open {self._updater.way_out}" if self._updater.is_open else None
 
     @property
     def has_verbs(self) -> bool:
@@ -156,7 +156,7 @@ class WeightControl:
         """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
         is_receiving = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
         if is_receiving and self._scheduler.serving.is_paused:
-            raise Conflict("a weight update is being received in this pause; continue_generation settles it")
+            raise Conflict(f"a weight update is being received in this pause {self._updater.way_out}")
 
     def on_pause_given_up(self) -> None:
         """Generation goes on without a continue."""
@@ -224,9 +224,11 @@ class WeightControl:
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
             adopts = False  # deltas will come, which go where their base lies
-        self._adoption.opening(adopts, verb.placement_epoch)
+        if not self._updater.is_open:  # else this begin is refused
+            self._adoption.opening(adopts, verb.placement_epoch)
 
         def io() -> None:
+            self._updater.require_none_open()
             self._require_base(verb)
             manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s

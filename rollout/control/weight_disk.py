@@ -34,7 +34,7 @@ from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
 from weight_sync.delta.local_state import LocalVersion
 from weight_sync.delta.version_dir import chain_of
-from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
+from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.disk import DiskSource, check_against_model
 from weight_sync.safetensors_file import read_small
@@ -102,7 +102,7 @@ class DiskRefresh:
             if foreign is not None:
                 raise foreign
             if is_implicit:
-                raise TransactionStateError("buckets without begin are open; continue, or abort them, first")
+                self._updater.require_none_open("a folder is no bucket of it")
             if verb.load_format not in LOAD_FORMATS:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
@@ -147,8 +147,8 @@ class DiskRefresh:
         def io() -> tuple[PullResult, HowPulled | None]:
             if foreign is not None:
                 raise foreign
-            if verb.update_memory and is_open:
-                raise TransactionStateError("a weight update is open; end or abort it first")
+            if verb.update_memory:
+                self._updater.require_none_open()
             local = self._folders.writable(verb.local_checkpoint_dir)
             source = self._folders.readable(verb.source_dir)
             result = pull(

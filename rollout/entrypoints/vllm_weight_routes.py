@@ -115,7 +115,10 @@ class VllmWeightRoutes:
             raise BadRequest("update_info is missing, and so is weight_dir")
         await self._drop_unfinished(only_failed=True)
         if self._update_id is not None:
-            raise Conflict("a weight update was started and is not finished: POST /finish_weight_update first")
+            raise Conflict(
+                "a weight update was started and is not finished: POST /finish_weight_update, wait for the end of its "
+                f"lease, or drop it with abort_weight_update with update_id {self._update_id!r}"
+            )
         return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
 
     async def _receive(self, info: UpdateInfo) -> ControlReqOutput[BucketReply]:

@@ -16,15 +16,22 @@ import torch
 
 from rollout.control.weight_sources import SOURCES
 from rollout.core import weight_io_struct
-from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
+from rollout.core.io_struct import (
+    ContinueGenerationReqInput,
+    GetStateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+)
 from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     PullWeightsReqInput,
+    UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
+    WeightsCheckerReqInput,
 )
 from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
@@ -362,3 +369,50 @@ def test_engine_03_an_older_continue_does_not_undo_a_pause(
         assert trainer.send(harness, part, "v2").success
     assert harness.control(ContinueGenerationReqInput).data["paused"] is False
     assert label(harness) == "v2" and serves(harness, trainer.tensors)
+
+
+# --- what to do ------------------------------------------------------------------------------------------------------
+
+KEPT_OUT: dict[str, tuple[type, dict[str, Any]]] = {
+    "begin": (BeginWeightUpdateReqInput, {}),
+    "disk of another version": (UpdateWeightsFromDiskReqInput, {"model_path": "/nowhere", "weight_version": "B"}),
+    "disk": (UpdateWeightsFromDiskReqInput, {"model_path": "/nowhere"}),
+    "bucket of another version": (
+        UpdateWeightsFromDistributedReqInput,
+        {"names": [], "dtypes": [], "shapes": [], "weight_version": "B"},
+    ),
+    "another update's": (EndWeightUpdateReqInput, {"update_id": "b"}),
+    "pull": (
+        PullWeightsReqInput,
+        {"local_checkpoint_dir": "/tmp/x", "source_dir": "/tmp/y", "target_version": 1, "update_memory": True},
+    ),
+    "release": (ReleaseMemoryOccupationReqInput, {"tags": ["weights"]}),
+    "reset": (WeightsCheckerReqInput, {"action": "reset_tensors"}),
+}
+
+
+@pytest.mark.parametrize("opened_by", ["begin", "begin with an id", "bucket in a pause"])
+@pytest.mark.parametrize("call", KEPT_OUT)
+def test_who_is_kept_out_is_told_what_to_do(
+    start: Callable[..., Harness], trainer: LoopbackTrainer, call: str, opened_by: str
+) -> None:
+    """E3: the lease, and the call that drops the open update, with its id where it needs one."""
+    harness = start(enable_memory_saver=True)
+    if opened_by == "bucket in a pause":
+        assert harness.control(PauseGenerationReqInput).success
+        assert trainer.send(harness, parts(trainer)[0], "A").success
+    else:
+        with_id = {"update_id": "a"} if opened_by == "begin with an id" else {}
+        assert harness.control(BeginWeightUpdateReqInput, weight_version="A", **with_id).success
+    verb, fields = KEPT_OUT[call]
+    refused = harness.control(verb, **fields)
+    if (call, opened_by) == ("disk", "begin"):
+        assert refused.status_code == 400, "without an id it is of the open update"
+        return
+    assert refused.status_code == 409 and "left of its lease" in refused.message, refused
+    assert "abort_weight_update" in refused.message
+    assert ("update_id 'a'" in refused.message) == (opened_by == "begin with an id")
+    assert ("continue_generation" in refused.message) == (opened_by == "bucket in a pause")
+    told = {"update_id": "a"} if opened_by == "begin with an id" else {}
+    assert harness.control(AbortWeightUpdateReqInput, **told).success
+    assert harness.control(BeginWeightUpdateReqInput).success

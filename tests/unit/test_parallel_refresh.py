@@ -307,8 +307,14 @@ def test_a_full_refresh_adopts_a_placement(name: str, old: Path, new: Tensors) -
         send(engine, failed)
         assert not engine.control(EndWeightUpdateReqInput).success
         assert all(torch.equal(placement.metadata.physical_to_logical_map, was) for placement in placements)
-        ended = refresh(engine, new, "v1", adopt_placement=True)
+        assert engine.control(BeginWeightUpdateReqInput, weight_version="v1", adopt_placement=True).success
+        for fields in ({}, {"adopt_placement": False}, {"placement_epoch": 0}):
+            stranger = engine.control(BeginWeightUpdateReqInput, weight_version="other", **fields)
+            assert stranger.status_code == 409 and "open already" in stranger.message
+        send(engine, new)
+        ended = engine.control(EndWeightUpdateReqInput)
         assert ended.success and ended.data["placement_adopted"], ended
+        assert ended.data["placement_note"].startswith("adopted by"), "D6: of this update, not of a refused begin"
         assert ended.data["placement_epoch"] == 1 == engine.scheduler.runner.state.epoch.placement_epoch
         assert not torch.equal(placements[0].metadata.physical_to_logical_map, was)
         now, there = (placement.metadata.physical_to_logical_map for placement in placements)
