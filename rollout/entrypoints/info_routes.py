@@ -69,6 +69,10 @@ class InfoRoutes:
             add(path, self.server_info)
         for path in ("/weight_version", "/get_weight_version"):
             add(path, self.weight_version)
+        add("/weight_info", self.weight_info)
+        add("/version", self.version)
+        add("/load", self.load)
+        add("/tokenizer_info", self.tokenizer_info)
         add("/get_load", self.get_load)
         add("/v1/loads", self.loads)
         if self._manager.server_args.enable_metrics:
@@ -233,6 +237,23 @@ class InfoRoutes:
         state = await self._state()
         facts = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
         return json_response(facts | {"content_digest": state.content_digest, "held_digest": state.held_digest})
+
+    async def weight_info(self) -> Response:
+        """vLLM's name for the version in force, and nothing else."""
+        return json_response({"weight_version": (await self._state()).weight_version})
+
+    async def version(self) -> Response:
+        """vLLM's form of the version of this server."""
+        return json_response({"version": version("lockstep-rl")})
+
+    async def load(self) -> Response:
+        """vLLM's number of requests that the server has not answered yet."""
+        return json_response({"server_load": self._manager.num_in_flight})
+
+    async def tokenizer_info(self) -> Response:
+        """vLLM's facts of the tokenizer: tokens with a role, the chat template, and the longest sequence."""
+        facts = self._manager.tokenizer.facts()
+        return json_response(facts | {"model_max_length": self._manager.limits.context_length})
 
     async def get_load(self) -> Response:
         """One entry per data-parallel rank."""

@@ -7,12 +7,13 @@ A native log-probability entry is `[log-probability or None, token id, text or N
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from rollout.entrypoints.openai_messages import ChatMessage
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.entrypoints.text_offsets import TextOffsets
+from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
 
 LOWEST_LOGPROB = -3.4028234663852886e38
 """Stands for minus infinity, as clients of this format demand a number: the lowest float32.
@@ -30,12 +31,11 @@ def response_head(object_name: str, model: str, created: int, first: Native) -> 
 
 
 def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
-    """`usage`, `metadata` and, where routes were asked for, `sglext` of the first choice."""
-    tail: dict[str, Any] = {
-        "usage": usage(natives, request.n),
-        "metadata": metadata(natives[0]),
-        "weight_version": natives[0]["meta_info"]["weight_version"],
-    }
+    """`usage`, the versions and, where routes were asked for, `sglext` of the first choice."""
+    label = natives[0]["meta_info"]["weight_version"]
+    tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0])
+    if label.isdecimal():  # rllm's gateway reads a number there, and goes without one
+        tail["weight_version"] = label
     if isinstance(request, ChatCompletionRequest):  # vLLM's place for what is of the one prompt
         if request.return_token_ids:
             tail["prompt_token_ids"] = natives[0]["prompt_token_ids"]
@@ -58,7 +58,16 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
     }
 
 
-def metadata(native: Native) -> dict[str, Any]:
+def versions(native: Native) -> dict[str, Any]:
+    """`version_info`, and those of its fields that are text as `metadata`: OpenAI's type holds nothing else there."""
+    facts = version_info(native)
+    return {
+        "metadata": {name: value for name, value in facts.items() if isinstance(value, str)},
+        "version_info": facts,
+    }
+
+
+def version_info(native: Native) -> dict[str, Any]:
     """The fields of `meta_info` on weight versions and the session."""
     meta = native["meta_info"]
     names = (
@@ -108,24 +117,26 @@ def finish_fields(native: Native) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    request: CompletionRequest, meta: dict[str, Any], first: int = 0, position: int = 0
+    request: CompletionRequest, meta: dict[str, Any], offsets: TextOffsets, first: int = 0, prompt_text: str = ""
 ) -> dict[str, Any]:
-    """Parallel lists over the output tokens from `first` on, whose text begins at `position`.
+    """Parallel lists over the output tokens from `first` on.
 
-    With echo, where `first` is 0, the prompt's tokens come before them.
+    With echo, where `first` is 0, the prompt's tokens come before them, whose text is `prompt_text`.
     """
     entries: list[Entry] = meta["output_token_logprobs"][first:]
     tops = beside(meta, "output_top_logprobs", first, entries, request.logprobs)
+    places = []
     if request.echo:
         prompt = meta["input_token_logprobs"]
+        places = offsets.prompt([entry[1] for entry in prompt], prompt_text)
         entries = prompt + entries
         tops = beside(meta, "input_top_logprobs", 0, prompt, request.logprobs) + tops
-    tokens = [_token_text(entry) for entry in entries]
+    places += offsets.output([entry[1] for entry in entries[len(places) :]])
     return {
-        "tokens": tokens,
+        "tokens": [_token_text(entry) for entry in entries],
         "token_logprobs": [None if entry[0] is None else finite(entry[0]) for entry in entries],
         "top_logprobs": [None if entry[0] is None else _top_dict(entry, top) for entry, top in zip(entries, tops)],
-        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=position)) if tokens else [],
+        "text_offset": places,
     }
 
 
@@ -155,21 +166,22 @@ def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
     )
 
 
-def chat_logprobs(meta: dict[str, Any], first: int, num_top: int | None) -> dict[str, Any]:
+def chat_logprobs(
+    meta: dict[str, Any], first: int, num_top: int | None, vocabulary: TokenVocabulary | None
+) -> dict[str, Any]:
     """One object per output token from `first` on, with the `num_top` most probable ones."""
     entries = meta["output_token_logprobs"][first:]
     content = [
-        _chat_entry(entry) | {"top_logprobs": [_chat_entry(item) for item in top]}
+        _chat_entry(entry, vocabulary) | {"top_logprobs": [_chat_entry(item, vocabulary) for item in top]}
         for entry, top in zip(entries, beside(meta, "output_top_logprobs", first, entries, num_top))
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(entry: Entry) -> dict[str, Any]:
-    """`bytes` is null for a token whose text does not give them: part of a character, or its id."""
-    text = _token_text(entry)
-    encoded = None if entry[2] is None or "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": finite(entry[0]), "bytes": encoded}
+def _chat_entry(entry: Entry, vocabulary: TokenVocabulary | None) -> dict[str, Any]:
+    """`bytes` may be part of a character, whose text is U+FFFD; null where the token's name is its id."""
+    encoded = None if vocabulary is None or entry[2] is None else list(vocabulary.bytes_of(entry[1]))
+    return {"token": _token_text(entry), "logprob": finite(entry[0]), "bytes": encoded}
 
 
 # --- choices -----------------------------------------------------------------------------------------------------
@@ -178,38 +190,44 @@ def _chat_entry(entry: Entry) -> dict[str, Any]:
 class ChoiceCursor:
     """How much of one choice was sent: native responses are cumulative, OpenAI's chunks are not.
 
-    Without a stream the whole choice is its only chunk.
+    Without a stream the whole choice is its only chunk.  `vocabulary` None: the server has no tokenizer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request: OpenAIRequest, vocabulary: TokenVocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._offsets = TextOffsets(vocabulary, skips_special=request.skip_special_tokens is not False)
+        self._is_first = True
         self._num_chars = 0
         self._num_tokens = 0
         self._num_logprobs = 0
-        self._position = 0  # in the text of those tokens
 
     def completion(self, request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
         """What is new as a choice of a completion; `prompt_text` is empty unless echoed."""
-        is_first = self._num_tokens == 0 and self._num_chars == 0
+        is_first, self._is_first = self._is_first, False
         text = (prompt_text if is_first else "") + self._new_text(native)
         logprobs = None
         # The prompt's log-probabilities come first but are known last: with echo all go into the last chunk.
         if request.logprobs is not None and (not request.echo or _is_finished(native)):
-            logprobs = completion_logprobs(request, native["meta_info"], self._num_logprobs, self._position)
+            meta = native["meta_info"]
+            logprobs = completion_logprobs(request, meta, self._offsets, self._num_logprobs, prompt_text)
             self._num_logprobs += len(logprobs["tokens"])
-            self._position += sum(map(len, logprobs["tokens"]))
         choice = {"index": index, "text": text, "logprobs": logprobs}
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(native["meta_info"], request.prompt_logprobs)
+        if request.wants_prompt_token_ids and is_first:
+            choice["prompt_token_ids"] = native["prompt_token_ids"]
         return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
 
     def chat(self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
         """What is new as a choice of a chat."""
         logprobs = None
         if request.logprobs:
-            logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs)
+            logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs, self._vocabulary)
         delta = message.delta(self._new_text(native), is_last=_is_finished(native))
         spoken = {"delta": delta} if request.stream else {"message": {"role": "assistant"} | delta}
         choice = {"index": index, **spoken, "logprobs": logprobs}
+        if request.wants_prompt_token_ids and _is_finished(native):
+            choice["prompt_token_ids"] = native["prompt_token_ids"]
         finish = chat_finish_fields(message, native)
         return choice | self._ids(request, native) | finish | self._extras(request, native)
 
@@ -230,8 +248,6 @@ class ChoiceCursor:
         extras: dict[str, Any] = {}
         if request.return_meta_info and _is_finished(native):
             extras["meta_info"] = native["meta_info"]
-        if request.wants_prompt_token_ids and _is_finished(native):
-            extras["prompt_token_ids"] = native["prompt_token_ids"]
         return extras
 
 

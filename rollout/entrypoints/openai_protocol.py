@@ -21,7 +21,7 @@ from rollout.entrypoints.protocol import (
     TokenIds,
     template_variables,
 )
-from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
 
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
@@ -94,6 +94,8 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
         *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     }
 
+    default_new_tokens: ClassVar[int]
+
     model: str | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
@@ -137,15 +139,16 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
                 "return_sampling_mask": self.return_sampling_mask if self.return_meta_info else False,
                 "sampling_logprobs_mode": self.sampling_logprobs_mode,
                 "return_prompt_token_ids": self.wants_prompt_token_ids,
-                "fill_context": max_new_tokens is None,
+                "default_new_tokens": self.default_new_tokens,
             }
         )
 
 
 class CompletionRequest(OpenAIRequest):
-    """POST /v1/completions.  Without `max_tokens`, to the end of the context.  `user` has no effect."""
+    """POST /v1/completions.  `user` has no effect."""
 
     unsupported = OpenAIRequest.unsupported | {"suffix"}
+    default_new_tokens = 16
 
     prompt: Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
     max_tokens: int | None = None
@@ -158,12 +161,14 @@ class CompletionRequest(OpenAIRequest):
         """Raises `BadRequest`."""
         if self.best_of is not None and self.best_of != self.n:
             raise BadRequest(f"best_of must equal n ({self.n}): candidates are not ranked, got {self.best_of}")
-        if not self.add_special_tokens:
-            raise UnsupportedFeature("add_special_tokens: false is not supported by this server; send token ids")
         prompt = self.prompt
         if isinstance(prompt, list) and not prompt:
             raise BadRequest("prompt is an empty list")
         is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
+        if is_text and not self.add_special_tokens:
+            raise UnsupportedFeature(
+                "add_special_tokens: false is not supported for text; send the token ids that /tokenize gives with it"
+            )
         fields = self._engine_fields(self.max_tokens, self.logprobs)
         if self.logprobs is not None and self.echo:
             fields["logprob_start_len"] = 0
@@ -176,6 +181,8 @@ class CompletionRequest(OpenAIRequest):
 
 class ChatCompletionRequest(OpenAIRequest):
     """POST /v1/chat/completions.  `input_ids` replaces the rendered messages as the prompt."""
+
+    default_new_tokens = FILL_CONTEXT
 
     unsupported = OpenAIRequest.unsupported | {
         *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task", "reasoning")

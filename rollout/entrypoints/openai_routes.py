@@ -101,6 +101,9 @@ class OpenAIRoutes:
 
     # --- replies -------------------------------------------------------------------------------------------------
 
+    def _cursor(self, body: OpenAIRequest) -> fmt.ChoiceCursor:
+        return fmt.ChoiceCursor(body, self._manager.vocabulary)
+
     def _model_name(self, body: OpenAIRequest) -> str:
         return body.model or self._manager.server_args.name
 
@@ -114,7 +117,7 @@ class OpenAIRoutes:
         head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
 
         def content() -> dict[str, Any]:
-            choices = [choice_of(fmt.ChoiceCursor(), index, native) for index, native in enumerate(natives)]
+            choices = [choice_of(self._cursor(body), index, native) for index, native in enumerate(natives)]
             return head | {"choices": choices} | fmt.response_tail(body, natives)
 
         return Response(await handle.encode(content), media_type="application/json")
@@ -125,7 +128,7 @@ class OpenAIRoutes:
         """Chunks of every choice as they come, then the routes of the first choice, then the usage."""
         created, is_chat = int(time.time()), isinstance(body, ChatCompletionRequest)
         object_name += ".chunk" if is_chat else ""
-        cursors: defaultdict[int, fmt.ChoiceCursor] = defaultdict(fmt.ChoiceCursor)
+        cursors: defaultdict[int, fmt.ChoiceCursor] = defaultdict(functools.partial(self._cursor, body))
         finals: dict[int, fmt.Native] = {}
         head = fmt.response_head(object_name, self._model_name(body), created, _first_native(handle))
         async with contextlib.aclosing(handle.stream()) as stream:
@@ -139,11 +142,11 @@ class OpenAIRoutes:
                     yield encode_json(_chunk(head, make_choice))
                 else:
                     finals[index] = native
-                    last = head | {"metadata": fmt.metadata(native)}
+                    last = head | fmt.versions(native)
                     yield await handle.encode(functools.partial(_chunk, last, make_choice), index)
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)
-        closing = head | {"choices": [], "metadata": tail["metadata"]}
+        closing = head | {"choices": []} | fmt.versions(natives[0])
         if "sglext" in tail:
             yield encode_json(closing | {"sglext": tail["sglext"]})
         if body.stream_options.include_usage:

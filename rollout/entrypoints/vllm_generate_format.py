@@ -14,9 +14,9 @@ from rollout.entrypoints.openai_format import (
     beside,
     finish_fields,
     finite,
-    metadata,
     prompt_logprobs,
     usage,
+    version_info,
 )
 from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest
 
@@ -40,7 +40,7 @@ def tail(request: TokenGenerateRequest, natives: Sequence[Native]) -> dict[str, 
     params, meta = request.sampling_params, natives[0]["meta_info"]
     fields: dict[str, Any] = {
         "usage": usage(natives, params.n),
-        "metadata": metadata(natives[0]),
+        "metadata": version_info(natives[0]),
         "prompt_logprobs": None,
         "kv_transfer_params": request.kv_transfer_params,
     }

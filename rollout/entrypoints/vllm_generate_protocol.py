@@ -16,7 +16,7 @@ from rollout.entrypoints.protocol import (
     AnyGeneration,
     TokenIds,
 )
-from rollout.tokenizer_manager.request import MAX_RID_CHARS, GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.request import FILL_CONTEXT, MAX_RID_CHARS, GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.validation import ServingLimits
 
 
@@ -72,7 +72,7 @@ class TokenGenerateRequest(AnyGeneration):
             routed_experts_start_len=params.routed_experts_prompt_start,
             routed_experts_format=routed_experts_format,
             return_sampling_mask=self.return_sampling_mask,
-            fill_context=length is None,
+            default_new_tokens=FILL_CONTEXT,
             **self.common_fields(),
             **params.engine_logprobs(params.logprobs, stream=self.stream),
         )

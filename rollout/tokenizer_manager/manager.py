@@ -42,6 +42,7 @@ from rollout.tokenizer_manager.response import ResponseForm, RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.session_book import SessionBook
+from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
 
@@ -164,10 +165,15 @@ class TokenizerManager:
             raise UnsupportedFeature("this server runs --skip-tokenizer-init: send input_ids instead of text")
         return self._tokenizer
 
+    @property
+    def vocabulary(self) -> TokenVocabulary | None:
+        """None on a server without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.vocabulary
+
     def token_ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Ids of those of `tokens` that the model can sample; none on a server without a tokenizer."""
-        vocabulary = self._tokenizer.vocabulary.ids_of(tokens) if self._tokenizer is not None else ()
-        return frozenset(index for index in vocabulary if index < self.model_config.vocab_size)
+        ids = () if self.vocabulary is None else self.vocabulary.ids_of(tokens)
+        return frozenset(index for index in ids if index < self.model_config.vocab_size)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ MAX_BATCH = 4096
 MAX_SAMPLES = 8192
 """Prompts times n in one request."""
 MAX_TOKEN_IDS_LOGPROB = 4096
+FILL_CONTEXT = 1 << 31
+"""Tokens, more than any context holds."""
 MAX_RID_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
@@ -50,7 +52,7 @@ class GenerateReqInput:
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
     `kept_special_tokens`: what the text holds also where `sampling_params` skip special tokens.
-    `fill_context` generates up to the end of the context where `sampling_params` name no `max_new_tokens`.
+    `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
     text: str | list[str] | None = None
@@ -79,21 +81,21 @@ class GenerateReqInput:
     routed_dp_rank: int | None = None
     session_id: str | None = None
     kept_special_tokens: tuple[str, ...] = ()
-    fill_context: bool = False
+    default_new_tokens: int | None = None
 
 
 @dataclass(slots=True)
 class Prompt:
     """One prompt of a request: `source`, the message to the scheduler for all its samples, and what completes it.
 
-    `text` is to be tokenised and `replay` to be read, each where it is not None.  `fill_context`: the caller named no
-    length, generate up to the end of the context.
+    `text` is to be tokenised and `replay` to be read, each where it is not None.  `default_new_tokens`: the caller
+    named no length, generate this many tokens or up to the end of the context.
     """
 
     rid: str
     text: str | None
     replay: Any  # as it came
-    fill_context: bool
+    default_new_tokens: int | None
     source: TokenizedGenerateReqInput
 
     def sample_rids(self) -> list[str]:
@@ -155,8 +157,8 @@ def expand(
             **shared,
             **own,
         )
-        fill_context = request.fill_context and raw_params[index].get("max_new_tokens") is None
-        prompts.append(Prompt(rid, texts[index], replays[index], fill_context, source))
+        default = request.default_new_tokens if raw_params[index].get("max_new_tokens") is None else None
+        prompts.append(Prompt(rid, texts[index], replays[index], default, source))
     group = request.rid if is_batch and isinstance(request.rid, str) else None
     return ExpandedRequest(group, prompts, is_batch or params[0].n > 1, sorted(unknown))
 

@@ -16,6 +16,7 @@ class TokenVocabulary:
     """Facts of a tokenizer's tokens, by id.
 
     A token's bytes are what it adds to a text in UTF-8.  They may be part of a character, which its text cannot show.
+    `strips_first_space`: a text does not show the space that its first token begins with.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -31,6 +32,7 @@ class TokenVocabulary:
             for kind in kinds
             if kind["type"] == "Replace" and "String" in kind["pattern"]
         ] + [(kind["replacement"], " ") for kind in kinds if kind["type"] == "Metaspace"]
+        self.strips_first_space = any(kind["type"] in ("Strip", "Metaspace") for kind in kinds)
         self._bytes: dict[int, bytes] = {}
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:

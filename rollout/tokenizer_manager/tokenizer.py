@@ -66,6 +66,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._backend.eos_token_id
 
+    def facts(self) -> dict[str, Any]:
+        """Return the tokens that have a role, null where there is none, and the chat template."""
+        roles: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        roles |= {role: str(token) for role, token in self._backend.special_tokens_map.items() if role in roles}
+        return roles | {"chat_template": self._backend.chat_template, "vocab_size": len(self._backend)}
+
     def close(self) -> None:
         for executor in (self._short, self._long):
             executor.shutdown(wait=False, cancel_futures=True)

@@ -84,7 +84,7 @@ def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, logprobs_for
     if logprobs_format == "compact":
         limit *= COMPACT_FACTOR
     for prompt in prompts:
-        _check_prompt(prompt.source, prompt.fill_context, limits)
+        _check_prompt(prompt.source, prompt.default_new_tokens, limits)
         num_entries += _num_logprob_entries(prompt.source)
         if num_entries > limit:
             raise TooLarge(
@@ -105,14 +105,18 @@ def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
     return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
 
-def _check_prompt(source: TokenizedGenerateReqInput, fill_context: bool, limits: ServingLimits) -> None:
+def _check_prompt(source: TokenizedGenerateReqInput, default_new_tokens: int | None, limits: ServingLimits) -> None:
     prompt_len = len(source.input_ids)
     _check_prompt_length(prompt_len, limits.context_length)
     check_token_ids(source.input_ids, limits.vocab_size, "input_ids")
     params = source.sampling_params
-    if fill_context:
+    if default_new_tokens is not None:
         room = limits.room(prompt_len)
-        params = msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
+        params = msgspec.structs.replace(
+            params,
+            max_new_tokens=min(default_new_tokens, room),
+            min_new_tokens=min(params.min_new_tokens, room),
+        )
     params.validate(limits.vocab_size)
     if params.top_k > MAX_TOP_K:
         raise BadRequest(f"sampling_params: top_k must be at most {MAX_TOP_K}, got {params.top_k}")

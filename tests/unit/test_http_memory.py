@@ -145,8 +145,8 @@ def test_every_route_tells_all_that_is_known_of_versions(live: Live, stream: boo
     }  # fmt: skip
     for path, body, key in (
         ("/generate", native, "meta_info"),
-        ("/v1/completions", completion, "metadata"),
-        ("/v1/chat/completions", chat, "metadata"),
+        ("/v1/completions", completion, "version_info"),
+        ("/v1/chat/completions", chat, "version_info"),
     ):
         said = {name: value for name, value in final(live, path, body)[key].items() if name in VERSION_FIELDS}
         assert said == want, path

@@ -52,9 +52,21 @@ def test_completion(live: Live, client: openai.OpenAI) -> None:
     assert (params.max_new_tokens, params.sampling_seed) == (2, 5)
 
 
-def test_a_completion_goes_on_to_the_end_of_the_context(live: Live, client: openai.OpenAI) -> None:
-    assert len(client.completions.create(model="tiny", prompt="a").choices[0].text) == 159
-    assert len(client.completions.create(model="tiny", prompt="a", max_tokens=None).choices[0].text) == 159
+def test_a_completion_without_a_length_has_16_tokens(live: Live, client: openai.OpenAI) -> None:
+    """E2: as OpenAI, SGLang and vLLM have it; fewer where the context holds no more."""
+    assert len(client.completions.create(model="tiny", prompt="a").choices[0].text) == 16
+    assert len(client.completions.create(model="tiny", prompt="a", max_tokens=None).choices[0].text) == 16
+    assert len(client.completions.create(model="tiny", prompt="a" * 150).choices[0].text) == 10
+    with pytest.raises(openai.BadRequestError, match="min_new_tokens"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"min_tokens": 20})
+
+
+def test_chats_and_token_requests_without_a_length_fill_the_context(live: Live, client: openai.OpenAI) -> None:
+    """E2: the other two endpoints keep the context's limit."""
+    reply = client.chat.completions.create(model="tiny", messages=[], extra_body={"input_ids": [5]})
+    assert reply.usage is not None and reply.usage.completion_tokens == 159
+    reply = live.client.post("/inference/v1/generate", json={"token_ids": [5]}).json()
+    assert reply["usage"]["completion_tokens"] == 159
 
 
 @pytest.mark.parametrize(
@@ -140,7 +152,7 @@ def test_chat_logprobs(live: Live, client: openai.OpenAI) -> None:
     )  # fmt: skip
     content = reply.choices[0].logprobs.content
     assert [entry.logprob for entry in content] == [logprob_of(t) for t in (*ids, 66)]
-    assert content[0].bytes is None  # half a character
+    assert [entry.bytes for entry in content[:2]] == [[byte] for byte in "é".encode()]  # half a character each
     assert content[2].bytes == list(content[2].token.encode())
     assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
 
@@ -190,6 +202,118 @@ def test_meta_info_on_every_choice(live: Live, client: openai.OpenAI) -> None:
 
 def ids_of(names: list[str]) -> list[int]:
     return [int(name.removeprefix("token_id:")) for name in names]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_the_text(live: Live, client: openai.OpenAI, stream: bool, echo: bool) -> None:
+    """B1: whatever the tokens are called, and with characters of several tokens."""
+    text = "hello é😀!"
+    for prompt in (text, tokens(live, text)):
+        arguments: dict[str, Any] = {"prompt": prompt, "max_tokens": 12, "logprobs": 1, "echo": echo, "stream": stream}
+        answers = [
+            client.completions.create(model="tiny", extra_body={"return_tokens_as_token_ids": as_ids}, **arguments)
+            for as_ids in (False, True)
+        ]
+        found = []
+        for answer in answers:
+            chunks = list(answer) if stream else [answer]
+            parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+            found.append([place for part in parts if part.logprobs for place in part.logprobs.text_offset])
+            whole = "".join(part.text for part in parts)
+        assert found[0] == found[1]
+        places = [0, 5, 6, 6, 7, 7, 7, 7, 8]  # hello, space, two bytes, four bytes, !
+        assert found[0] == ([*places, *(9 + place for place in places), 18, 23, 24] if echo else [*places, 9, 14, 15])
+        assert whole == (text if echo else "") + text + "hello \ufffd"
+
+
+def test_offsets_of_tokens_that_the_text_does_not_show(live: Live, client: openai.OpenAI) -> None:
+    """B1: special tokens that are skipped take no room."""
+    ids = [*tokens(live, "a"), 263, *tokens(live, "b")]
+    for shown, places in ((False, [0, 1, 1]), (True, [0, 1, 13])):
+        body = {"skip_special_tokens": not shown}
+        choice = client.completions.create(model="tiny", prompt=ids, max_tokens=3, logprobs=0, extra_body=body).choices[
+            0
+        ]
+        assert choice.logprobs is not None and choice.logprobs.text_offset == places
+        assert choice.text == ("a<|im_start|>b" if shown else "ab")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_put_together_are_the_text(live: Live, client: openai.OpenAI, stream: bool) -> None:
+    """B2: a token that is part of a character has its bytes, and so have the other likely ones."""
+    ids = tokens(live, "a😀é")
+    body = {"input_ids": ids}
+    answer = client.chat.completions.create(
+        model="tiny", messages=[], max_tokens=7, logprobs=True, top_logprobs=3, stream=stream, extra_body=body
+    )
+    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == "a😀é"
+    assert entries[1].token == "\ufffd" and entries[1].bytes == [0xF0]
+    assert all(other.bytes for entry in entries for other in entry.top_logprobs)
+
+
+def test_ids_may_say_that_no_special_tokens_are_added(live: Live, client: openai.OpenAI) -> None:
+    """3.3: of token ids the field asks for nothing, for text it would."""
+    body = {"add_special_tokens": False}
+    for prompt in ([5, 6, 7], [[5, 6, 7]]):
+        assert client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=body).choices
+    with pytest.raises(openai.BadRequestError, match="add_special_tokens"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=2, extra_body=body)
+
+
+def test_the_first_chunk_of_a_completion_tells_its_prompt(live: Live, client: openai.OpenAI) -> None:
+    """3.4: of each choice, and no other chunk."""
+    prompts = [[5, 6], [7, 8, 9]]
+    body = {"return_token_ids": True}
+    found: dict[int, list[Any]] = {}
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=4, stream=True, n=2, extra_body=body
+    ):
+        for choice in chunk.choices:
+            found.setdefault(choice.index, []).append((choice.model_extra or {}).get("prompt_token_ids"))
+    assert {index: given[0] for index, given in found.items()} == {
+        0: prompts[0], 1: prompts[0], 2: prompts[1], 3: prompts[1],
+    }  # fmt: skip
+    assert not any(given for rest in found.values() for given in rest[1:])
+
+
+def test_metadata_is_text(live: Live, client: openai.OpenAI) -> None:
+    """3.1: what is no text stands in `version_info`."""
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3)
+    chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
+    for extra in (reply.to_dict(), [chunk.to_dict() for chunk in chunks if chunk.choices][-1]):
+        metadata: Any = extra["metadata"]
+        facts: Any = extra["version_info"]
+        assert metadata["weight_version"] == facts["weight_version"] == "v0"
+        assert all(isinstance(value, str) for value in metadata.values())
+        assert facts["weight_versions"][0]["version"] == "v0" and "prefill_weight_versions" in facts
+
+
+def test_a_label_that_is_no_number_does_not_stand_where_one_is_read(live: Live) -> None:
+    """3.2: rllm's gateway reads the top-level field as a number."""
+    for version, shown in (("v0", None), ("7~20of52", None), ("12", "12")):
+        live.scheduler.version = version
+        for path, body in (
+            ("/v1/completions", {"prompt": [5], "max_tokens": 1}),
+            ("/v1/chat/completions", {"input_ids": [5], "max_tokens": 1}),
+        ):
+            assert live.client.post(path, json=body).json().get("weight_version") == shown
+    live.scheduler.version = "v0"
+
+
+def test_small_facts_in_vllms_words(live: Live) -> None:
+    """3.6, and what else vLLM's clients ask for."""
+
+    def get(path: str) -> Any:
+        return live.client.get(path).json()
+
+    info = get("/tokenizer_info")
+    assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
+    assert "im_start" in info["chat_template"] and (info["vocab_size"], info["model_max_length"]) == (266, 160)
+    assert get("/weight_info") == {"weight_version": "v0"}
+    assert get("/version").keys() == {"version"} and get("/load") == {"server_load": 0}
 
 
 def test_tokens_as_token_ids(live: Live, client: openai.OpenAI) -> None:
