@@ -8,7 +8,7 @@ FLEET := .venv-fleet
 GPU_IMPORTS := build/gpu-imports
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse soak lint bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
 
 demo: install
@@ -48,6 +48,12 @@ nightly: install-dev
 # Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test-full` plays a part.
 fault-matrix: install-dev
 	$(BIN)/python -m tests.faults
+
+# Mutated bodies for every endpoint of a real server (some ten minutes on two idle cores); `make test-full` sends ten thousand.
+# SEED sends the same ones again.
+BODIES ?= 100000
+fuzz-bodies: install-dev
+	$(BIN)/python -m tests.bodies --count $(BODIES) $(if $(SEED),--seed $(SEED))
 
 # Hostile clients against a real server (under ten minutes on two idle cores); `make test-full` plays a quick choice.
 # ATTACK="words of a name" plays only those.

@@ -1,0 +1,187 @@
+"""Good bodies with every structured field filled, by path: what mutations start from.
+
+A structured field may hold an object, a list or anything.  `unseeded` names the ones of a server that no seed fills.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import numpy as np
+
+from tests.abuse.good import good_bodies, payload, tensors_of
+from tests.abuse.schema import Body, Operation, plain
+from tests.abuse.server import Victim
+
+EXCLUDED = {"/areal_init_weights_update_group", "/init_weights_update_group", "/init_weight_transfer_engine"}
+"""They wait for a trainer until their deadline.  One body in `SELDOM` is theirs."""
+SELDOM = 200
+PROMPT = [5, 6, 7, 8]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer", "enum": [1, 2]}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+MESSAGES = [
+    {"role": "system", "content": "Answer."},
+    {"role": "user", "content": [{"type": "text", "text": "What is the weather in Rome?"}], "name": "ada"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I look.",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+        ],
+    },
+    {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+]
+TEMPLATE_KWARGS = {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]}
+NATIVE_PARAMS = {
+    "max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01,
+    "stop": ["END", "\n\n"], "stop_token_ids": [9], "logit_bias": {"5": 1.5, "6": -100}, "frequency_penalty": 0.1,
+    "presence_penalty": 0.1, "repetition_penalty": 1.1, "n": 2, "sampling_seed": 7, "ignore_eos": False,
+}  # fmt: skip
+VLLM_PARAMS = {
+    "max_tokens": 3, "min_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "n": 2, "stop": ["END"],
+    "stop_token_ids": [9], "logit_bias": {"5": 1.5}, "logprobs": 2, "prompt_logprobs": 1, "seed": 7,
+    "repetition_penalty": 1.1,
+}  # fmt: skip
+OPENAI = {
+    "model": "default", "max_tokens": 3, "temperature": 0.7, "n": 2, "stop": ["END"], "stop_token_ids": [9],
+    "logit_bias": {"5": 1.5}, "response_format": {"type": "text"}, "seed": 7,
+}  # fmt: skip
+
+
+def seeds(victim: Victim) -> dict[str, list[Body]]:
+    """Return the bodies of each path with a body; where no rich one is known, the one of the hostile clients."""
+    found = {one.path: [good] for one in victim.operations if (good := _good(victim, one)) is not None}
+    for path, bodies in _rich(victim).items():
+        if path in found:
+            found[path] += bodies
+    for body in found["/start_profile"]:
+        body.pop("output_dir", None)  # a mutation would make folders beside it
+    return found
+
+
+def structured(one: Operation) -> list[str]:
+    """Return the fields that may hold an object, a list or anything."""
+    return [name for name, schema in one.fields.items() if any(map(_is_structured, schema.get("anyOf", [schema])))]
+
+
+def unseeded(victim: Victim, bodies: dict[str, list[Body]]) -> list[str]:
+    """Return the structured fields that no good body of their path fills, as "PATH FIELD"."""
+    return [
+        f"{one.path} {name}"
+        for one in victim.operations
+        for name in structured(one)
+        if not any(body.get(name) is not None for body in bodies.get(one.path, []))
+    ]
+
+
+def _is_structured(arm: dict[str, Any]) -> bool:
+    return not {"type", "$ref", "enum", "const"} & arm.keys() or arm.get("type") in ("object", "array")
+
+
+def _good(victim: Victim, one: Operation) -> Body | None:
+    return (good_bodies(victim).get(one.path) or plain(one.schema)) if one.schema else None
+
+
+def _rich(victim: Victim) -> dict[str, list[Body]]:
+    native = [
+        {"input_ids": [PROMPT, PROMPT], "sampling_params": [NATIVE_PARAMS, NATIVE_PARAMS], "rid": ["a", "b"],
+         "return_logprob": [True, False], "logprob_start_len": [0, 1], "top_logprobs_num": [2, 0],
+         "token_ids_logprob": [[1, 2], None], "return_sampling_mask": [True, False]},
+        {"text": ["hello", "END"], "sampling_params": NATIVE_PARAMS, "stream": True, "return_routed_experts": True},
+        *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "replay_routed_experts": routes}
+          for routes in _replays(victim)),
+    ]  # fmt: skip
+    tensors = dict(sorted(tensors_of(victim.model).items())[:2])
+    names, shapes = list(tensors), [list(tensor.shape) for tensor in tensors.values()]
+    kinds = ["float32"] * len(names)
+    manifest = [{"name": name, "dtype": "float32", "shape": shape} for name, shape in zip(names, shapes)]
+    tokens = {"token_ids": PROMPT, "stream_options": {"include_usage": True}, "kv_transfer_params": {"a": [1]}}
+    chat = OPENAI | {
+        "messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto", "chat_template_kwargs": TEMPLATE_KWARGS,
+        "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    tokenize = {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": TEMPLATE_KWARGS}
+    update = {"names": names, "dtype_names": kinds, "shapes": shapes}
+    experts = _experts(victim)
+    moved = {"physical_to_logical_map": experts, "split": [[1.0] * len(row) for row in experts]}
+    return {
+        "/generate": native,
+        "/v1/completions": [
+            OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "echo": True},
+            OPENAI | {"prompt": [PROMPT, PROMPT], "stream": True, "stream_options": {"include_usage": True}},
+        ],
+        "/v1/chat/completions": [
+            chat,
+            chat | {"stream": True, "stream_options": {"include_usage": True}},
+            OPENAI | {"messages": [], "input_ids": PROMPT},
+        ],
+        "/inference/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
+        "/skyrl/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
+        **{path: [tokenize, {"prompt": ["a", "b"]}] for path in ("/tokenize", "/v1/tokenize")},
+        **{path: [{"tokens": [PROMPT, PROMPT]}] for path in ("/detokenize", "/v1/detokenize")},
+        "/release_memory_occupation": [{"tags": ["kv_cache", "weights"]}],
+        "/resume_memory_occupation": [{"tags": ["kv_cache", "weights"]}],
+        "/start_profile": [{"num_steps": 1, "activities": ["CPU"]}],
+        "/begin_weight_update": [{"weight_version": "v", "lease_s": 2.0, "manifest": manifest}],
+        "/update_weights_from_tensor": [{"serialized_named_tensors": [payload(tensors)], "format": "safetensors"}],
+        "/update_weights_from_distributed": [{"names": names, "dtypes": kinds, "shapes": shapes}],
+        "/areal_set_update_weight_meta": [{"names": names, "dtypes": kinds, "shapes": shapes}],
+        "/weights_checker": [{"action": "checksum", "skip_tensor_list": names}],
+        "/eplb_rebalance": [{"dry_run": True} | moved],
+        "/abort_request": [{"rid": ["a", "b"]}],
+        "/abort_requests": [{"request_ids": ["a", "b"]}],
+        "/update_weights": [{"update_info": update}],
+        "/collective_rpc": [
+            {"method": "update_weights", "args": [update], "kwargs": {"update_info": update}},
+            {"method": "update_weights_from_ipc", "args": [{"cpu": "ipc:///dev/null"}], "kwargs": {"timeout": 1}},
+        ],
+        "/dashboard/route_probe": [{"input_ids": PROMPT}],
+    }
+
+
+def _replays(victim: Victim) -> list[Any]:
+    """Return right routes of two tokens in each form that a client may send."""
+    shape = _route_shape(victim)
+    ids = np.zeros((2, *shape), dtype=np.int32)
+    ids[...] = np.arange(shape[1])
+    data = base64.b64encode(ids.astype(np.uint8).tobytes()).decode()
+    envelope = {"dtype": "uint8", "shape": [2, *shape], "data": data, "start": 0}
+    buffer = io.BytesIO()
+    np.save(buffer, ids)
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": True}
+    compact = victim.right("POST", "/generate", body | {"routed_experts_format": "compact"}).json()
+    return [
+        envelope,
+        base64.b64encode(ids.tobytes()).decode(),
+        base64.b64encode(buffer.getvalue()).decode(),
+        compact["meta_info"]["routed_experts"],
+        [envelope],
+    ]
+
+
+def _route_shape(victim: Victim) -> tuple[int, int]:
+    """Return hidden layers and top-k of the model under attack."""
+    config = json.loads((victim.model / "config.json").read_text())
+    return config["num_hidden_layers"], config["num_experts_per_tok"]
+
+
+def _experts(victim: Victim) -> list[list[int]]:
+    """Return the trivial map of physical experts, layer by layer."""
+    config = json.loads((victim.model / "config.json").read_text())
+    return [list(range(config["num_experts"]))] * config["num_hidden_layers"]
