@@ -125,7 +125,9 @@ def _neighbour(rng: random.Random, value: Any) -> Any:
             return -value
         return rng.choice([value + 1, value - 1, -value, float(value), value + 0.5, str(value), bool(value), [value]])
     if isinstance(value, float):
-        return rng.choice([-value, value * 1e300, value / 1e300, int(value), str(value), float("nan"), float("inf")])
+        return rng.choice(
+            [-value, value * 1e300, value / 1e300, str(value), float("nan"), float("inf"), round(value, 1)]
+        )
     if isinstance(value, str):
         return _broken_base64(rng, value) if len(value) >= 16 and rng.random() < 0.7 else _broken_text(rng, value)
     if isinstance(value, list) and value:
