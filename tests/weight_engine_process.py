@@ -69,6 +69,9 @@ class Engine:
         if status["open"]:
             self.call("abort", update_id=status["update_id"])
 
+    def get_world_size(self) -> int:
+        return 1
+
     def init_weights_update_group(self, **arguments: Any) -> dict[str, Any]:
         return {"success": self.call("init_group", **arguments)}
 

@@ -15,7 +15,13 @@ Phase = Literal["verify", "commit"]
 
 
 class EngineControl(Protocol):
-    """The engine's control calls, named as its HTTP endpoints.  Each returns the reply and raises on a refusal."""
+    """The engine's control calls, named as its HTTP endpoints.  Each returns the reply and raises on a refusal.
+
+    One without `get_world_size` has the number of ranks that `connect` is given, or one.
+    """
+
+    def get_world_size(self) -> int:
+        """Return how many ranks of the engine join a group."""
 
     def init_weights_update_group(
         self,

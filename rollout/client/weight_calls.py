@@ -35,6 +35,11 @@ class WeightCalls:
         return Call("GET", "/weight_version", field_of("weight_version", str))
 
     @method
+    def get_world_size(self) -> Call[int]:
+        """Return how many ranks of the server join a process group."""
+        return Call("GET", "/get_world_size", field_of("world_size", int))
+
+    @method
     def init_weights_update_group(
         self,
         master_address: str,

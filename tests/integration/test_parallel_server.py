@@ -16,7 +16,7 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess, alive
 from tests.trainer_process import TrainerProcess
 from weight_sync.process_group import free_port
-from weight_sync.sender import WeightSender
+from weight_sync.sender import EngineError, WeightSender
 
 PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [4] * 17]
 PARAMS = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -129,7 +129,7 @@ def test_the_sender_refreshes_all_ranks_and_a_placement_is_adopted(folder: Path)
         before = generate(server)
         location = server.http.get("/expert_location").json()
         sender = WeightSender(server.client, timeout_s=30.0)
-        sender.connect(engine_world_size=2)
+        sender.connect()
         try:
             sender.refresh(tensors, "v1")
         finally:
@@ -146,6 +146,24 @@ def test_the_sender_refreshes_all_ranks_and_a_placement_is_adopted(folder: Path)
         assert moved.status_code == 200 and moved.json()["placement_epoch"] == 2, moved.text
         assert [facts(reply)[:2] for reply in generate(server)] == [facts(reply)[:2] for reply in after]
         assert server.http.get("/health_generate").status_code == 200
+
+
+@pytest.mark.full
+def test_one_sender_refreshes_servers_of_one_and_of_two_ranks_together(folder: Path) -> None:
+    """N23: the sender asks each engine for its ranks."""
+    tensors = new_tensors(folder)
+    with serve(folder) as alone, serve(folder, **TP2) as pair, serve(folder, **DP2) as replicas:
+        servers = {"alone": alone, "pair": pair, "replicas": replicas}
+        sender = WeightSender({name: server.client for name, server in servers.items()}, timeout_s=30.0)
+        sender.connect()
+        report = sender.refresh(tensors, "v1")
+        sender.close()
+        assert [engine.committed for engine in report.engines.values()] == [True, True, True]
+        answers = [[facts(reply) for reply in generate(server)] for server in servers.values()]
+        assert answers[0] == answers[1] == answers[2]
+        sender = WeightSender({"pair": pair.client}, timeout_s=30.0)
+        with pytest.raises(EngineError, match="engine_world_size is 1, the engine has 2 ranks"):
+            sender.connect(engine_world_size=1)
 
 
 @pytest.mark.full(but="1")

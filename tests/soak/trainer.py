@@ -200,7 +200,7 @@ class Trainer:
         sender = WeightSender(client, timeout_s=SENDER_TIMEOUT_S)
         with client, self._refresh("our sender", "begun", label, new, right=True) as attempt:
             try:
-                sender.connect(engine_world_size=self._ranks)
+                sender.connect()
                 with self._pause(self._rng.choice((None, *PAUSE_MODES))):
                     manifest = self._rng.random() < 0.5
                     sender.refresh(

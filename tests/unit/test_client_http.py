@@ -39,6 +39,7 @@ def run_async(canned, use, **options):
 
 # Each verb: what to call, the answer, and the request and result that must come of it.
 VERBS = [
+    (lambda c: c.get_world_size(), {"world_size": 2}, "GET", "/get_world_size", None, 2),
     (lambda c: c.abort("r1"), "", "POST", "/abort_request", {"rid": "r1", "abort_all": False}, None),
     (lambda c: c.abort_all(), "", "POST", "/abort_request", {"rid": "", "abort_all": True}, None),
     (lambda c: c.pause("retract"), {"paused": True}, "POST", "/pause_generation", {"mode": "retract"}, ...),

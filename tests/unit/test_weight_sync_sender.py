@@ -146,6 +146,37 @@ def test_refresh_refuses_before_anything_is_asked() -> None:
     sender.close()
 
 
+class Asked:
+    """An engine of `num_ranks` ranks that notes what it is asked to join, and refuses."""
+
+    def __init__(self, num_ranks: int | None) -> None:
+        self.joined: list[int] = []
+        if num_ranks is not None:
+            self.get_world_size = lambda: num_ranks
+
+    def init_weights_update_group(self, *, world_size: int, **_: object) -> None:
+        self.joined.append(world_size)
+        raise ConnectionError("seen")
+
+
+@pytest.mark.parametrize(("num_ranks", "given", "world_size"), [(2, None, 3), (2, 2, 3), (None, None, 2), (None, 4, 5)])
+def test_an_engine_says_how_many_ranks_join_n23(num_ranks: int | None, given: int | None, world_size: int) -> None:
+    """N23: an engine of two ranks could not be joined by `connect()` alone."""
+    engines = {"small": Asked(1), "asked": Asked(num_ranks)}
+    sender = WeightSender({"asked": engines["asked"]} if given else engines)  # type: ignore[dict-item]
+    with pytest.raises(EngineError, match="engine asked: ConnectionError: seen"):
+        sender.connect(engine_world_size=given)
+    assert engines["asked"].joined == [world_size]
+    assert engines["small"].joined == ([] if given else [2])
+
+
+def test_another_number_of_ranks_than_the_engine_has_is_refused_before_it_joins() -> None:
+    engine = Asked(2)
+    with pytest.raises(EngineError, match="engine_world_size is 1, the engine has 2 ranks; leave it out"):
+        WeightSender(engine).connect(engine_world_size=1)  # type: ignore[arg-type]
+    assert engine.joined == []
+
+
 def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
     sources = fused(version(1))
     plan = plan_tensors(sources, torch.float16)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
 from weight_sync.engine_control import EngineControl, refusal
-from weight_sync.errors import TransactionStateError, TransportError
+from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
 from weight_sync.tensor_meta import TensorMeta, dtype_name
@@ -63,18 +63,20 @@ class EngineLink:
         *,
         master_address: str,
         master_port: int | None,
-        engine_world_size: int,
+        engine_world_size: int | None,
         group_name: str,
         backend: str | None,
         device: torch.device | str,
     ) -> None:
         """Join a group with the engine: this process is rank 0, the engine's ranks follow.
 
+        `engine_world_size`: how many ranks the engine must have; None: as many as it says.
         Raises what the engine refused, else `TransportError` or `WeightRequestError`.
         """
+        num_ranks = self._num_ranks(engine_world_size)
         port = free_port() if master_port is None else master_port
         resolved = resolve_backend(backend, device)
-        world_size = 1 + engine_world_size
+        world_size = 1 + num_ranks
         call = self.call(
             "init_weights_update_group",
             master_address=master_address,
@@ -97,6 +99,19 @@ class EngineLink:
             group.destroy()
             raise TransportError(f"the engine joined, but did not answer within {self.timeout_s:g} s")
         self._group = group
+
+    def _num_ranks(self, expected: int | None) -> int:
+        """Ask the engine for the number of its ranks.  Raises `WeightRequestError` if others are expected."""
+        if getattr(self._control, "get_world_size", None) is None:
+            return 1 if expected is None else expected
+        asked = self.call("get_world_size")
+        wait([asked], timeout=self.timeout_s + GRACE_S)
+        if not asked.done():
+            raise TransportError(f"the engine did not say within {self.timeout_s:g} s how many ranks it has")
+        num_ranks = int(asked.result())
+        if expected not in (None, num_ranks):
+            raise WeightRequestError(f"engine_world_size is {expected}, the engine has {num_ranks} ranks; leave it out")
+        return num_ranks
 
     def call(self, verb: str, **fields: Any) -> Future[Any]:
         """A control call on its way."""

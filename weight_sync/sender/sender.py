@@ -91,7 +91,7 @@ class WeightSender:
         *,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
-        engine_world_size: int = 1,
+        engine_world_size: int | None = None,
         group_name: str = "weight_update_group",
         backend: str | None = None,
         device: torch.device | str = "cpu",
@@ -99,9 +99,10 @@ class WeightSender:
         """Join a group with each engine that is not connected: this process is rank 0, the engine's ranks follow.
 
         Call it again for engines that were lost.  `master_address`: where engines reach this process.  `master_port`:
-        of the first engine, the following ones take the ports after it; None: free ones.  `group_name`: of the only
-        engine; of several, each adds `-` and its own name.  `device`: where the tensors to send live; decides the
-        backend where None is given.
+        of the first engine, the following ones take the ports after it; None: free ones.  Each engine says how many
+        ranks it has; one with another number than `engine_world_size`, if that is given, is refused.  `group_name`: of
+        the only engine; of several, each adds `-` and its own name.  `device`: where the tensors to send live; decides
+        the backend where None is given.
 
         Raises `EngineError`, which names the engines that did not join; the others are connected.
         """
