@@ -17,7 +17,7 @@ from rollout.client.generation_calls import GenerationCalls
 from rollout.client.many import Request, Result, generate_many
 from rollout.client.method import Awaiting, do_awaiting
 from rollout.client.types import FleetPolicy, GenerateOptions, RouteLayout, Timeouts
-from rollout.client.wire import Call, Steps
+from rollout.client.wire import Call, Health, Steps, health_call
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import PauseMode
 from weight_sync.joint_update import OnEngineFailure
@@ -31,9 +31,9 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     """Several engines of one model behind one client, for one event loop.  `RolloutFleet` is the same for threads.
 
     A request goes to the engine of its `session_id`, otherwise to the one with the fewest on their way.  An engine that
-    cannot be reached, or fails its health checks, is left out; what it had on its way is sent to another one from the
-    start, so no sample has tokens of two engines.  It is taken back when it is healthy and serves the weight version of
-    those in use (of the last commit, where none is).
+    cannot be reached, fails its health checks, or serves another weight version than the others is left out; what it
+    had on its way is sent to another one from the start, so no sample has tokens of two engines.  It is taken back when
+    it is healthy and serves the weight version of those in use (of the last commit, where none is).
 
     `bring_up_to_date(client, weight_version)` may send the weights to an engine that is healthy and has others.
     Checks begin with the first call, or `async with`; `close` ends them.
@@ -274,32 +274,71 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     async def _check(self, engine: FleetEngine) -> None:
         """Count a failure, or take the engine back if it may be."""
-        version = engine.weight_version
+        version, start_id, holds = engine.weight_version, engine.start_id, self._holds
         if not await self._is_healthy(engine):
             engine.num_failures += 1
             if engine.num_failures >= self._policy.most_failures:
                 self._leave_out(engine, "it is not healthy")
             return
-        if engine.num_failures and engine.weight_version != version:  # it was started anew
-            self._leave_out(engine, f"it was away, and came back with weight version {engine.weight_version}")
+        if self._was_started_anew(engine, version, start_id):
+            self._choice.forget(engine)  # it has no prefixes any more
+            if engine.weight_version != self.weight_version:
+                self._leave_out(engine, f"it was started anew, with weight version {engine.weight_version}")
         engine.num_failures = 0
+        if holds == self._holds and not self._num_holds:
+            self._compare_version(engine)
+        else:
+            engine.num_differences = 0
         if engine.left_out is not None and not self._num_holds:
             try:
                 await self._take_back(engine)
             except Exception as error:
                 engine.left_out = f"it is healthy, but could not be taken back: {type(error).__name__}: {error}"
 
+    @staticmethod
+    def _was_started_anew(engine: FleetEngine, version: str | None, start_id: str | None) -> bool:
+        """Compare with what it said before.  One that tells no id may have been, where a check failed in between."""
+        if start_id is not None and engine.start_id is not None:
+            return engine.start_id != start_id
+        return engine.num_failures > 0 and engine.weight_version != version
+
+    def _compare_version(self, engine: FleetEngine) -> None:
+        """Leave the engine out once it has served another weight version than most for too many checks."""
+        versions = [other.weight_version for other in self._in_use() if not other.num_failures]
+        if engine.left_out is not None or not versions:
+            return
+        counts = Counter(versions)
+        most = max(counts.values())
+        if counts[self.weight_version] < most:
+            self.weight_version = next(version for version, count in counts.items() if count == most)
+        if engine.weight_version == self.weight_version:
+            engine.num_differences = 0
+            return
+        engine.num_differences += 1
+        if engine.num_differences >= self._policy.most_differences:
+            self._leave_out(engine, self._other_version(engine))
+
     async def _is_healthy(self, engine: FleetEngine) -> bool:
-        """Notes its weight version, too."""
-        limit_s = self._policy.check_timeout_s
+        """Notes its weight version, and which process it is."""
         try:
-            async with asyncio.timeout(limit_s):
-                if not await engine.client.health(limit_s):
-                    return False
-                engine.weight_version = await engine.client.weight_version()
+            async with asyncio.timeout(self._policy.check_timeout_s):
+                health, version = await self._read(engine)
         except Exception:  # whatever it is: a check that ended would never notice anything again
             return False
-        return True
+        if health.is_healthy:
+            engine.start_id, engine.weight_version = health.start_id, version
+        return health.is_healthy
+
+    async def _read(self, engine: FleetEngine) -> tuple[Health, str | None]:
+        """Return the engine's health and, where that is good, its weight version, both of one process."""
+        check = health_call(self._policy.check_timeout_s)
+        health = await engine.client._exchange(check)
+        if not health.is_healthy:
+            return health, None
+        version = await engine.client.weight_version()
+        if engine.weight_version is not None and version != engine.weight_version:  # it may be a new process
+            health = await engine.client._exchange(check)
+        return health, version
 
     async def _take_back(self, engine: FleetEngine) -> None:
         """If it serves what the others serve, or can be made to."""
@@ -326,13 +365,18 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     async def _wanted(self) -> str | None:
         """The weight version that those in use serve now; where none is, of the last commit.
 
-        Raises `ClientError` where they do not serve the same, as amid a refresh.
+        Raises `ClientError` where they do not serve the same, as amid a refresh, or where one was started anew.
         """
         in_use = self._in_use()
         if not in_use:
             return self.weight_version
+        start_ids = [engine.start_id for engine in in_use]
         async with asyncio.timeout(self._policy.check_timeout_s):
-            versions = await asyncio.gather(*(engine.client.weight_version() for engine in in_use))
+            found = await asyncio.gather(*(self._read(engine) for engine in in_use))
+        for engine, start_id, (health, _) in zip(in_use, start_ids, found):
+            if engine.left_out is not None or not health.is_healthy or start_id not in (None, health.start_id):
+                raise ClientError(f"the engine at {engine.url} failed or was started anew meanwhile")
+        versions = [version for _, version in found]
         if len(set(versions)) > 1:
             raise ClientError(f"the engines in use serve different weight versions: {versions}")
         self.weight_version = versions[0]

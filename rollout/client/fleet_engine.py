@@ -25,7 +25,9 @@ class FleetEngine:
     left_out: str | None = "not checked yet"
     weight_version: str | None = None  # as it said last
     outstanding: int = 0  # calls on their way
+    start_id: str | None = None  # of its process; None: it does not say
     num_failures: int = 0  # checks in a row
+    num_differences: int = 0  # checks in a row with another weight version than the others
     is_paused: bool = False  # a pause of ours that could not be ended
     turn: int = 0  # when it was last chosen
     _gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,7 +43,7 @@ class FleetEngine:
 
     def take_back(self) -> None:
         self.left_out = None
-        self.num_failures = 0
+        self.num_failures = self.num_differences = 0
         self._gone.clear()
 
     async def exchange(self, call: Call[T]) -> T:

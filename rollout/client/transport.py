@@ -15,6 +15,7 @@ from rollout.client.pool import GENERATION
 from rollout.client.types import Timeouts
 from rollout.client.wire import Call, Reply
 from rollout.core.errors import BadRequest
+from rollout.core.message import START_ID_HEADER
 
 T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.
@@ -115,7 +116,8 @@ class Connection:
 def read_reply(response: httpx.Response, body: bytes | bytearray) -> Reply:
     """An answer whose body was read."""
     seconds = response.headers.get("retry-after", "")
-    return Reply(response.status_code, bytes(body), float(seconds) if seconds.isdecimal() else None)
+    retry_after_s = float(seconds) if seconds.isdecimal() else None
+    return Reply(response.status_code, bytes(body), retry_after_s, response.headers.get(START_ID_HEADER))
 
 
 def require_before(deadline: float) -> None:

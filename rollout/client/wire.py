@@ -25,11 +25,24 @@ BEYOND_SERVER_S = 10.0
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP answer, whole.  `retry_after_s`: in how many seconds the server wants to be asked again."""
+    """An HTTP answer, whole.
+
+    `retry_after_s`: in how many seconds the server wants to be asked again.  `start_id`: of the server's process, where
+    it says so.
+    """
 
     status: int
     body: bytes
     retry_after_s: float | None = None
+    start_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Health:
+    """The answer to a health check.  `start_id`: another one after each start of the server; None: it does not say."""
+
+    is_healthy: bool
+    start_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +147,21 @@ def field_of(name: str, kind: type[T]) -> Callable[[Reply], T]:
     return parse
 
 
-def is_healthy(reply: Reply) -> bool:
+def health_of(reply: Reply) -> Health:
+    """Read an answer of /health.  Raises `ServerError` for statuses other than success and 503."""
     if reply.status == 503:
-        return False
+        return Health(False)
     check(reply)
-    return True
+    return Health(True, reply.start_id)
+
+
+def is_healthy(reply: Reply) -> bool:
+    return health_of(reply).is_healthy
+
+
+def health_call(timeout_s: float) -> Call[Health]:
+    """The health check, which nobody answering does not fail."""
+    return Call("GET", "/health", health_of, timeout_s=timeout_s, unanswered=Health(False))
 
 
 # --- control verbs -----------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ from rollout.core.errors import DeadlinePassed, status_of
 CHANNEL_SECRET = "LOCKSTEP_CHANNEL_SECRET"
 """Environment variable with the secret by which ranks authenticate their messages over the network."""
 
+START_ID_HEADER = "x-start-id"
+"""Of an answer of `/health`: an id of the server's process, another one after each start."""
+
 WEIGHT_MARGIN_S = 30.0
 """Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that passes first."""
 

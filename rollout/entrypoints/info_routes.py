@@ -18,6 +18,7 @@ from starlette.responses import PlainTextResponse
 
 from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
+from rollout.core.message import START_ID_HEADER
 from rollout.core.scheduler_state import SchedulerState
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
@@ -85,9 +86,12 @@ class InfoRoutes:
     # --- health --------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
-        """200 with an empty body while the scheduler answers, also when paused; else 503."""
+        """200 with an empty body while the scheduler answers, also when paused; else 503.
+
+        The header `x-start-id` is another one after each start of the server.
+        """
         await self._healthy_state()
-        return Response(status_code=200)
+        return Response(status_code=200, headers={START_ID_HEADER: self._manager.start_id})
 
     async def _healthy_state(self) -> SchedulerState:
         try:
@@ -225,6 +229,7 @@ class InfoRoutes:
                 "launch_command": launch_command(args),
                 "scheduler_info": scheduler_info,
                 "startup_time": manager.started_at,
+                "start_id": manager.start_id,
                 "internal_states": [internal],
                 "kv_events": kv_events_facts(args, state.of_ranks),
                 "frontend": "python",

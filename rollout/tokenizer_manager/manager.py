@@ -11,6 +11,7 @@ import enum
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class TokenizerManager:
         self.phase = Phase.STARTING
         self.weight_version = server_args.weight_version  # the last one that the scheduler reported
         self.started_at = time.time()
+        self.start_id = uuid.uuid4().hex
         self.num_messages = 0
         self.scheduler_failed = asyncio.Event()
         self.failure_message: str | None = None  # why the scheduler failed

@@ -41,13 +41,14 @@ class Canned:
     name: str
     is_healthy: bool = True
     version: str = "1"
+    start_id: str | None = None
     generate: Callable[[Any], Any] | None = None
     canned: CannedServer = field(default_factory=CannedServer)
 
     def __post_init__(self) -> None:
         done = {"success": True, "message": "", "paused": True}
         self.canned.answers |= {
-            "/health": lambda body: PlainTextResponse("", 200 if self.is_healthy else 503),
+            "/health": lambda body: PlainTextResponse("", 200 if self.is_healthy else 503, self.headers()),
             "/weight_version": lambda body: {"weight_version": self.version},
             "/generate": lambda body: self.generate(body) if self.generate else self.sample(body),
             "/tokenize": {"tokens": [1]},
@@ -56,6 +57,9 @@ class Canned:
             **{f"/{verb}": done for verb in ("abort_weight_update", "update_weights_from_disk", "weight_update")},
             "/end_weight_update": self.end,
         }
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.start_id is None else {"x-start-id": self.start_id}
 
     def sample(self, body: Any) -> Any:
         meta = {"id": self.name, "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 1}
@@ -247,6 +251,81 @@ def test_an_engine_that_was_started_anew_between_two_failures_is_left_out() -> N
             await until(lambda: "serves weight version 0" in str(fleet.engines[urls[1]].left_out))
 
         with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, most_failures=1000))
+
+
+def test_an_engine_whose_weights_change_behind_the_fleet_is_left_out_c8() -> None:
+    """C8: replaced between two checks, with no check that failed."""
+    with engines(2) as (made, urls):
+
+        async def use(fleet: AsyncRolloutFleet) -> None:
+            made[1].version = "default"
+            await until(lambda: fleet.engines[urls[1]].left_out)
+            assert fleet.engines[urls[1]].left_out == "it serves weight version default, the fleet 1"
+            assert {(await fleet.generate("x")).rid for _ in range(6)} == {"a"}
+            made[1].version = "1"
+            await fleet.wait_until_ready()
+
+        with_fleet(urls, use)
+
+
+def test_engines_that_change_together_stay_and_the_one_that_does_not_goes_c8() -> None:
+    """C8: most engines are right, and a difference of a check or two is a refresh on its way."""
+    with engines(3) as (made, urls):
+
+        async def use(fleet: AsyncRolloutFleet) -> None:
+            for number in range(2, 8):
+                for each in made:
+                    each.version = str(number)
+                    await asyncio.sleep(0.03)
+                await until(lambda wanted=str(number): fleet.weight_version == wanted)
+            await asyncio.sleep(0.5)
+            assert fleet._reasons() == ""
+            made[0].version = made[1].version = "9"
+            await until(lambda: fleet.engines[urls[2]].left_out)
+            assert fleet._reasons() == f"{urls[2]}: it serves weight version 7, the fleet 9"
+
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.1, most_differences=4))
+
+
+def test_versions_are_not_compared_amid_a_refresh_of_somebody_else_c8() -> None:
+    with engines(2) as (made, urls):
+
+        async def use(fleet: AsyncRolloutFleet) -> None:
+            with fleet.held():
+                made[0].version = "2"
+                await asyncio.sleep(0.6)
+                assert fleet._reasons() == ""
+                made[1].version = "2"
+            await until(lambda: fleet.weight_version == "2")
+            with fleet.held():
+                made[0].version = "3"
+                await asyncio.sleep(0.3)
+                assert fleet._reasons() == ""
+            await until(lambda: fleet.engines[urls[0]].left_out)
+
+        with_fleet(urls, use)
+
+
+def test_a_restart_of_any_length_is_noticed_by_the_id_of_the_process_c8() -> None:
+    with engines(2) as (made, urls):
+        made[0].start_id, made[1].start_id = "one", "two"
+
+        async def use(fleet: AsyncRolloutFleet) -> None:
+            homes = {(await fleet.generate("x", session_id=str(i))).rid for i in range(2)}
+            assert homes == {"a", "b"}
+            made[1].start_id = "three"
+            await until(lambda: fleet.engines[urls[1]].start_id == "three")
+            assert fleet._reasons() == "", "it serves the same version again"
+            assert list(fleet._choice._sessions.values()) == [fleet.engines[urls[0]]], "its prefixes are gone"
+            made[1].start_id, made[1].version = "four", "default"
+            await until(lambda: fleet.engines[urls[1]].left_out)
+            assert {(await fleet.generate("x")).rid for _ in range(6)} == {"a"}
+            made[0].start_id, made[0].version = "five", "default"
+            await until(lambda: fleet.engines[urls[0]].left_out)
+            with pytest.raises(ServerUnreachable, match="serves weight version default, the fleet 1"):
+                await fleet.generate("x")
+
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, most_differences=10**6))
 
 
 def test_an_engine_is_brought_up_to_date_before_it_is_taken_back() -> None:

@@ -225,6 +225,13 @@ def test_no_answer_in_time_is_504_and_the_late_answer_is_dropped(live: Live, mon
     assert live.client.get("/health").status_code == 200
 
 
+def test_health_names_the_start_of_the_server_c8(live: Live) -> None:
+    """C8: so a restart of any length shows."""
+    health = live.client.get("/health")
+    assert health.content == b"" and len(health.headers["x-start-id"]) == 32
+    assert health.headers["x-start-id"] == live.manager.start_id == live.client.get("/server_info").json()["start_id"]
+
+
 def test_a_scheduler_that_says_nothing_is_not_healthy(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.scheduler.answers[io_struct.GetStateReqInput] = lambda verb: None
     verb = io_struct.GetStateReqInput
