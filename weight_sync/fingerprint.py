@@ -28,7 +28,7 @@ _SCATTERED_WORDS = 1 << 16  # of one chunk where every word's index is computed:
 _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
-_NO_MASK = 1  # whatever is found is not asked for
+NO_MASK = 1  # whatever is found is not asked for
 _EXPONENTS = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
@@ -179,7 +179,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _contiguous(words: torch.Tensor, offset: int) -> int:
     """Sum over `words` [n], whose first is at flat index `offset`."""
     if (kernels := kernels_of(words.device)) is not None:
-        return int(kernels.gpu_sum_and_flag(words, offset, _NO_MASK)[0]) & _MASK
+        return int(kernels.gpu_sum_and_flag(words, offset, NO_MASK)[0]) & _MASK
     head = min(words.numel(), -offset % BLOCK)
     num_blocks = (words.numel() - head) // BLOCK
     body_end = head + num_blocks * BLOCK

@@ -17,7 +17,8 @@ from weight_sync.bucket import runs_of
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.frame import DeltaFrame, make_frame, write_frame
 from weight_sync.errors import CoverageError, TransactionStateError, WeightRequestError
-from weight_sync.fingerprint import digest, fingerprint, fingerprint_update
+from weight_sync.fingerprint import digest, fingerprint_update
+from weight_sync.fingerprint_batch import fingerprints_of
 from weight_sync.tensor_meta import TensorMeta
 
 FRAME_BYTES = 256 << 20
@@ -54,7 +55,8 @@ class DeltaEncoder:
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, frame_bytes: int = FRAME_BYTES, level: int = 1
     ) -> None:
         self._base = {name: _copied(tensor) for name, tensor in _unique(named_tensors).items()}
-        self._fingerprints = {name: fingerprint(tensor) for name, tensor in self._base.items()}
+        values = fingerprints_of((tensor, tensor.dtype, 0) for tensor in self._base.values())
+        self._fingerprints = dict(zip(self._base, values, strict=True))
         self._frame_bytes = frame_bytes
         self._level = level
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weight_sync.bucket import cut_pieces, end_to_end, plan_buckets, unpack
-from weight_sync.fingerprint import fingerprint
+from weight_sync.fingerprint_batch import Shard, fingerprints_of
 from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import Part, TensorPlan
@@ -109,10 +109,11 @@ class Gatherer:
         """
         parts = [part for part in self._plan.parts.values() if not part.is_fused]
         if self._ranks is None:
-            return {part.meta.name: fingerprint(self._whole(part)) for part in parts}
+            values = fingerprints_of((self._whole(part), part.meta.dtype, 0) for part in parts)
+            return dict(zip((part.meta.name for part in parts), values, strict=True))
         ranks = self._ranks
         by_runs = [part for part in parts if self._is_in_runs(part)]
-        sums = ranks.jointly(lambda: [self._own_share(part, ranks.rank) for part in by_runs])
+        sums = ranks.jointly(lambda: self._own_shares(by_runs, ranks.rank))
         found = dict(zip((part.meta.name for part in by_runs), ranks.sum_over_ranks(sums), strict=True))
         rest = [part.meta for part in parts if part.meta.name not in found]
         for bucket in plan_buckets(rest, max((meta.nbytes for meta in rest), default=1) or 1):
@@ -121,13 +122,16 @@ class Gatherer:
                 flat = torch.empty(sum(meta.nbytes for meta in bucket), dtype=torch.uint8)
             self.gather(bucket, flat)
             if flat is not None:
-                found |= {name: fingerprint(tensor) for name, tensor in unpack(flat, bucket)}
+                views = dict(unpack(flat, bucket))
+                values = fingerprints_of((view, view.dtype, 0) for view in views.values())
+                found |= dict(zip(views, values, strict=True))
         return found
 
     # --- packing ------------------------------------------------------------------------------------------------
 
     def _whole(self, part: Part) -> torch.Tensor:
-        return part.piece.of(self._plan.sources[part.source]).to(part.meta.dtype)
+        """A view, in the source's dtype."""
+        return part.piece.of(self._plan.sources[part.source])
 
     def _pieces_of_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = []
@@ -184,15 +188,20 @@ class Gatherer:
         picks = self._picks(part)
         return all(piece.flat_offset(picks) is not None for piece in self._pieces(part.meta.name))
 
-    def _own_share(self, part: Part, rank: int) -> int:
-        picks = self._picks(part)
-        shares = 0
-        for piece in _of_rank(self._pieces(part.meta.name), rank):
-            offset = piece.flat_offset(picks)
-            assert offset is not None, "only asked for pieces that are runs"
-            content = self._content(piece).to(part.meta.dtype)
-            shares += fingerprint(content.mT if part.piece.transposed else content, offset)
+    def _own_shares(self, parts: Sequence[Part], rank: int) -> list[int]:
+        """The share of each part's fingerprint that this rank holds; 0 where it holds nothing."""
+        shares = [0] * len(parts)
+        held = [(at, piece) for at, part in enumerate(parts) for piece in _of_rank(self._pieces(part.meta.name), rank)]
+        for (at, _), value in zip(held, fingerprints_of(self._run(piece) for _, piece in held), strict=True):
+            shares[at] += value
         return shares
+
+    def _run(self, piece: _Piece) -> Shard:
+        part = piece.part
+        offset = piece.flat_offset(self._picks(part))
+        assert offset is not None, "only asked for pieces that are runs"
+        content = self._content(piece)
+        return content.mT if part.piece.transposed else content, part.meta.dtype, offset
 
 
 def _of_rank(pieces: Sequence[_Piece], rank: int) -> list[_Piece]:
