@@ -40,10 +40,13 @@ test-full: lint
 test-integrations: $(INTEGRATIONS)/.installed $(FLEET)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
 
-# Thousands of random histories of requests and refreshes; `make test-full` plays hundreds.  SEED plays the same ones again.
+# Thousands of random histories of requests and refreshes, and of mixed schedules; `make test-full` plays hundreds.
+# SEED plays the same ones again.
 HISTORIES ?= 5000
+SCHEDULES ?= 5000
 nightly: install-dev
 	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.mixed run --seeds $(SCHEDULES) --processes $(WORKERS) $(if $(SEED),--seed $(SEED))
 
 # Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test-full` plays a part.
 fault-matrix: install-dev

@@ -71,7 +71,7 @@ class Harness:
     After every turn of the loop the arrays of the decode batch are compared with its requests.
     """
 
-    def __init__(self, model_path: Path | str, **settings: Any) -> None:
+    def __init__(self, model_path: Path | str, *, channel: LocalChannel | None = None, **settings: Any) -> None:
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "max_total_tokens": 4096,
@@ -79,7 +79,7 @@ class Harness:
             "enable_return_routed_experts": True,
         }
         self.args = ServerArgs(model_path=str(model_path), **defaults | settings)
-        self.channel = LocalChannel()
+        self.channel = channel or LocalChannel()
         self.scheduler, self.ready = build_scheduler(self.args, self.channel)
         config = self.scheduler.runner.state.model.config
         self._route_shape = (len(config.moe_layer_ids), config.num_experts_per_tok)

@@ -8,7 +8,6 @@ allows, and no step runs without memory or content.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
+from tests.in_turn import InTurn
 from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import control_of, refresh
 from tests.model_zoo import logical_tensors
@@ -253,21 +253,6 @@ class _KeepsPrefixes(CacheManager):
         self.prefix_cache.num_cached = 0
 
 
-class _InTurn:
-    """Does weight I/O at once: how far requests come meanwhile depends on nothing, and a history plays twice alike."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def submit(self, call: Any, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 @pytest.mark.mutant
 @pytest.mark.parametrize(
     ("machine", "part", "wrong", "noticed"),
@@ -280,7 +265,7 @@ class _InTurn:
 )
 def test_histories_catch_wrong_parts(monkeypatch, machine: type, part: str, wrong: type, noticed: str) -> None:
     monkeypatch.setattr(build if hasattr(build, part) else build_control, part, wrong)
-    monkeypatch.setattr("rollout.control.weight_queue.ThreadPoolExecutor", _InTurn)
+    monkeypatch.setattr("rollout.control.weight_queue.ThreadPoolExecutor", InTurn)
     unshrunk = settings(
         max_examples=1500, stateful_step_count=20, deadline=None, database=None, phases=[Phase.generate],
         derandomize=True, suppress_health_check=list(HealthCheck),

@@ -1,0 +1,60 @@
+"""The KV events of an engine, read as a router reads them, against the prefix tree that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.scheduler.kv_events import KVEvents
+from tests.kv_listener import Parent, PrefixTree
+from tests.mixed.violation import Violation
+
+_NO_EXTRA_KEY = "\x1f"  # what ends the namespace of a request with a salt alone
+
+
+class Tap:
+    """Stands in for the publisher's socket: each batch is read when it is sent."""
+
+    def __init__(self) -> None:
+        self.tree = PrefixTree()
+
+    def send_multipart(self, frames: list[bytes], _: int) -> None:
+        _topic, number, payload = frames
+        self.tree.take(int.from_bytes(number, "big"), payload)
+
+    def compare(self, cache: RadixCache, weight_epoch: int) -> None:
+        """Raise `Violation` unless the events describe exactly what requests can find."""
+        num_found = sum(self._find(cache, namespace) for namespace in cache._roots if namespace[1] == weight_epoch)
+        if num_found != len(self.tree.blocks):
+            raise Violation(f"KV events describe {len(self.tree.blocks)} tokens, {num_found} of them are cached")
+
+    def _find(self, cache: RadixCache, namespace: tuple[str | None, int]) -> int:
+        """How many tokens of the tree of `namespace` there are."""
+        salt = None if namespace[0] is None else namespace[0].removesuffix(_NO_EXTRA_KEY)
+        found = 0
+        below: list[tuple[RadixNode, Parent]] = [(cache._roots[namespace], ("root", salt))]
+        while below:
+            node, parent = below.pop()
+            for token in node.tokens.tolist():
+                name = self.tree.below.get((parent, token))
+                if name is None:
+                    raise Violation(f"token {token} is cached under {namespace}, and no KV event says so")
+                parent = name
+                found += 1
+            below += [(child, parent) for child in node.children.values()]
+        return found
+
+
+@contextmanager
+def tapped() -> Iterator[Tap]:
+    """The publisher of an engine that is built inside has no socket, and the tap gets what it sends."""
+    tap = Tap()
+
+    def open_nothing(*_: Any) -> Tap:
+        return tap
+
+    with mock.patch.object(KVEvents, "_open", open_nothing):
+        yield tap

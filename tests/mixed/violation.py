@@ -1,0 +1,5 @@
+"""What every check of the fuzz raises."""
+
+
+class Violation(AssertionError):
+    """Something that an engine must not do."""

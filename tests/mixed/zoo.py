@@ -1,0 +1,252 @@
+"""A small model of every family in each dtype, other contents for it, and what it answers to one request at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rollout.control import weight_queue
+from rollout.core.io_struct import GetStateReqInput, ReplayedRoutes
+from rollout.engine import build_control
+from tests.family_zoo import FAMILIES, SEEING, family_checkpoint, family_config
+from tests.in_turn import InTurn
+from tests.local_refresh import refresh
+from tests.model_zoo import KINDS, logical_tensors, tiny_checkpoint, tiny_spec
+from tests.scheduler_harness import Harness, Result
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from tests.mixed.schedule import Ask, Replay
+
+NUM_CONTENTS = 3
+DTYPES = ("float32", "bfloat16")
+_MODEL_SEED = 3
+_MOST_ANSWERS = 512  # kept of all models; a schedule asks for fewer of its own
+_ROOM = 1024  # KV slots where a request is alone
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule has to know of a model."""
+
+    family: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    num_layers: int  # with experts
+    num_experts: int
+    top_k: int
+    needs_long_prompts: bool  # prefixes are found by snapshots or by whole pages
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_layers > 0
+
+    def routes(self, replay: Replay) -> ReplayedRoutes:
+        """As a request brings them along."""
+        generator = np.random.default_rng(replay.seed)
+        order_RLE = generator.random((replay.start + replay.rows, self.num_layers, self.num_experts)).argsort(-1)
+        rows_RLK = order_RLE[replay.start :, :, : self.top_k].astype("<u2")
+        return ReplayedRoutes(data=rows_RLK.tobytes(), shape=rows_RLK.shape, start=replay.start)
+
+
+def all_shapes() -> list[Shape]:
+    """Every family in each dtype, but for those that see: their text is another family's."""
+    families = [family for family in FAMILIES if family not in SEEING]
+    return [_shape(family, dtype) for family in families for dtype in DTYPES] + [
+        _tiny_shape(kind, dtype) for kind in KINDS for dtype in DTYPES
+    ]
+
+
+def _tiny_shape(kind: str, dtype: str) -> Shape:
+    """Of a checkpoint of `tests.model_zoo`."""
+    spec = tiny_spec(kind)
+    return Shape(
+        family=kind,
+        dtype=dtype,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        num_layers=0 if spec.dense else spec.layers - spec.dense_first,
+        num_experts=spec.experts,
+        top_k=spec.top_k,
+        needs_long_prompts=False,
+    )
+
+
+def _shape(family: str, dtype: str) -> Shape:
+    config = family_config(family)
+    is_odd = any(word in family for word in ("qwen3_next", "qwen3_5", "gpt_oss"))
+    return Shape(
+        family=family,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        num_layers=len(config.moe_layer_ids),
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        needs_long_prompts=is_odd,
+    )
+
+
+class Zoo:
+    """Models are written into `folder` when they are first asked for; another process may have done it before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes = all_shapes()
+        self._folder = folder
+        self._models: dict[tuple[str, str], Model] = {}
+        self._answers: OrderedDict[Any, Result] = OrderedDict()
+
+    def model(self, family: str, dtype: str) -> Model:
+        model = self._models.get((family, dtype))
+        if model is None:
+            shape = next(shape for shape in self.shapes if (shape.family, shape.dtype) == (family, dtype))
+            model = self._models[family, dtype] = Model(self._folder / f"{family}-{dtype}", shape, self._remember)
+        return model
+
+    def write_all(self) -> None:
+        for shape in self.shapes:
+            self.model(shape.family, shape.dtype)
+
+    def _remember(self, key: Any, answer: Callable[[], Result]) -> Result:
+        known = self._answers.get(key)
+        if known is None:
+            known = self._answers[key] = answer()
+            if len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return known
+
+
+class Model:
+    """`contents[c]`: every tensor by name; `changed`: the names of those that are not the same in all contents."""
+
+    def __init__(self, folder: Path, shape: Shape, remember: Callable[[Any, Callable[[], Result]], Result]) -> None:
+        self.folder = folder
+        self.shape = shape
+        self._remember = remember
+        self._alone: dict[int, Harness] = {}
+        if not (folder / "tokenizer.json").is_file():
+            _write(folder, shape)
+
+    @cached_property
+    def contents(self) -> list[dict[str, torch.Tensor]]:
+        base = logical_tensors(self.folder)
+        return [base | _changed(base, content) for content in range(NUM_CONTENTS)]
+
+    @cached_property
+    def changed(self) -> list[str]:
+        return [name for name in self.contents[0] if _changes(name)]
+
+    def alone(self, ask: Ask, seed: int, content: int, most: int | None = None) -> Result:
+        """What a sample of `ask` gets from an engine of this content that has nothing else to do.
+
+        Its prompt is computed in one piece, without a prefix; no mask has too many ids.  `most`: tokens to compare.
+        """
+        fields = request_fields(ask, self.shape)
+        params = ask.params | {"sampling_seed": seed}
+        if most is not None:
+            params["max_new_tokens"] = min(most, ask.new_tokens)
+        return self._answer(ask.prompt, params, fields, content)
+
+    def scored(self, ask: Ask, token_ids: list[int], content: int) -> Result:
+        """The prompt of `ask` and `token_ids`, as a prompt of which the log-probabilities of `token_ids` are wanted."""
+        fields = request_fields(ask, self.shape) | {
+            "return_logprob": True,
+            "logprob_start_len": len(ask.prompt) - 1,
+            "return_sampling_mask": False,
+            "routed_experts_start_len": 0,
+        }
+        params = {"max_new_tokens": 0, "temperature": ask.params["temperature"]}
+        return self._answer(ask.prompt + token_ids, params, fields, content)
+
+    def _answer(self, prompt: list[int], params: dict[str, Any], fields: dict[str, Any], content: int) -> Result:
+        key = (self.shape, content, repr((prompt, params, fields)))
+        return self._remember(key, lambda: self._compute(prompt, params, fields, content))
+
+    @torch.inference_mode()
+    def _compute(self, prompt: list[int], params: dict[str, Any], fields: dict[str, Any], content: int) -> Result:
+        return self._engine(content).generate([prompt], params, **fields)[0]
+
+    def _engine(self, content: int) -> Harness:
+        engine = self._alone.get(content)
+        if engine is None:
+            with in_turn():
+                engine = Harness(
+                    self.folder,
+                    dtype=self.shape.dtype,
+                    max_total_tokens=_ROOM,
+                    chunked_prefill_size=-1,
+                    disable_radix_cache=True,
+                    max_running_requests=1,
+                    enable_return_routed_experts=self.shape.is_moe,
+                )
+                changed = {name: self.contents[content][name] for name in self.changed}
+                assert refresh(engine, changed, f"content {content}", coverage="partial").success
+            state = engine.control(GetStateReqInput).data
+            assert state is not None and state["batch_invariant"], state
+            engine.scheduler.runner.recorded = None  # each forward by the model's own code
+            self._alone[content] = engine
+        engine.results.clear()
+        return engine
+
+
+def request_fields(ask: Ask, shape: Shape) -> dict[str, Any]:
+    """What decides the result of a request, beside its prompt and `sampling_params`."""
+    return {
+        "return_logprob": ask.logprobs,
+        "logprob_start_len": ask.scored,
+        "top_logprobs_num": ask.top,
+        "token_ids_logprob": ask.chosen or None,
+        "return_routed_experts": ask.routes,
+        "routed_experts_start_len": ask.routes_start,
+        "return_sampling_mask": ask.mask is not None,
+        "sampling_logprobs_mode": ask.mask or "selected",
+        "replay": None if ask.replay is None else shape.routes(ask.replay),
+    }
+
+
+def _write(folder: Path, shape: Shape) -> None:
+    if shape.family in KINDS:
+        tiny_checkpoint(folder, shape.family, _MODEL_SEED, dtype=shape.dtype)
+        return
+    transformers_logging.disable_progress_bar()
+    family_checkpoint(folder, shape.family, _MODEL_SEED, getattr(torch, shape.dtype))
+    write_tiny_tokenizer(folder)
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Engines that are built inside do weight I/O in the thread of their loop, and leave no time between its parts."""
+    with (
+        mock.patch.object(weight_queue, "ThreadPoolExecutor", InTurn),
+        mock.patch.object(build_control, "pause_between_parts", lambda _: lambda _: None),
+    ):
+        yield
+
+
+def _changes(name: str) -> bool:
+    """Few of the tensors, so that a commit is quick, and such that everything after the first layer differs."""
+    return "experts" not in name and ".0." in name
+
+
+def _changed(base: Mapping[str, torch.Tensor], content: int) -> dict[str, torch.Tensor]:
+    """Those of `base` that another content has changed."""
+    generator = torch.Generator().manual_seed(content)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in base.items() if content else ():
+        if _changes(name):
+            noise = torch.randn(tensor.shape, generator=generator)
+            scale = 0.3 * (tensor.float().std() if tensor.numel() > 1 else 1.0)
+            found[name] = (tensor.float() + noise * scale).to(tensor.dtype)
+    return found
