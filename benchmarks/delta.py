@@ -128,7 +128,7 @@ def applied(frame: DeltaFrame, base: Tensors) -> Tensors:
 
 def train(path: str, vocab_size: int) -> Iterator[Tensors]:
     """The weights in bfloat16, before the first step and after each: by name, per expert, copies."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -41,7 +41,7 @@ class Way:
 
     def __init__(self, folder: Path, how: str, dtype: str, input_ids: torch.Tensor) -> None:
         self.how, self.ids = how, input_ids
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False).eval()
         self.routes: torch.Tensor | None = None
         if how == "routes forced":
             with record_routes(self.model) as recorded, torch.no_grad():

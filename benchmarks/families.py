@@ -96,7 +96,7 @@ def _family(
         max_total_tokens=32768,
         enable_return_routed_experts=config.is_moe,
     )
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, trust_remote_code=False)
     systems = {"lockstep": by_engine(engine), "transformers": by_transformers(hf)}
     cases = [(batch, PROMPT_TOKENS, new) for batch in batches for new in (1, new_tokens)] + [(1, PREFILL_TOKENS, 1)]
     times = _times(family, systems, cases, rounds, config.vocab_size, console)

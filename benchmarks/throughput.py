@@ -37,7 +37,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
     machine = measure_machine()
     engine = Engine(model_path=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=65536)
     transformers_logging.disable_progress_bar()
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     systems: dict[str, Generate] = {
         "lockstep": by_engine(engine),
         "transformers": by_transformers(hf),

@@ -78,7 +78,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
 def mismatch(console: Console) -> list[dict]:
     """The demo's model with its weights as sent and as held."""
     folder = cached_checkpoint("demo", CheckpointSpec(shards=4))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     generator = random.Random(0)
     prompts = [[generator.randrange(model.config.vocab_size) for _ in range(32)] for _ in range(MISMATCH_SAMPLES)]
     engine = Engine(model_path=str(folder), dtype="bfloat16", skip_tokenizer_init=True)

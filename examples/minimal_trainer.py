@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     args = parser.parse_args()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32, trust_remote_code=False).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     with RolloutClient(args.url) as client:
         prompt_ids = client.tokenize(PROMPT)

@@ -70,7 +70,7 @@ def _transformers(settings: Settings) -> Rates:
     """`generate_batch`; which attention and whether CUDA graphs are used is its own choice."""
     batches, new_tokens = _sizes(settings)
     with config_folder(shape(settings)) as folder, settings.device:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         dtype = getattr(torch, settings.dtype)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     greedy = transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1)

@@ -26,7 +26,7 @@ from examples.demo.rollouts import SampleGroup
 
 def load_model(path: str | Path) -> torch.nn.Module:
     """The checkpoint in `transformers`, float32, without dropout."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def has_experts(model: torch.nn.Module) -> bool:

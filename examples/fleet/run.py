@@ -125,7 +125,7 @@ async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, fo
     view.phase("start engines")
     events = EventLog(view.happened)
     trainer = Trainer(checkpoint, published)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     waiting: dict[tuple[int, ...], list[Sample]] = defaultdict(list)  # samples of a prompt, to learn from
 
     def answered(sample: Sample) -> None:

@@ -41,7 +41,9 @@ class Trainer:
     """
 
     def __init__(self, checkpoint: Path, published: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
         self._published = published
         self._sender = WeightSender({}, timeout_s=TIMEOUT_S, on_engine_failure="leave_out")

@@ -44,7 +44,9 @@ def new_model(folder: Path, seed: int) -> Any:
     """A randomly initialised model; `folder` gets its configuration and tokenizer."""
     make_checkpoint(folder, SPEC, force=True)
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.float32
+    )
 
 
 class Masters:

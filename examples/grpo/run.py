@@ -77,7 +77,7 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     for variant in args.variants:
         started = time.monotonic()
         result = Result(seed, variant)
-        trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         with _server(folder, args.threads) as url, _progress(console) as report, numerics_of(trained, variant):
             asyncio.run(Grpo(trained, tokenizer, url, plan, result, report).run())
         (args.out / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))

@@ -198,6 +198,26 @@ def test_nothing_executes_what_it_reads() -> None:
     assert forbidden_calls("torch.load(f, weights_only=True)") == []
 
 
+def trusting_calls(text: str) -> list[str]:
+    """Calls of transformers' loaders that may run a checkpoint's code, or ask on the console whether to."""
+    return [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(".from_pretrained")
+        and not any(k.arg == "trust_remote_code" and ast.unparse(k.value) == "False" for k in node.keywords)
+    ]
+
+
+def test_no_code_of_a_checkpoint_is_trusted_and_nobody_is_asked_b6() -> None:
+    """B6: transformers asks on the console where it is not told."""
+    paths = [*sources(), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    assert not [f"{path}: {call}" for path in paths for call in trusting_calls(path.read_text())]
+    assert trusting_calls("AutoTokenizer.from_pretrained(folder)") != []
+    assert trusting_calls("AutoConfig.from_pretrained(folder, trust_remote_code=True)") != []
+    assert trusting_calls("AutoConfig.from_pretrained(folder, trust_remote_code=False)") == []
+
+
 def test_central_records_stay_small() -> None:
 
     assert len(ForwardBatch.__slots__) <= 14

@@ -27,7 +27,9 @@ class Transformers:
     def __init__(self, model_path: str, threads: int, kv_tokens: int) -> None:
         torch.set_num_threads(threads)
         transformers.utils.logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.bfloat16, trust_remote_code=False
+        ).eval()
         self._model.register_forward_pre_hook(self._choose_experts, with_kwargs=True)
         self._fastest: dict[tuple[int, int], tuple[str, str]] = {}
         self._prefill = self._decode = EXPERTS[0]
