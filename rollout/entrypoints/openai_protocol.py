@@ -272,4 +272,20 @@ def _with_arguments(call: Any) -> Any:
         arguments = msgspec.json.decode(function["arguments"])
     except (msgspec.DecodeError, RecursionError):
         return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+    if not isinstance(arguments, dict):
+        return call
+    return call | {"function": function | {"arguments": CallArguments(arguments, function["arguments"])}}
+
+
+class CallArguments(dict[str, Any]):
+    """Arguments of a call: an object for most templates, and its text for those that join it to text, as DeepSeek's."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
