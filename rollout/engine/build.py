@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from capture.slot_store import RouteSlotStore
 from rollout.attention.registry import create_attention_backend
@@ -24,6 +24,7 @@ from rollout.core.io_struct import SchedulerReady
 from rollout.core.layer_specs import WindowKV
 from rollout.core.model_config import ModelConfig, with_latent_norm_eps
 from rollout.core.server_args import ServerArgs
+from rollout.core.tokenizer_files import has_tokenizer, read_tokenizer
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
@@ -235,7 +236,7 @@ def _wire(
         states=_sequence_memory(args, limits, device),
     )
     queues = RequestQueues(DecodeBatch())
-    stop = StopChecker(config.eos_token_ids, _tokenizer_file(args), args.sampling_mask_max_tokens)
+    stop = StopChecker(config.eos_token_ids, _tokenizer(args), args.sampling_mask_max_tokens)
     return Scheduler(
         channel=channel,
         runner=runner,
@@ -359,11 +360,10 @@ def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
     return RouteSlotStore(num_slots, len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts)
 
 
-def _tokenizer_file(args: ServerArgs) -> Path | None:
-    if args.skip_tokenizer_init:
-        return None
-    path = Path(args.tokenizer_path or args.model_path) / "tokenizer.json"
-    return path if path.is_file() else None
+def _tokenizer(args: ServerArgs) -> Tokenizer | None:
+    """The tokenizer by which stop strings are found, None where the folder has none: the server refuses that."""
+    folder = args.tokenizer_path or args.model_path
+    return None if args.skip_tokenizer_init or not has_tokenizer(folder) else read_tokenizer(folder).backend
 
 
 def _static_state(

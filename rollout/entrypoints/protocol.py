@@ -191,7 +191,7 @@ def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
 
 def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
     """What a client may set for the chat template; what steers the rendering itself raises `UnsupportedFeature`."""
-    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools"}
+    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "tools"}
     refused = reserved & variables.keys()
     if refused:
         raise UnsupportedFeature(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")

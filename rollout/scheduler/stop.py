@@ -6,12 +6,11 @@ Stop strings are searched for in the text with special tokens, as in SGLang, whe
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
 
 from rollout.core.detokenizer import INCOMPLETE, IncrementalDetokenizer
-from rollout.core.errors import StartupError, UnsupportedFeature
+from rollout.core.errors import UnsupportedFeature
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
@@ -19,14 +18,14 @@ from rollout.scheduler.req import Req
 
 
 class StopChecker:
-    """Decides after every sampled token.  `tokenizer_file` is a `tokenizer.json`, or None to refuse stop strings."""
+    """Decides after every sampled token.  Without a `tokenizer`, stop strings are refused."""
 
     def __init__(
-        self, eos_token_ids: tuple[int, ...], tokenizer_file: Path | None, sampling_mask_max_tokens: int = 1 << 31
+        self, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer | None, sampling_mask_max_tokens: int = 1 << 31
     ) -> None:
         self._mask_limit = sampling_mask_max_tokens
         self._eos = frozenset(eos_token_ids)
-        self._tokenizer = _load_tokenizer(tokenizer_file) if tokenizer_file is not None else None
+        self._tokenizer = tokenizer
         # Byte-level text is the bytes of its tokens one after the other: what a token adds depends on it alone.
         self._adds_bytes = self._tokenizer is not None and isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._text_of_token: dict[int, str] = {}
@@ -44,7 +43,7 @@ class StopChecker:
         if not source.sampling_params.stop:
             return None
         if self._tokenizer is None:
-            raise UnsupportedFeature("stop strings need a tokenizer.json; this server runs without tokenizer")
+            raise UnsupportedFeature("stop strings need a tokenizer, and this server runs without one")
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
 
     def mask_refusal(self, count: int) -> FinishReason | None:
@@ -101,10 +100,3 @@ def _matched_string(text: IncrementalDetokenizer, output: list[int], stop: list[
     whole = text.complete
     matches = [(whole.find(string, max(0, old - len(string) + 1)), string) for string in stop]
     return min((match for match in matches if match[0] >= 0), default=(0, None))[1]
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise StartupError(f"{path} cannot be read as a tokenizer: {error}") from None

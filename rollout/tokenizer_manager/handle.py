@@ -46,12 +46,7 @@ class SampleText:
         self._trim = not params.no_stop_trim
         self._final: str | None = None
         self._detokenizer = IncrementalDetokenizer(
-            lambda ids: tokenizer.decode(
-                ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between=params.spaces_between_special_tokens,
-                kept_ids=kept_ids,
-            ),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens, kept_ids=kept_ids),
             params.stop if self._trim else (),
         )
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from rollout.core.byte_level import BYTE_LETTERS
+
+_BYTES_OF_LETTERS = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -68,13 +71,3 @@ def _decoder_kinds(backend: Tokenizer) -> list[dict[str, Any]]:
         return []
     whole = json.loads(backend.decoder.__getstate__())
     return whole["decoders"] if whole["type"] == "Sequence" else [whole]
-
-
-def _letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTES_OF_LETTERS = _letters()

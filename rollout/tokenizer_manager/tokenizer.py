@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer behind three calls: encode, decode, render a chat.
+"""The tokenizer of a checkpoint behind three calls: encode, decode, render a chat.
 
 Work that may take long runs in one of two threads, so that short work does not wait behind long work.  A text takes
 hundreds of bytes a token while it is encoded, so texts that cannot fit are refused before, and long ones are encoded in
@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from rollout.core.errors import BadRequest, StartupError, TooLarge, UnsupportedFeature
+from rollout.core.errors import BadRequest, TooLarge
+from rollout.core.tokenizer_files import TokenizerFiles, read_tokenizer
+from rollout.tokenizer_manager.chat_template import ChatTemplates
 from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
 
 INLINE_CHARS = 4096
@@ -37,40 +37,33 @@ class Tokenizer:
     `context_length`: tokens of the longest prompt of any use; a text with far more is refused before it is encoded.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+    def __init__(self, files: TokenizerFiles) -> None:
         self.context_length: int | None = None
-        self.vocabulary = TokenVocabulary(backend.backend_tokenizer)
-        self._backend = backend
-        self._longest_token = max(map(len, backend.get_vocab()))
+        self.vocabulary = TokenVocabulary(files.backend)
+        self._backend = files.backend
+        self._special_tokens = files.special_tokens
+        self._templates = ChatTemplates(files.chat_templates, files.special_tokens)
+        vocabulary = files.backend.get_vocab()
+        self._vocab_size, self._longest_token = len(vocabulary), max(map(len, vocabulary), default=1)
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-short")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
         self._token_texts: dict[int, str] = {}
-        self._backend(["."])  # sets what a Hugging Face tokenizer sets at its first call, before there are threads
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load from a folder, never from the network.  Raises `StartupError`."""
-        if not Path(path).is_dir():
-            raise StartupError(f"tokenizer folder {path} does not exist")
-        try:
-            backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:
-            # transformers raises a dozen unrelated types for a folder without usable tokenizer files.
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise StartupError(
-                f"no usable tokenizer in {path} ({reason[0]}); give --tokenizer-path or --skip-tokenizer-init"
-            ) from error
-        return cls(backend)
+        """Load from a folder, never from the network; no code of the folder runs.  Raises `StartupError`."""
+        return cls(read_tokenizer(path))
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._backend.eos_token_id
+        text = self._special_tokens.get("eos_token")
+        return None if text is None else self._backend.token_to_id(text)
 
     def facts(self) -> dict[str, Any]:
         """Return the tokens that have a role, null where there is none, and the chat template."""
         roles: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
-        roles |= {role: str(token) for role, token in self._backend.special_tokens_map.items() if role in roles}
-        return roles | {"chat_template": self._backend.chat_template, "vocab_size": len(self._backend)}
+        roles |= {role: token for role, token in self._special_tokens.items() if role in roles}
+        return roles | {"chat_template": self._templates.source, "vocab_size": self._vocab_size}
 
     def close(self) -> None:
         for executor in (self._short, self._long):
@@ -102,7 +95,8 @@ class Tokenizer:
         return ids
 
     def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        return self._backend(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def _check(self, text: str) -> None:
         if not text.isascii():
@@ -134,7 +128,6 @@ class Tokenizer:
         token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
-        spaces_between: bool = True,
         kept_ids: frozenset[int] = frozenset(),
     ) -> str:
         """Text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing.
@@ -144,14 +137,7 @@ class Tokenizer:
         if kept_ids and skip_special_tokens:
             skipped = self.vocabulary.special_ids - kept_ids
             token_ids, skip_special_tokens = [index for index in token_ids if index not in skipped], False
-        text = self._backend.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str), "a flat list of ids decodes to one text"
-        return text
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token, special ones too; cached, as the same few thousand are wanted again and again."""
@@ -184,31 +170,22 @@ class Tokenizer:
         (`add_generation_prompt`) or the end of the last message.
         Raises `UnsupportedFeature` without a template, `BadRequest` when the template refuses the messages.
         """
-        if not self._backend.chat_template:
-            raise UnsupportedFeature(
-                "this model's tokenizer has no chat template; send `input_ids` or use /v1/completions"
-            )
+        self._templates.template(for_tools=tools is not None)
         texts = [text for message in messages for text in message.values()]
         is_plain = tools is None and all(isinstance(text, str) for text in texts)
         size = _size(texts) + len(messages) if is_plain else LONG_CHARS + 1
-        extra = extra | {
-            "add_generation_prompt": add_generation_prompt and not continue_final,
-            "continue_final_message": continue_final,
-        }
-        return await self._in_thread(lambda: self._render(messages, tools, extra), size)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, extra: dict[str, Any]) -> list[int]:
-        try:
-            text = self._backend.apply_chat_template(
+        def render() -> list[int]:
+            text = self._templates.render(
                 messages,
                 tools=tools,
-                tokenize=False,
-                **extra,
+                continue_final=continue_final,
+                add_generation_prompt=add_generation_prompt,
+                variables=extra,
             )
-        except Exception as error:
-            # Templates are programs: what they raise for odd messages is up to their author.
-            raise BadRequest(f"messages: the chat template refused them: {error}") from None
-        return self._encode([str(text)], False)[0]
+            return self._encode([text], False)[0]
+
+        return await self._in_thread(render, size)
 
     async def _in_thread(self, work: Callable[[], Result], size: int) -> Result:
         executor = self._short if size <= LONG_CHARS else self._long

@@ -13,6 +13,7 @@ import pytest
 from rollout.core.errors import TooLarge
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.tokenizer_files import read_tokenizer
 from rollout.entrypoints.engine import Engine
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import RequestQueues
@@ -118,7 +119,7 @@ def answers(checker: StopChecker, token_ids: list[int], **params: Any) -> list[A
 @pytest.mark.parametrize("skip", [True, False])
 def test_engine_16_a_special_token_is_text_between_the_others(tokenizer_folder: Path, skip: bool) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
-    checker = StopChecker((), tokenizer_folder / "tokenizer.json")
+    checker = StopChecker((), read_tokenizer(tokenizer_folder).backend)
     (a, special, b) = tokenizer._encode(["a<|im_end|>b"], False)[0]
     ids = [a, special, b]
     assert answers(checker, ids, stop=["ab"], skip_special_tokens=skip) == [None, None, None]
@@ -169,7 +170,7 @@ def byte_tokens(folder: Path) -> list[int]:
 
 
 def test_engine_21_a_long_stop_string_costs_a_token_no_more_than_a_short_one(tokenizer_folder: Path) -> None:
-    checker = StopChecker((), tokenizer_folder / "tokenizer.json")
+    checker = StopChecker((), read_tokenizer(tokenizer_folder).backend)
     counting = CountingTokenizer(checker._tokenizer)
     checker._tokenizer, checker._adds_bytes = counting, False  # type: ignore[assignment]  # every token is looked at
     tokenizer = Tokenizer.load(tokenizer_folder)

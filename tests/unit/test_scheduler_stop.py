@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,6 +9,7 @@ from tokenizers import Tokenizer
 
 from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.tokenizer_files import read_tokenizer
 from rollout.scheduler import stop
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
@@ -21,8 +20,8 @@ TEXTS = st.text("abEND\n é😀", min_size=1, max_size=12)
 
 
 @pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return read_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))).backend
 
 
 class LooksAtEveryToken(StopChecker):
@@ -58,35 +57,35 @@ def matches(checker: StopChecker, token_ids: list[int], **params: object) -> lis
 @given(text=TEXTS, noise=st.lists(st.integers(0, 265), max_size=6), stop=st.lists(TEXTS, min_size=1, max_size=2))
 @example(text="aé", noise=[], stop=["é"])
 @example(text="a", noise=[], stop=["\ufffd"])
-def test_the_quick_look_changes_no_answer(tokenizer_file: Path, text: str, noise: list[int], stop: list[str]) -> None:
-    token_ids = Tokenizer.from_file(str(tokenizer_file)).encode(text).ids
+def test_the_quick_look_changes_no_answer(tokenizer: Tokenizer, text: str, noise: list[int], stop: list[str]) -> None:
+    token_ids = tokenizer.encode(text).ids
     for skip in (True, False):
         for ids in (token_ids, noise + token_ids, token_ids + noise):
-            quick = matches(StopChecker((), tokenizer_file), ids, stop=stop, skip_special_tokens=skip)
-            assert quick == matches(LooksAtEveryToken((), tokenizer_file), ids, stop=stop, skip_special_tokens=skip)
+            quick = matches(StopChecker((), tokenizer), ids, stop=stop, skip_special_tokens=skip)
+            assert quick == matches(LooksAtEveryToken((), tokenizer), ids, stop=stop, skip_special_tokens=skip)
 
 
 @pytest.mark.mutant
-def test_a_quick_look_that_forgets_half_characters_is_noticed(tokenizer_file: Path) -> None:
-    ids = Tokenizer.from_file(str(tokenizer_file)).encode("aé").ids
+def test_a_quick_look_that_forgets_half_characters_is_noticed(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("aé").ids
     assert len(ids) == 3, "é takes two tokens"
-    assert matches(StopChecker((), tokenizer_file), ids, stop=["é"]) == [None, None, "é"]
-    assert matches(ForgetsHalfCharacters((), tokenizer_file), ids, stop=["é"]) == [None, None, None]
+    assert matches(StopChecker((), tokenizer), ids, stop=["é"]) == [None, None, "é"]
+    assert matches(ForgetsHalfCharacters((), tokenizer), ids, stop=["é"]) == [None, None, None]
 
 
-def test_most_tokens_are_not_searched(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = StopChecker((), tokenizer_file)
+def test_most_tokens_are_not_searched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = StopChecker((), tokenizer)
     searches = []
     search = stop._matched_string
     monkeypatch.setattr(stop, "_matched_string", lambda *args: searches.append(args) or search(*args))
-    ids = Tokenizer.from_file(str(tokenizer_file)).encode("hello hello a END").ids
+    ids = tokenizer.encode("hello hello a END").ids
     assert matches(checker, ids, stop=["a END"])[-1] == "a END"
     assert len(searches) == 1
 
 
-def test_an_end_token_wins_over_a_stop_string_and_that_over_the_length(tokenizer_file: Path) -> None:
-    checker = StopChecker((), tokenizer_file)
-    (a,) = Tokenizer.from_file(str(tokenizer_file)).encode("a").ids
+def test_an_end_token_wins_over_a_stop_string_and_that_over_the_length(tokenizer: Tokenizer) -> None:
+    checker = StopChecker((), tokenizer)
+    (a,) = tokenizer.encode("a").ids
     for params, answer in (
         ({"stop": ["a"], "stop_token_ids": [a]}, ("stop", a)),
         ({"stop": ["a"]}, ("stop", "a")),
