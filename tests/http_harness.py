@@ -73,6 +73,7 @@ def live_server(
     *,
     with_tokenizer: bool = True,
     captures: bool = True,
+    context_length: int = 160,
     engine: Callable[[ServerArgs, str, str], Any] | None = None,
     **args: Any,
 ) -> Iterator[Live]:
@@ -97,6 +98,8 @@ def live_server(
             else:
                 scheduler = StandInScheduler(*addresses, str(folder / "tokenizer.json"), eos=264)
                 scheduler.captures = captures
+                scheduler.context_length = context_length
+                scheduler.max_total_num_tokens = context_length + 40
             thread = threading.Thread(target=scheduler.run)
             thread.start()
             reader = asyncio.create_task(manager.run())
