@@ -38,7 +38,8 @@ class EngineControl(Protocol):
 
     def begin_weight_update(
         self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
-    ) -> Mapping[str, Any]: ...
+    ) -> Mapping[str, Any]:
+        """One that takes `prepared_s` is told how many seconds the sender worked before."""
 
     def update_weights_from_distributed(
         self,

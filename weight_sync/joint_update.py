@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from weight_sync.engine_control import EngineCalls, EngineError, refusal, was_refused
 from weight_sync.errors import TransactionStateError, TransportError
+from weight_sync.timing import Parts
 
 OnEngineFailure = Literal["abort_all", "leave_out"]
 
@@ -34,6 +35,8 @@ class EngineReport:
 
     num_bytes: int = 0  # that it took
     seconds: float = 0.0  # from begin until it answered for the last time
+    staging_seconds: float | None = None  # from its begin to its commit, as it reports
+    receiving_seconds: float | None = None  # of those, in calls that bring tensors; the rest it waited for the sender
     stall_seconds: float | None = None  # for which the commit held its steps, as it reports
     committed: bool = False
     unknown: bool = False  # it may have committed all the same: it did not answer
@@ -53,12 +56,14 @@ class JointUpdate:
         self._open: set[str] = set()  # engines that hold a transaction of ours
         self._failures: dict[str, BaseException] = {}
         self._start = time.perf_counter()
+        self.parts = Parts()  # seconds: `begin`, `end`
         self.engines = {name: EngineReport() for name in engines}  # final after the block
 
     def __enter__(self) -> Self:
         self._is_entered = True
         try:
-            self._begin()
+            with self.parts.timed("begin"):
+                self._begin()
         except BaseException as error:
             self._leave(error)
             raise
@@ -101,17 +106,19 @@ class JointUpdate:
 
     def _end(self) -> None:
         """Verify on all engines, then commit on all.  Raises `EngineError`."""
-        phase: dict[str, Any] = {}
-        if len(self._active) > 1:
-            self._settle(self._ask({"phase": "verify"})[1])
-            phase = {"phase": "commit"}
-        replies, failed = self._ask(phase)
-        replies |= self._committed_of(failed)
+        with self.parts.timed("end"):
+            phase: dict[str, Any] = {}
+            if len(self._active) > 1:
+                self._settle(self._ask({"phase": "verify"})[1])
+                phase = {"phase": "commit"}
+            replies, failed = self._ask(phase)
+            replies |= self._committed_of(failed)
         failed = {name: error for name, error in failed.items() if name not in replies}
         for name, reply in replies.items():
             self._open.discard(name)
             self.engines[name].committed = True
-            self.engines[name].stall_seconds = reply.get("stall_seconds")
+            for field in ("staging_seconds", "receiving_seconds", "stall_seconds"):
+                setattr(self.engines[name], field, reply.get(field))
             self.engines[name].seconds = time.perf_counter() - self._start
         self._settle(failed)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,8 +39,10 @@ class CommitResult:
 class EndedUpdate:
     """How one update ended; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
 
-    `staging_s`: from its opening until its commit began, or until it was dropped.  `steps_held`: no step ran while its
-    tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since 1970.
+    `prepared_s`: before its opening, as the sender says.  `staging_s`: from its opening until its commit began, or it
+    was dropped; of those `receiving_s` in calls that bring tensors, and in the rest it waited for the sender.
+    `steps_held`: no step ran while its tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since
+    1970.
     """
 
     update_id: str | None
@@ -49,7 +52,9 @@ class EndedUpdate:
     reason: str | None = None
     num_tensors: int
     num_bytes: int
+    prepared_s: float | None = None
     staging_s: float
+    receiving_s: float = 0.0
     stall_s: float = 0.0
     steps_held: bool
     ended_at: float = field(default_factory=time.time)
@@ -80,14 +85,30 @@ class UpdateBook:
     """`loss`: why the last update was lost, until a sender starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
+    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.
     """
 
     def __init__(self) -> None:
         self.ended: deque[EndedUpdate] = deque(maxlen=_ENDS_REMEMBERED)
         self.loss: str | None = None
         self.last_failure: UpdateFailure | None = None
+        self.prepared_s: float | None = None
+        self.receiving_s = 0.0
         self._is_reported = True
         self._outcomes: dict[str, Outcome] = {}
+
+    def note_opening(self, prepared_s: float | None = None) -> None:
+        """Start the record of an update that was opened now."""
+        self.prepared_s, self.receiving_s = prepared_s, 0.0
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Count the block's time among that of calls which bring tensors."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.receiving_s += time.perf_counter() - start
 
     def note(self, update_id: str | None, outcome: Outcome) -> None:
         """Remember the outcome of an update that is over."""
@@ -109,7 +130,9 @@ class UpdateBook:
                 reason=transaction.failure or reason,
                 num_tensors=len(transaction.received),
                 num_bytes=transaction.num_bytes,
+                prepared_s=self.prepared_s,
                 staging_s=transaction.age_s,
+                receiving_s=self.receiving_s,
                 steps_held=steps_held,
             )
         )

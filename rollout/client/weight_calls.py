@@ -71,12 +71,14 @@ class WeightCalls:
         base_digest: str | None = None,
         lease_s: float | None = None,
         update_id: str | None = None,
+        prepared_s: float | None = None,
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
         `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
-        `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.
+        `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.  `prepared_s`:
+        how long the sender worked before this call, for the record.
         """
         return method_call(BeginWeightUpdateReqInput, locals())
 

@@ -57,6 +57,7 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
+        book = self._updater.book
         reply = CommitReply(
             weight_version=version,
             weight_epoch=state.epoch.weight_epoch,
@@ -65,11 +66,14 @@ class WeightCommit:
             placement_epoch=state.epoch.placement_epoch,
             num_tensors=len(result.names),
             num_bytes=result.num_bytes,
+            prepared_seconds=book.prepared_s,
+            staging_seconds=result.staging_seconds,
+            receiving_seconds=book.receiving_s,
             stall_seconds=result.seconds,
             **placement,
         )
-        self._updater.book.note(result.update_id, Outcome("committed", answer=msgspec.to_builtins(reply)))
-        self._updater.book.ended.append(
+        book.note(result.update_id, Outcome("committed", answer=msgspec.to_builtins(reply)))
+        book.ended.append(
             EndedUpdate(
                 update_id=result.update_id,
                 kind="committed",
@@ -77,7 +81,9 @@ class WeightCommit:
                 weight_epoch=state.epoch.weight_epoch,
                 num_tensors=len(result.names),
                 num_bytes=result.num_bytes,
+                prepared_s=book.prepared_s,
                 staging_s=result.staging_seconds,
+                receiving_s=book.receiving_s,
                 stall_s=result.seconds,
                 steps_held=self._updater.holds_steps,
             )

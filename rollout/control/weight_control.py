@@ -234,6 +234,7 @@ class WeightControl:
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             bound = verb.update_id is not None
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
+            self._updater.book.note_opening(verb.prepared_s)
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         return Job(verb, io, begun, roll_back=roll_back)
@@ -291,10 +292,12 @@ class WeightControl:
                     updater.drop("a new pause and a new bucket came before the update was settled")
                 if opens:
                     updater.open_implicit("partial" if settles else "full", verb.request_id)
+                    updater.book.note_opening()
             except Exception as error:
                 updater.turn_away(source(), error)
             try:
-                updater.receive(source(), verb.weight_version, verb.update_id)
+                with updater.book.receiving():
+                    updater.receive(source(), verb.weight_version, verb.update_id)
             except Exception as error:
                 if settles:
                     updater.abort(verb.request_id)

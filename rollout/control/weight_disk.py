@@ -113,7 +113,8 @@ class DiskRefresh:
                 if opens:
                     self._refresh(source, "full", verb.weight_version, verb.request_id)
                 else:
-                    self._updater.receive(source, verb.weight_version, verb.update_id)
+                    with self._updater.book.receiving():
+                        self._updater.receive(source, verb.weight_version, verb.update_id)
             finally:
                 source.close()
             return source.local_version
@@ -208,8 +209,10 @@ class DiskRefresh:
     def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
         """Receive and verify in a transaction of its own, which is aborted if anything fails."""
         self._updater.open_implicit(coverage, update_id)
+        self._updater.book.note_opening()
         try:
-            self._updater.receive(source, weight_version)
+            with self._updater.book.receiving():
+                self._updater.receive(source, weight_version)
         except Exception:
             self._updater.abort(update_id)
             raise

@@ -22,6 +22,9 @@ class CommitReply(Reply, kw_only=True):
     placement_note: str | UnsetType = UNSET
     num_tensors: int | UnsetType = UNSET
     num_bytes: int | UnsetType = UNSET
+    prepared_seconds: float | UnsetType | None = UNSET
+    staging_seconds: float | UnsetType = UNSET
+    receiving_seconds: float | UnsetType = UNSET
     stall_seconds: float | UnsetType = UNSET
 
 
@@ -35,7 +38,9 @@ class EndedUpdateState(msgspec.Struct, kw_only=True):
     reason: str | None
     num_tensors: int
     num_bytes: int
+    prepared_s: float | None = None
     staging_s: float
+    receiving_s: float = 0.0
     stall_s: float
     steps_held: bool
     ended_at: float
@@ -80,4 +85,7 @@ class UpdateStateReply(Reply, kw_only=True):
     placement_adopted: bool | UnsetType = UNSET
     placement_note: str | UnsetType = UNSET
     num_tensors: int | UnsetType = UNSET
+    prepared_seconds: float | UnsetType | None = UNSET
+    staging_seconds: float | UnsetType = UNSET
+    receiving_seconds: float | UnsetType = UNSET
     stall_seconds: float | UnsetType = UNSET

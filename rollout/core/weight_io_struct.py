@@ -152,6 +152,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     placement_epoch: Size | None = None  # of the expert map that the sender goes by: it must be, and stays, in force
     adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
+    prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
 
 
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):

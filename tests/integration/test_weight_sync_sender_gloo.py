@@ -65,6 +65,39 @@ def test_refresh(engine: Engine, sender: WeightSender, bucket_bytes: int, with_m
         assert report.digest is None
 
 
+class Told:
+    """An engine that takes `prepared_s` as a server does, and reports its own times."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.prepared_s: float | None = None
+
+    def begin_weight_update(self, *, prepared_s: float | None = None, **fields: Any) -> dict[str, Any]:
+        self.prepared_s = prepared_s
+        return self._engine.begin_weight_update(**fields)
+
+    def end_weight_update(self, **fields: Any) -> dict[str, Any]:
+        return self._engine.end_weight_update(**fields) | {"staging_seconds": 0.5, "receiving_seconds": 0.25}
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._engine, verb)
+
+
+def test_the_report_shows_the_whole_time_and_its_parts_n23a(engine: Engine) -> None:
+    """N23a: the trainer's time, and the engine's."""
+    told = Told(engine)
+    sender = WeightSender(told, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    report = sender.refresh(version(next(seeds)), "v", bucket_bytes=60)
+    sender.close()
+    assert list(report.parts) == ["plan", "fingerprints", "manifest", "pack", "begin", "send", "end"]
+    assert 0.8 * report.seconds < sum(report.parts.values()) <= report.seconds
+    before = report.parts["plan"] + report.parts["fingerprints"] + report.parts["manifest"]
+    assert told.prepared_s is not None and before <= told.prepared_s < report.seconds
+    (share,) = report.engines.values()
+    assert (share.staging_seconds, share.receiving_seconds) == (0.5, 0.25) and share.stall_seconds is not None
+
+
 def test_begin_options_reach_the_engine(engine: Engine, sender: WeightSender) -> None:
     with pytest.raises(EngineError, match="lease"):
         sender.refresh(version(99), begin_options={"lease_s": -1.0})

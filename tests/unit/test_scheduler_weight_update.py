@@ -444,3 +444,21 @@ def test_verl_s_calls_while_running_are_updates_of_their_own(
     assert trainer.bucket(second).data["weight_version"] == "v1+2"
     assert trainer.digest() == digest_of(new)
     trainer.harness.run()
+
+
+def test_the_time_of_an_update_is_recorded_in_parts_n23a(engine: Callable[..., Trainer], new: Tensors) -> None:
+    """N23a: before begin as the sender says, staging, receiving in it, and the stall."""
+    trainer = engine()
+    start = time.perf_counter()
+    trainer.ok(BeginWeightUpdateReqInput, weight_version="v", prepared_s=2.5)
+    trainer.buckets(new)
+    answer = trainer.ok(EndWeightUpdateReqInput)
+    whole = time.perf_counter() - start
+    assert answer["prepared_seconds"] == 2.5
+    assert 0 < answer["receiving_seconds"] < answer["staging_seconds"] < whole
+    ended = trainer.state()["ended_updates"][-1]
+    assert ended["prepared_s"] == 2.5 and ended["receiving_s"] == answer["receiving_seconds"]
+    trainer.ok(BeginWeightUpdateReqInput, weight_version="w")
+    trainer.buckets(new)
+    again = trainer.ok(EndWeightUpdateReqInput)
+    assert again["prepared_seconds"] is None and 0 < again["receiving_seconds"] < again["staging_seconds"]

@@ -5,6 +5,7 @@ Each engine has a group of its own with the sender, so that an engine that dies 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -114,8 +115,11 @@ class EngineLink:
         return num_ranks
 
     def call(self, verb: str, **fields: Any) -> Future[Any]:
-        """A control call on its way."""
-        return in_thread(getattr(self._control, verb), **fields)
+        """A control call on its way.  An engine that does not take `prepared_s` is not told."""
+        control = getattr(self._control, verb)
+        if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
+            del fields["prepared_s"]
+        return in_thread(control, **fields)
 
     def start(self, bucket: Bucket, weight_version: str | None, update_id: str) -> Sending:
         """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -17,6 +18,9 @@ _REDRAW_S = 0.1
 class RefreshReport:
     """What was sent.  Compare `fingerprints` and `digest` with the engine's to prove what it loaded.
 
+    `parts`: the seconds of this rank, by part.  `plan` (with the comparison of trainer ranks), `fingerprints` and
+    `manifest` come before the engines hear of the refresh; then `begin`, `pack` (gathering and packing, while the
+    bucket before is on its way), `send` (waiting for buckets to be taken) and `end` (verify and commit).
     On trainer ranks other than the sending one `engines` is empty.
     """
 
@@ -27,6 +31,7 @@ class RefreshReport:
     fingerprints: dict[str, str]  # 16 hex digits by name; empty without a manifest
     digest: str | None
     engines: dict[str, EngineReport] = field(default_factory=dict)  # by engine name
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def left_out(self) -> list[str]:

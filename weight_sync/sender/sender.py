@@ -29,6 +29,7 @@ from weight_sync.sender.report import RefreshReport
 from weight_sync.sender.statement import RefreshStatement
 from weight_sync.sender.update import Progress, WeightUpdate
 from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.timing import Parts
 
 
 class WeightSender:
@@ -157,7 +158,7 @@ class WeightSender:
         ranks lost one another.  Unless `EngineError.committed` says otherwise no engine has the new version then, and
         all that could be reached have dropped it; the error carries notes on those that could not.
         """
-        start = time.perf_counter()
+        start, parts = time.perf_counter(), Parts()
         options = {
             "weight_version": weight_version,
             "coverage": coverage,
@@ -165,23 +166,28 @@ class WeightSender:
             "with_manifest": with_manifest,
             "split_experts": split_experts,
         } | dict(begin_options or {})
-        named = listed_tensors(source)
-        ranks = self._trainer_ranks(named)
-        plan, buckets, gatherer = self._planned(named, dtype, ranks, options)
+        with parts.timed("plan"):
+            named = listed_tensors(source)
+            ranks = self._trainer_ranks(named)
+            plan, buckets, gatherer = self._planned(named, dtype, ranks, options)
         engines: dict[str, EngineReport] = {}
         with contextlib.nullcontext() if ranks is None else ranks.reporting():
-            fingerprints = gatherer.fingerprints() if with_manifest else {}
+            with parts.timed("fingerprints"):
+                fingerprints = gatherer.fingerprints() if with_manifest else {}
             if ranks is None or ranks.is_sender:
-                manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
+                with parts.timed("manifest"):
+                    manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
                 fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
-                num_bytes = sum(meta.nbytes for meta in plan.metas)
-                update = self._new_update(fields | dict(begin_options or {}), num_bytes, progress)
-                self._lead(update, gatherer, buckets)
+                fields |= dict(begin_options or {}) | {"prepared_s": time.perf_counter() - start}
+                update = self._new_update(fields, sum(meta.nbytes for meta in plan.metas), progress)
+                self._lead(update, gatherer, buckets, parts)
                 engines = update.engines
             else:
-                for bucket in buckets:
-                    gatherer.gather(bucket, None)
-                ranks.jointly(_nothing)  # the engines' final answers
+                with parts.timed("pack"):
+                    for bucket in buckets:
+                        gatherer.gather(bucket, None)
+                with parts.timed("end"):
+                    ranks.jointly(_nothing)  # the engines' final answers
         complete = with_manifest and fingerprints.keys() == plan.parts.keys()
         return RefreshReport(
             weight_version,
@@ -191,6 +197,7 @@ class WeightSender:
             {name: fingerprint_hex(value) for name, value in fingerprints.items()},
             digest((meta, fingerprints[meta.name]) for meta in plan.metas) if complete else None,
             engines,
+            parts,
         )
 
     def update(
@@ -281,16 +288,18 @@ class WeightSender:
         fields = {"update_id": uuid.uuid4().hex} | fields
         return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress)
 
-    def _lead(self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]]) -> None:
+    def _lead(self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], parts: Parts) -> None:
         try:
             with update:
                 for position, bucket in enumerate(buckets):
-                    flat = self._area(position, sum(meta.nbytes for meta in bucket))
-                    pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
+                    with parts.timed("pack"):
+                        flat = self._area(position, sum(meta.nbytes for meta in bucket))
+                        pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
                     update.send_bucket(Bucket(bucket, pieces))
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
             raise
+        parts.update(update.parts)
         if any(engine.error is not None for engine in update.engines.values()):
             self._areas.clear()
 

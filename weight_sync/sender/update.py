@@ -67,16 +67,18 @@ class WeightUpdate(JointUpdate):
         """As `send`; what `bucket.pieces` hold must not change until the next call returns."""
         if not self._is_entered:
             raise TransactionStateError("the weight update is over, or was never entered")
-        # So an engine takes buckets in their order, and finds the next one waiting.
-        _await(
-            [one for _, sending in self._sending for one in sending.values()], lambda one: one.poll() or one.has_begun
-        )
-        label, links = self._fields["weight_version"], self._links
-        self._sending.append(
-            (bucket, {name: links[name].start(bucket, label, self._update_id) for name in self._active})
-        )
-        if len(self._sending) > 1:
-            self._finish()
+        with self.parts.timed("send"):
+            # So an engine takes buckets in their order, and finds the next one waiting.
+            _await(
+                [one for _, sending in self._sending for one in sending.values()],
+                lambda one: one.poll() or one.has_begun,
+            )
+            label, links = self._fields["weight_version"], self._links
+            self._sending.append(
+                (bucket, {name: links[name].start(bucket, label, self._update_id) for name in self._active})
+            )
+            if len(self._sending) > 1:
+                self._finish()
 
     # --- the transaction ----------------------------------------------------------------------------------------
 
@@ -99,8 +101,9 @@ class WeightUpdate(JointUpdate):
             self._progress(self.bytes_sent, self.bytes_sent if self._num_bytes is None else self._num_bytes)
 
     def _end(self) -> None:
-        while self._sending:
-            self._finish()
+        with self.parts.timed("send"):
+            while self._sending:
+                self._finish()
         super()._end()
 
     def _leave(self, cause: BaseException | None) -> None:

@@ -279,7 +279,8 @@
     const bar = s("rect", { class: one.steps_held ? "f-two" : "f-three", x, width: Math.max(1.5, box.x(stall) - x), y: y + 3, height: 10, rx: 2 });
     const end = s("rect", { class: "f-bad", x: box.x(stall), width: Math.max(2, box.x(one.ended_at) - box.x(stall)), y, height: 16 });
     const what = one.kind === "committed" ? `stall ${seconds(one.stall_s)}` : `${one.kind}: ${one.reason}`;
-    const title = `${one.weight_version ?? "no label"}: staging ${seconds(one.staging_s)}, ${what}`;
+    const before = one.prepared_s === null ? "" : `${seconds(one.prepared_s)} before begin, `;
+    const title = `${one.weight_version ?? "no label"}: ${before}staging ${seconds(one.staging_s)}, ${what}`;
     bar.append(s("title", {}, title));
     end.append(s("title", {}, title));
     svg.append(bar, end);
@@ -287,6 +288,9 @@
       svg.append(s("text", { class: "strong", x: box.x(one.ended_at) + 4, y: y + 12 }, "✕"));
     }
   }
+
+  // As its sender sees it, but for what is between two calls: its own work before begin, then staging and commit.
+  const wholeTime = (one) => (one.prepared_s ?? 0) + one.staging_s + one.stall_s;
 
   const OUTCOMES = { committed: ["good", "committed"], aborted: ["bad", "aborted"], lost: ["bad", "lost"] };
 
@@ -297,7 +301,10 @@
       return table([
         ["Version", (one) => one.weight_version ?? "–", "name"], ["Ended", (one) => clock(one.ended_at)],
         ["Outcome", (one) => h("span", { class: OUTCOMES[one.kind][0] }, one.num_tensors || one.kind !== "committed" ? OUTCOMES[one.kind][1] : "renamed")],
+        ["Whole time", (one) => seconds(wholeTime(one)), "number"],
+        ["Before begin", (one) => one.prepared_s === null ? "–" : seconds(one.prepared_s), "number"],
         ["Staging", (one) => seconds(one.staging_s) + (one.steps_held ? ", steps held" : ""), "number"],
+        ["of it receiving", (one) => seconds(one.receiving_s), "number"],
         ["Stall", (one) => one.kind === "committed" ? seconds(one.stall_s) : "–", "number"],
         ["Tensors", (one) => whole(one.num_tensors), "number"], ["Size", (one) => bytes(one.num_bytes), "number"],
         ["Reason", (one) => one.reason ?? "", "text"],
