@@ -13,6 +13,11 @@ import torch
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
+_ONE_THREAD = 32767
+"""Elements that torch copies without a parallel region."""
+_SMALL = 1 << 20
+"""Elements up to which more threads gain less than a parallel region may cost."""
+
 
 def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
     """Split tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
@@ -101,8 +106,21 @@ def pack(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
     bucket = torch.empty(check_alignment(metas), dtype=torch.uint8, device=device)
     for (_, view), (_, tensor) in zip(unpack(bucket, metas), named_tensors, strict=True):
-        view.copy_(tensor)
+        copy_into(view, tensor)
     return bucket
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another one of its shape, whose dtype it takes.
+
+    Small ones on a CPU are copied on this thread: where cores are busy, a parallel region waits until its threads run.
+    """
+    on_cpu = target.device.type == source.device.type == "cpu"
+    if on_cpu and _ONE_THREAD < source.numel() <= _SMALL and source.is_contiguous() and target.is_contiguous():
+        for some, wanted in zip(target.view(-1).split(_ONE_THREAD), source.view(-1).split(_ONE_THREAD)):
+            some.copy_(wanted)
+    else:
+        target.copy_(source)
 
 
 def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from weight_sync.block_sums import BLOCK, UNSIGNED, kernels_of, mix_odd, multipliers
+from weight_sync.bucket import copy_into
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import NO_MASK, fingerprint
 from weight_sync.tensor_meta import DTYPES, dtype_name
@@ -23,8 +24,6 @@ _BATCH_BLOCKS = 1024
 """Of one product: 8 MiB of bfloat16."""
 _ALONE_BLOCKS = 256
 """From this size on a tensor is not copied."""
-_ONE_THREAD = 32767
-"""Elements that torch casts without a parallel region."""
 _MASK = (1 << 64) - 1
 
 Shard = tuple[torch.Tensor, torch.dtype, int]
@@ -98,7 +97,7 @@ class _Batch:
         end = rows.phase + rows.size
         room[: rows.phase].zero_()
         room[end:].zero_()
-        _copy(room[rows.phase : end], tensor, dtype)
+        copy_into(room[rows.phase : end].view(dtype).view(tensor.shape), tensor)
         self._rows.append(rows)
         self._num_rows += rows.count
 
@@ -132,14 +131,3 @@ class _Batch:
 def _num_blocks(size: int, offset: int) -> int:
     """Return how many blocks a shard of `size` words at flat index `offset` touches."""
     return -(-(offset % BLOCK + size) // BLOCK) if size else 0
-
-
-def _copy(room: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Write a tensor, in its dtype, as words into `room` [its size], if possible on this thread alone."""
-    if not tensor.is_contiguous():
-        room.view(dtype).view(tensor.shape).copy_(tensor)
-    elif tensor.dtype == dtype:
-        np.copyto(room.numpy(), tensor.view(-1).view(room.dtype).numpy())
-    else:
-        for target, source in zip(room.view(dtype).split(_ONE_THREAD), tensor.view(-1).split(_ONE_THREAD)):
-            target.copy_(source)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_sync.bucket import cut_pieces, end_to_end, plan_buckets, unpack
+from weight_sync.bucket import copy_into, cut_pieces, end_to_end, plan_buckets, unpack
 from weight_sync.fingerprint_batch import Shard, fingerprints_of
 from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.link import split_pieces
@@ -141,7 +141,7 @@ class Gatherer:
             there = end_to_end(tensors, cut[0].dtype, room.device) if len({meta.dtype for meta in cut}) == 1 else None
             if there is None:
                 for (_, view), tensor in zip(unpack(room, cut), tensors, strict=True):
-                    view.copy_(tensor)
+                    copy_into(view, tensor)
             pieces.append(room if there is None else there)
         return pieces
 
@@ -154,11 +154,11 @@ class Gatherer:
         if flat is not None:
             views = dict(unpack(flat, metas))
             for piece in own:
-                _view_of(views, piece).copy_(self._content(piece))
+                copy_into(_view_of(views, piece), self._content(piece))
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
         packed = torch.empty(_padded(own), dtype=torch.uint8, device=self._ranks.device)
         for piece, target in zip(own, _split(packed, own), strict=True):
-            target.copy_(self._content(piece))
+            copy_into(target, self._content(piece))
         return packed
 
     def _pieces(self, name: str) -> list[_Piece]:
