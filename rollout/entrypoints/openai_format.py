@@ -224,6 +224,8 @@ class ChoiceCursor:
         if request.logprobs:
             logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs, self._vocabulary)
         delta = message.delta(self._new_text(native), is_last=_is_finished(native))
+        if not request.stream and "tool_calls" in delta:
+            delta["content"] = delta["content"] or None
         spoken = {"delta": delta} if request.stream else {"message": {"role": "assistant"} | delta}
         choice = {"index": index, **spoken, "logprobs": logprobs}
         if request.wants_prompt_token_ids and _is_finished(native):

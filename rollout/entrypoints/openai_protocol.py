@@ -223,7 +223,9 @@ class ChatCompletionRequest(OpenAIRequest):
 
     def begun_answer(self) -> str:
         """The beginning of the answer that the prompt holds."""
-        return str(self.template_messages()[-1]["content"]) if self.continue_final_message and self.messages else ""
+        return (
+            str(self.template_messages()[-1]["content"] or "") if self.continue_final_message and self.messages else ""
+        )
 
     def to_request(self, prompt_ids: list[int]) -> GenerateReqInput:
         """Raises `BadRequest`."""
@@ -237,7 +239,10 @@ class ChatCompletionRequest(OpenAIRequest):
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`."""
+    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`.
+
+    Content that is null stays null beside calls, which some templates tell from an empty text.
+    """
     if not messages:
         raise BadRequest("messages is empty")
     return [_plain_message(index, message) for index, message in enumerate(messages)]
@@ -250,7 +255,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         message = message | {"tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
     content = message.get("content")
     if content is None:
-        return message | {"content": ""}
+        return message if "content" in message and message.get("tool_calls") else message | {"content": ""}
     if isinstance(content, str):
         return message
     if not isinstance(content, list):

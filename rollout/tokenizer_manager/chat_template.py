@@ -7,6 +7,7 @@ filters, blocks) and how messages are prepared is what transformers 5.24 does, w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -26,6 +27,8 @@ _END_MARK = "END-OF-THE-TEXT-TO-CONTINUE "
 """Stands behind the text to continue, so that its end is found in the chat; a template that trims takes the space."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thought, by rank."""
+_ASKS_FOR_NULL = re.compile(r"\bcontent\b['\"]?\]?\s+is\s+(?:not\s+)?none\b")
+"""A template that tells a message without content from one whose content is empty, as DeepSeek-V3's does."""
 
 
 class ChatTemplates:
@@ -44,7 +47,7 @@ class ChatTemplates:
 
     def template(self, *, for_tools: bool) -> Template:
         """Return the template for chats with tools, or without.  Raises `UnsupportedFeature` if there is none."""
-        name = TOOL_TEMPLATE if for_tools and TOOL_TEMPLATE in self._sources else DEFAULT_TEMPLATE
+        name = self._name(for_tools=for_tools)
         if not self._sources:
             raise UnsupportedFeature(
                 "this model's tokenizer has no chat template; send `input_ids` or use /v1/completions"
@@ -60,6 +63,12 @@ class ChatTemplates:
                     f"this model's chat template is broken: line {error.lineno}: {error}"
                 ) from None
         return self._compiled[name]
+
+    def _asks_for_null(self, tools: list[Any] | None) -> bool:
+        return _ASKS_FOR_NULL.search(self._sources[self._name(for_tools=tools is not None)]) is not None
+
+    def _name(self, *, for_tools: bool) -> str:
+        return TOOL_TEMPLATE if for_tools and TOOL_TEMPLATE in self._sources else DEFAULT_TEMPLATE
 
     def render(
         self,
@@ -79,7 +88,7 @@ class ChatTemplates:
         template = self.template(for_tools=tools is not None)
         values = {"documents": None} | self._special_tokens | dict(variables)
         try:
-            prepared = [_prepared(message) for message in messages]
+            prepared = [_prepared(message, keeps_null=self._asks_for_null(tools)) for message in messages]
             if continue_final:
                 prepared[-1] = _marked(prepared[-1])
             values |= {"messages": prepared, "tools": tools}
@@ -94,9 +103,13 @@ class ChatTemplates:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without fields that are null, its thought under each name that templates read."""
-    message = {key: value for key, value in message.items() if value is not None}
+def _prepared(message: Mapping[str, Any], *, keeps_null: bool) -> dict[str, Any]:
+    """The message without fields that are null, its thought under each name that templates read.
+
+    Content that is null is empty for templates that do not ask for null.
+    """
+    nothing = {"content": None if keeps_null else ""} if message.get("content", "") is None else {}
+    message = {key: value for key, value in message.items() if value is not None} | nothing
     thought = next((message[name] for name in _REASONING if name in message), None)
     return message if thought is None else {"thinking": thought} | message | {"reasoning_content": thought}
 

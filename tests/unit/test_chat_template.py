@@ -121,6 +121,21 @@ def test_arguments_that_clients_send_as_text_are_an_object_and_can_be_joined_to_
     )
 
 
+def test_a_call_without_content_is_null_for_templates_that_ask_for_it() -> None:
+    """DeepSeek-V3's template shows the calls of such a message alone; others take the length of the content."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = plain_messages([*HI, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    for asks in ("message['content'] is none", 'message["content"] is not none', "message.content is none"):
+        source = (
+            "{% for message in messages %}{{ message.content is none }} {% if " + asks + " %}{% endif %}{% endfor %}"
+        )
+        assert rendered(source, messages) == "False True "
+    other = "{% for m in messages %}{{ m.content | length }}{{ m.reasoning_content is not none }} {% endfor %}"
+    assert rendered(other, messages) == "2True 0True "
+    (empty,) = plain_messages([{"role": "assistant", "content": None}])
+    assert empty["content"] == ""
+
+
 def test_names_that_templates_use() -> None:
     assert rendered("{{ '<é&\"' | tojson }}{{ strftime_now('%Y') }}{{ eos_token }}{{ documents }}") == (
         f'"<é&\\""{datetime.now().year}</s>None'

@@ -79,7 +79,11 @@ def test_harmony_over_http(gpt_oss: Live) -> None:
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}'
     )
     choice = chat(gpt_oss, answer).choices[0]
-    assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == ("hm", "", "tool_calls")
+    assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == (
+        "hm",
+        None,
+        "tool_calls",
+    )
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"x": 1})
     reasoning, content, (call,), finished = streamed(chat(gpt_oss, answer, stream=True))
@@ -127,7 +131,7 @@ def test_one_call_at_most(kimi: Live) -> None:
     both = chat(kimi, call * 2).choices[0].message.tool_calls
     assert len(both) == 2 and both[0].id == "functions.f:0" and both[1].id != both[0].id
     choice = chat(kimi, call * 2, parallel_tool_calls=False).choices[0]
-    assert (len(choice.message.tool_calls), choice.message.content, choice.finish_reason) == (1, "", "tool_calls")
+    assert (len(choice.message.tool_calls), choice.message.content, choice.finish_reason) == (1, None, "tool_calls")
     _, content, calls, finished = streamed(chat(kimi, call * 2, parallel_tool_calls=False, stream=True))
     assert (len(calls), content, finished) == (1, "", ["tool_calls"])
 
