@@ -37,10 +37,14 @@ class IncrementalDetokenizer:
         self.num_fed += len(token_ids)
         self._pending += token_ids
         self._tail = self._text_of(self._context, self._pending)
-        if not self._tail.endswith(INCOMPLETE):
+        if not self._tail:
+            self._context, self._pending = self._context + self._heard(), []
+        elif not self._tail.endswith(INCOMPLETE):
             self._settle(len(self._pending), "")
         elif len(self._pending) > _MOST_PENDING:
-            self._settle_invalid()
+            self._pending = self._heard()
+            if len(self._pending) > _MOST_PENDING:
+                self._settle_invalid()
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
         """What `ids` add to the text of `context`."""
@@ -51,6 +55,14 @@ class IncrementalDetokenizer:
         self._text += self._tail[: len(self._tail) - len(rest)]
         self._tail = rest
         self._context, self._pending = self._pending[:count], self._pending[count:]
+
+    def _heard(self) -> list[int]:
+        """Pending tokens without those that leave no trace in a text, as skipped ones do.
+
+        Any number of these may stand within a character, or between a word and the space of the next: they are no
+        context.  A token that is a space alone is heard when it stands a second time.
+        """
+        return [token_id for token_id in self._pending if self._decode([token_id, token_id])]
 
     def _settle_invalid(self) -> None:
         """Settle what no later token can make a character of: else every token decodes all of the invalid ones again.

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
 
 from rollout.core.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
 from rollout.tokenizer_manager.tokenizer import Tokenizer
@@ -44,6 +46,71 @@ def test_any_chunking_gives_the_text_of_one_decode(
         before = detokenizer.decided
     assert detokenizer.complete == decode(ids)
     assert detokenizer.complete.startswith(before)
+
+
+@pytest.mark.parametrize("num_silent", [0, 1, 8, 1000])
+@pytest.mark.parametrize("silent_id", [265, 300])
+def test_a_character_is_whole_whatever_skipped_tokens_stand_in_it(
+    tokenizer: Tokenizer, silent_id: int, num_silent: int
+) -> None:
+    """Special tokens, and ids without a token: four of them behind half a character made two broken ones of it."""
+    first, *rest = ids_of(tokenizer, "😀")
+    ids = [*ids_of(tokenizer, "é")[:1] * 20, first, *[silent_id] * num_silent, *rest]
+    decoded: list[int] = []
+
+    def decode(part: list[int]) -> str:
+        decoded.append(len(part))
+        return tokenizer.decode(part)
+
+    detokenizer = IncrementalDetokenizer(decode)
+    for token_id in ids:
+        detokenizer.feed([token_id])
+    assert detokenizer.complete == tokenizer.decode(ids) == "\ufffd" * 20 + "😀"
+    assert detokenizer.num_fed == len(ids)
+    assert sum(decoded) < 60 * len(ids), "the work does not grow with tokens that add nothing"
+
+
+SPACES = [
+    decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+]
+SMILE = [f"<0x{byte:02X}>" for byte in "😀".encode()]
+
+
+@pytest.mark.parametrize("decoder", SPACES, ids=["llama", "metaspace"])
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    words=st.lists(st.sampled_from([["▁a"], ["b"], ["▁"], ["<s>"], ["<x>"], SMILE, [SMILE[0], "<s>", *SMILE[1:]]])),
+    skip=st.booleans(),
+    size=st.integers(1, 3),
+)
+@example(words=[["▁a"], ["<s>"], ["▁a"]], skip=True, size=1)
+@example(words=[["▁"], ["<s>"], ["▁"], ["b"]], skip=True, size=1)
+def test_the_spaces_of_sentencepiece_survive_skipped_tokens_and_bytes(
+    decoder: decoders.Decoder, words: list[list[str]], skip: bool, size: int
+) -> None:
+    """A skipped token between two words took the space of the second."""
+    tokens = ["<unk>", *SMILE, "▁a", "b", "▁"]
+    vocab = {text: index for index, text in enumerate(dict.fromkeys(tokens))}
+    backend = BackendTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "<x>"])
+    if not skip:  # a text within a character breaks it
+        words = [word if word == SMILE else word[:1] for word in words]
+        words = [SMILE if word == SMILE[:1] else word for word in words]
+    ids = [backend.token_to_id(text) for word in words for text in word]
+
+    def decode(part: list[int]) -> str:
+        return backend.decode(part, skip_special_tokens=skip)
+
+    detokenizer, before = IncrementalDetokenizer(decode), ""
+    for start in range(0, len(ids), size):
+        detokenizer.feed(ids[start : start + size])
+        assert detokenizer.decided.startswith(before)
+        before = detokenizer.decided
+    assert detokenizer.complete == decode(ids)
 
 
 def test_half_a_character_is_not_shown(tokenizer: Tokenizer) -> None:
