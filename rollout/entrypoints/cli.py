@@ -9,9 +9,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+
+from rollout.core.version import VERSION
 
 REPOSITORY = Path(__file__).parents[2]
 """Where the demo and the benchmarks are: they are run from a clone, not installed."""
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="lockstep",
         description="A serving engine for reinforcement-learning rollouts of Mixture-of-Experts models.",
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {version('lockstep-rl')}")
+    parser.add_argument("--version", action="version", version=f"lockstep {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         # Each command parses its own words, help included.

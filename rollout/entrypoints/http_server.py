@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.expert_io_struct import DumpExpertDistributionReqInput
 from rollout.core.io_struct import FlushCacheReqInput, PauseGenerationReqInput
+from rollout.core.version import VERSION
 from rollout.core.weight_io_struct import (
     GetWeightsByNameReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
     """The application.  `metrics` should also be one of the manager's observers, `history.run()` a task."""
     args = manager.server_args
-    app = FastAPI(title="Lockstep", version=version("lockstep-rl"), redirect_slashes=False)
+    app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False)
     app.state.heavy_bodies = asyncio.Lock()
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +19,7 @@ from rollout.core.errors import LockstepError, Unavailable
 from rollout.core.io_struct import GetStateReqInput
 from rollout.core.message import START_ID_HEADER
 from rollout.core.scheduler_state import SchedulerState
+from rollout.core.version import VERSION
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.server_info import (
@@ -233,7 +233,7 @@ class InfoRoutes:
                 "internal_states": [internal],
                 "kv_events": kv_events_facts(args, state.of_ranks),
                 "frontend": "python",
-                "version": version("lockstep-rl"),
+                "version": VERSION,
             }
         )
 
@@ -281,7 +281,7 @@ class InfoRoutes:
         return json_response(
             {
                 "timestamp": now,
-                "version": version("lockstep-rl"),
+                "version": VERSION,
                 "accelerator": state.device,
                 "num_accelerators": self._manager.server_args.tp_size,
                 "loads": loads,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 from rollout.core.errors import BadRequest
 from rollout.core.scheduler_state import SchedulerState
+from rollout.core.version import VERSION
 from rollout.entrypoints.control_io import ControlRoute, add_route
 from rollout.entrypoints.dashboard.history import WINDOW, ServerHistory
 from rollout.entrypoints.dashboard.page import Page
@@ -54,7 +54,7 @@ class DashboardRoutes:
             "now": time.time(),
             "server": {
                 "model": manager.server_args.name,
-                "version": version("lockstep-rl"),
+                "version": VERSION,
                 "started_at": manager.started_at,
                 "phase": manager.phase.value,
                 "failure": manager.failure_message,
