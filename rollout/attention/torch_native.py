@@ -219,7 +219,7 @@ def _extend(
     queries = queries.reshape(count, num_kv_heads, -1, head_dim)
     mask = group.mask_QL.repeat(num_heads // num_kv_heads, 1)
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
-    return out.view(count, num_heads, num_queries, -1).transpose(1, 2).reshape(q.shape[0], -1)
+    return out.reshape(count, num_heads, num_queries, -1).transpose(1, 2).reshape(q.shape[0], -1)
 
 
 def _explicit(

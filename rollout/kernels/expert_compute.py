@@ -182,7 +182,7 @@ def padded(
     sources = places_A.new_zeros(experts * capacity).index_copy_(0, places_A, assigned.rows_A)
     rows = hidden_RD.index_select(0, sources).view(experts, capacity, -1)
     inner = form.inner(torch.bmm(rows, w13_PID.transpose(1, 2)), None)
-    out = form.out(torch.bmm(inner, w2_PDI.transpose(1, 2)), None).view(experts * capacity, -1)
+    out = form.out(torch.bmm(inner, w2_PDI.transpose(1, 2)), None).reshape(experts * capacity, -1)
     return out.index_select(0, assigned.unsort(places_A))
 
 

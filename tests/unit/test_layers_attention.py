@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,6 +124,24 @@ def test_long_chunk_on_a_prefix_takes_the_other_form() -> None:
     new = ROWS_FORM_MAX_QUERIES + 1
     ours, expected = _Sequences([5 + new, 5 + new]).attend([new, new], 2)
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_results_of_sdpa_may_lie_in_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First runs on a GPU: SDPA's results are contiguous as [X, Q, H, hd] on CUDA, as [X, H, Q, hd] on a CPU."""
+    usual = functional.scaled_dot_product_attention
+
+    def as_on_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return usual(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", as_on_cuda)
+    many = ROWS_FORM_MAX_QUERIES + 1
+    for lengths, computed, num_extends in (
+        ([9, 14, 14, 20, 3], [9, 4, 4, 1, 1], 3),  # without a prefix, few queries on one, decoding
+        ([5 + many, 5 + many], [many, many], 2),
+        ([SMALL_GATHER_ROWS // 4, 2, 3, 1, 5, 2, 700], [1] * 7, 0),
+    ):
+        ours, expected = _Sequences(lengths).attend(computed, num_extends)
+        torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_decode_lengths_far_apart_are_bucketed() -> None:
