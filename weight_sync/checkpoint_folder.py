@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,10 @@ from weight_sync.safetensors_file import (
 )
 from weight_sync.tensor_meta import TensorMeta
 
+WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_OF_OTHERS = ("consolidated", "adapter_")  # names of Mistral's own form of the same weights, and of LoRA adapters
+_SHARD = re.compile(r".*-\d+-of-(?P<total>\d+)\.safetensors")
 MAX_INDEX_BYTES = 256 << 20
 _TICK_S = 0.02
 
@@ -72,6 +76,9 @@ class CheckpointFolder:
 def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     """Read the index and all headers.
 
+    An index says which files count.  Without one it is `model.safetensors` alone, or else all `*.safetensors` but those
+    whose names say that they are something else.
+
     Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged, for a
     tensor that is in two files, or that is not where the index puts it, `TransportError`.
     """
@@ -85,15 +92,31 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
             raise ContentError(f"{path / INDEX_FILE} names no tensor")
         names = sorted(set(weight_map.values()))
     else:
-        names = sorted(item.name for item in path.glob("*.safetensors"))
-        if not names:
-            raise WeightRequestError(f"{path} has no *.safetensors file; convert the checkpoint to safetensors")
+        names = _files_without_index(path)
     files = tuple(read_header(path / name) for name in names)
     homes = homes_of(files)
     for name, file_name in (weight_map or {}).items():
         if homes.get(name) is None or homes[name].path.name != file_name:
             raise ContentError(f"{path / file_name} has no tensor {name}, which {INDEX_FILE} puts there")
     return CheckpointFolder(path, files, index)
+
+
+def _files_without_index(path: Path) -> list[str]:
+    """The files that hold the model.  Raises `WeightRequestError` where there is none."""
+    found = sorted(item.name for item in path.glob("*.safetensors"))
+    if WHOLE_FILE in found:
+        return [WHOLE_FILE]
+    names = [name for name in found if not name.startswith(_OF_OTHERS)]
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    if shards and len(shards) == len(names) and len(names) != int(shards[0]["total"]):
+        raise WeightRequestError(f"{path} has {len(names)} of the {int(shards[0]['total'])} files like {names[0]}")
+    if names:
+        return names
+    if found:
+        raise WeightRequestError(
+            f"{path} has {found[0]}, but neither {WHOLE_FILE} nor {INDEX_FILE}; save the whole model there"
+        )
+    raise WeightRequestError(f"{path} has no *.safetensors file; convert the checkpoint to safetensors")
 
 
 def _stamp(path: Path) -> FileStamp | None:

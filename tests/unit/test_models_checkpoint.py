@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.core.errors import BadRequest, StartupError
+from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, cli_parser, main, make_checkpoint
 from rollout.kernels.ops import plain_ops
 from rollout.model_executor.load import load_model, open_checkpoint, read_tensors
 from rollout.models.registry import load_model_config
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
+from tests.scheduler_harness import Harness
+from tests.unit.test_scheduler_weight_disk import holds
 from weight_sync.tensor_meta import parts_of
 
 INDEX = "model.safetensors.index.json"
@@ -209,6 +212,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (_remove(f / INDEX), shutil.copy(_second_shard(f), f / "extra.safetensors")),
         "is both in .*/extra.safetensors and in .*/model-00002",
     ),
+    "shard missing without an index": (
+        lambda f: _remove(f / INDEX, _second_shard(f)),
+        "has 2 of the 3 files like model-00001-of-00003.safetensors",
+    ),
+    "nothing but another form of the weights": (
+        lambda f: (_with_others(f, ["consolidated.safetensors"]), _remove(*f.glob("model*"))),
+        "has consolidated.safetensors, but neither model.safetensors nor model.safetensors.index.json",
+    ),
     "tensor missing": (lambda f: (_remove(f / INDEX), _drop_tensor(_second_shard(f))), "1 of .* tensors missing"),
     "unknown tensor": (
         lambda f: save_file({"model.layers.0.mlp.bias": torch.zeros(1)}, _new_shard(f)),
@@ -242,6 +253,50 @@ def test_a_broken_checkpoint_is_one_line(sharded: Path, fault: str) -> None:
     assert "\n" not in str(caught.value)
     assert str(sharded) in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+OTHER_FILES = (
+    "consolidated.safetensors",
+    "adapter_model.safetensors",
+    "value_head.safetensors",
+    "optimizer.safetensors",
+)
+
+
+def _with_others(folder: Path, names: Iterable[str] = OTHER_FILES) -> Path:
+    """Beside the model, what other tools and training runs leave: the same tensors again, and tensors of no model."""
+    whole = logical_tensors(folder)
+    for name in names:
+        content = whole if name.startswith("consolidated") else {"base_model.v_head.weight": torch.full((1,), 7.0)}
+        save_file(content, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in OTHER_FILES), OTHER_FILES], ids=" ".join)
+def test_one_whole_file_needs_no_other(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """B9: without an index only model.safetensors is read, at start and in a refresh from the folder."""
+    old, new = (_with_others(tiny_checkpoint(tmp_path / str(seed), "moe", seed), names) for seed in (1, 2))
+    harness = Harness(old, weight_version="v1")
+    assert harness.control(UpdateWeightsFromDiskReqInput, model_path=str(new), weight_version="v2").success
+    assert holds(harness, load_file(new / "model.safetensors"))
+
+
+@pytest.mark.parametrize("names", [(), ("consolidated.safetensors", "adapter_model.safetensors")], ids=str)
+def test_shards_without_an_index_are_found_by_their_names(sharded: Path, names: tuple[str, ...]) -> None:
+    """B9: names that say that a file is something else are left out."""
+    tensors = logical_tensors(sharded)
+    _remove(sharded / INDEX)
+    weights = load_tiny(_with_others(sharded, names), torch.float32).weights
+    assert all(torch.equal(parts_of(weights, name)[0].content, tensor) for name, tensor in tensors.items())
+
+
+def test_an_index_says_which_files_count(sharded: Path) -> None:
+    """B9: also beside a file that would count without it."""
+    tensors = logical_tensors(sharded)
+    _with_others(sharded)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, sharded / "model.safetensors")
+    weights = load_tiny(sharded, torch.float32).weights
+    assert all(torch.equal(parts_of(weights, name)[0].content, tensor) for name, tensor in tensors.items())
 
 
 def test_vocabulary_may_exceed_what_the_text_yields() -> None:
