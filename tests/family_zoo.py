@@ -5,6 +5,7 @@ Weights are scaled so that routers choose decisively and every part of a layer c
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -228,6 +229,11 @@ def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
 def family_config(name: str) -> ModelConfig:
     """As the engine reads it."""
     return model_config_from_dict({**_transformers_config(name).to_dict(), "architectures": [_architecture(name)]})
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The content of a `config.json` with the settings in `FAMILIES`, and with nothing else."""
+    return copy.deepcopy({**FAMILIES[name], "architectures": [_architecture(name)], "eos_token_id": 1})
 
 
 def with_experts(*, layers: int | None = None, experts: int | None = None) -> list[str]:

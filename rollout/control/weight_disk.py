@@ -8,7 +8,7 @@ pull_weights               local checkpoint to the target version; with `update_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,7 @@ class MemoryOrigin:
 class DiskRefresh:
     """`base_path`: the checkpoint that the engine started from, version 0 of every source.
 
+    `overrides`: of settings of every `config.json`, as at the start.
     `timeout_s`: how long another process may keep a local checkpoint.
     """
 
@@ -71,6 +72,7 @@ class DiskRefresh:
         *,
         base_path: str,
         folders: WeightFolders,
+        overrides: Mapping[str, Any],
         timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
@@ -79,6 +81,7 @@ class DiskRefresh:
         self._commit = commit
         self._base = Path(base_path)
         self._folders = folders
+        self._overrides = overrides
         self._timeout_s = timeout_s
         self._origin = MemoryOrigin(scheduler.runner.state.epoch.weight_epoch, 0, None)
 
@@ -107,7 +110,7 @@ class DiskRefresh:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
             path = self._folders.readable(verb.model_path)
-            require_same_model(path, model.config)
+            require_same_model(path, model.config, self._overrides)
             source = DiskSource(path, model.weights, complete=opens, timeout_s=self._timeout_s)
             try:
                 if opens:
@@ -232,10 +235,10 @@ def _changed_since(start: int, source: Path, target: int) -> Collection[str]:
         return ()  # all of the local checkpoint, which is at the target, is read instead
 
 
-def require_same_model(path: Path, running: ModelConfig) -> None:
+def require_same_model(path: Path, running: ModelConfig, overrides: Mapping[str, Any]) -> None:
     """Whether the folder's `config.json`, where there is one, describes the running model.
 
-    Raises `WeightRequestError` that names what differs.
+    `overrides` stand in the place of its settings, too.  Raises `WeightRequestError` that names what differs.
     """
     require_folder(path)
     if not (path / "config.json").exists():
@@ -244,7 +247,7 @@ def require_same_model(path: Path, running: ModelConfig) -> None:
         if (path / name).exists():
             read_small(path / name, _MAX_CONFIG_BYTES)  # refuses what could be waited on for ever
     try:
-        stated = load_model_config(path)
+        stated = load_model_config(path, overrides)
     except StartupError as error:
         raise WeightRequestError(str(error)) from None
     facts, others = _facts(dataclasses.asdict(running)), _facts(dataclasses.asdict(stated))

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions count as one `factor`-th."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
     """Llama 3's change of rotary frequencies: long wavelengths are slowed down by `factor`, medium ones partly."""
 
@@ -53,7 +60,7 @@ class RotarySpec:
 
     dim: int
     theta: float
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     interleaved: bool = False
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +71,13 @@ class ServerArgs:
         None,
         "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm), as the trainer computes them; "
         "default: 1e-6, transformers', whatever rms_norm_eps is",
+    )
+    json_model_override_args: str | None = _arg(
+        None,
+        "JSON object of settings in the place of those in config.json, such as "
+        '\'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'; '
+        "objects are merged; also --hf-overrides",
+        aliases=("hf_overrides",),
     )
     device: str = _arg("cpu", "torch device")
     base_gpu_id: int = _arg(0, "with --device cuda: the first rank's device on each machine; the next ranks' follow it")
@@ -224,6 +233,19 @@ class ServerArgs:
         return parse_kv_events(self.kv_events_config, self.dp_size, self.allow_unauthenticated)
 
     @property
+    def model_overrides(self) -> dict[str, Any]:
+        """The settings that stand in the place of those in `config.json`.  Raises `StartupError`."""
+        try:
+            overrides = json.loads(self.json_model_override_args or "{}")
+        except ValueError as error:
+            raise StartupError(f"--json-model-override-args is not JSON: {error}") from None
+        _require(
+            isinstance(overrides, dict),
+            f"--json-model-override-args must be a JSON object, got {str(self.json_model_override_args)[:60]!r}",
+        )
+        return overrides
+
+    @property
     def is_local(self) -> bool:
         """Whether only programs on this machine can reach the server."""
         return is_loopback(self.host)
@@ -260,6 +282,7 @@ class ServerArgs:
             "--tool-call-parser and --reasoning-parser read text, and --skip-tokenizer-init makes none",
         )
         _require(self.latent_norm_eps is None or self.latent_norm_eps > 0, "--latent-norm-eps must be positive")
+        _ = self.model_overrides
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
@@ -343,6 +366,7 @@ def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -
     hints = typing.get_type_hints(settings)
     for item in dataclasses.fields(settings):
         flag = "--" + item.name.replace("_", "-")
+        aliases = ["--" + alias.replace("_", "-") for alias in item.metadata.get("aliases", ())]
         kind, choices = _cli_type(hints[item.name])
         help_text = item.metadata["help"]
         if kind is bool:
@@ -350,12 +374,31 @@ def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -
         else:
             parser.add_argument(
                 flag,
+                *aliases,
+                dest=item.name,
                 type=kind,
                 choices=item.metadata.get("choices", choices),
                 default=item.default,
                 required=item.metadata.get("required", False),
                 help=f"{help_text} (default: {item.default})" if item.default not in (None, "") else help_text,
             )
+
+
+def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
+    """The validated settings of a call in Python: fields or their aliases by name, objects instead of JSON.
+
+    Raises `StartupError`.
+    """
+    given = dict(settings)
+    for item in dataclasses.fields(ServerArgs):
+        for alias in item.metadata.get("aliases", ()):
+            if alias in given:
+                _require(item.name not in given, f"{alias} and {item.name} are one setting: give one of them")
+                given[item.name] = given.pop(alias)
+    given = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
+    args = ServerArgs(**given)
+    args.validate()
+    return args
 
 
 def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:

@@ -22,7 +22,7 @@ from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.layer_specs import WindowKV
-from rollout.core.model_config import ModelConfig, with_latent_norm_eps
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.core.tokenizer_files import has_tokenizer, read_tokenizer
 from rollout.distributed.layout import layout_of
@@ -45,7 +45,7 @@ from rollout.model_executor.load import load_model
 from rollout.model_executor.model_runner import ModelRunner
 from rollout.model_executor.model_state import ModelState
 from rollout.model_executor.recorded_forward import RecordedForward
-from rollout.models.registry import load_model_config
+from rollout.models.registry import served_model_config
 from rollout.sampling.base import Sampler
 from rollout.sampling.native_sampler import select_sampler
 from rollout.scheduler.cache_manager import CacheManager, SequenceMemory
@@ -88,7 +88,7 @@ def build_scheduler(
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     device = claim_device(args, parallel.position.world_rank)
     _set_threads(args, parallel)
-    config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
+    config = served_model_config(args)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
     if args.cpu_weight_format == "w8" and not config.is_moe:

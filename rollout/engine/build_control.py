@@ -99,6 +99,7 @@ def build_control(
         commit,
         base_path=args.model_path,
         folders=WeightFolders.of(args),
+        overrides=args.model_overrides,
         timeout_s=args.weight_update_timeout,
     )
     memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)

@@ -14,10 +14,10 @@ import torch
 
 from rollout.core.io_struct import SchedulerInput, SchedulerOutput
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
-from rollout.core.server_args import ServerArgs
+from rollout.core.server_args import args_of_call
 from rollout.core.unreadable import packed
 from rollout.engine.build import build_scheduler
-from rollout.models.registry import load_model_config
+from rollout.models.registry import served_model_config
 from rollout.scheduler.channel import LocalChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
@@ -47,12 +47,11 @@ class Engine:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.server_args = ServerArgs(**settings)
-        self.server_args.validate()
+        self.server_args = args_of_call(settings)
         self._channel = LocalChannel()
         self.scheduler, self.ready = build_scheduler(self.server_args, self._channel)
         self._loop = asyncio.new_event_loop()
-        config = load_model_config(self.server_args.model_path)
+        config = served_model_config(self.server_args)
         self._manager = TokenizerManager(self.server_args, config, _LocalLink(self._channel))
         path = self.server_args.tokenizer_path or self.server_args.model_path
         self._manager.serve(self.ready, None if self.server_args.skip_tokenizer_init else Tokenizer.load(path))

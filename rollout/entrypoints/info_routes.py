@@ -183,6 +183,7 @@ class InfoRoutes:
                 "has_audio_understanding": False,
                 "model_type": config.model_type,
                 "architectures": [config.architecture],
+                "config_digest": config.digest,
                 "num_hidden_layers": config.num_hidden_layers,
                 "num_experts": config.num_experts,
                 "num_experts_per_tok": config.num_experts_per_tok,

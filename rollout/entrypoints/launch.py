@@ -25,7 +25,7 @@ from pathlib import Path
 from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
-from rollout.core.model_config import ModelConfig, with_latent_norm_eps
+from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.entrypoints.connections import (
@@ -40,7 +40,7 @@ from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
 from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
-from rollout.models.registry import load_model_config
+from rollout.models.registry import served_model_config
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`."""
-    config = with_latent_norm_eps(load_model_config(args.model_path), args.latent_norm_eps)
+    config = served_model_config(args)
     if args.return_routed_experts_by_default and not config.is_moe:
         raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
     layout = layout_of(args)

@@ -55,7 +55,6 @@ WITHOUT_EFFECT = frozenset(
 # Flags that are harmless with these values only.
 HARMLESS_VALUES = {
     "load_format": {"auto", "safetensors"},
-    "json_model_override_args": {"{}"},
     "disaggregation_mode": {"null"},
     "kv_cache_dtype": {"auto"},
 }

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.core.layer_specs import Llama3Scaling, NormSpec, RotarySpec, YarnScaling
+from rollout.core.layer_specs import LinearScaling, Llama3Scaling, NormSpec, RotarySpec, YarnScaling
 from rollout.kernels.places import Place, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
@@ -77,6 +77,8 @@ def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
     """Radians a position of each pair of elements [rd / 2]."""
     exponents = torch.arange(0, spec.dim, 2, dtype=dtype) / spec.dim
     frequencies = 1.0 / spec.theta**exponents
+    if isinstance(spec.scaling, LinearScaling):
+        return frequencies / spec.scaling.factor
     if isinstance(spec.scaling, Llama3Scaling):
         return _llama3_scaled(frequencies, spec.scaling)
     return frequencies if spec.scaling is None else _yarn_scaled(frequencies, spec, spec.scaling)

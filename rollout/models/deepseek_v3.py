@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.core.config_json import Settings
 from rollout.core.errors import StartupError
 from rollout.core.layer_specs import DenseSpec, LatentAttentionSpec, LayerSpec, MoESpec, RouterSpec, yarn_mscale
-from rollout.core.model_config import ModelConfig, common_fields, refuse, rotary_of
+from rollout.core.model_config import ModelConfig, common_fields, refuse, refuse_other_mlps, rotary_of
 
 _DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}  # transformers'
 
 
-def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     """Latent attention; dense layers first, then sigmoid routers with a correction bias, groups and shared experts."""
     refuse({f"moe_layer_freq {raw.get('moe_layer_freq')!r}": raw.get("moe_layer_freq", 1) != 1})
     num_dense = int(_given(raw, "first_k_dense_replace", 3))
     is_dense = [index < num_dense for index in range(int(raw["num_hidden_layers"]))]
-    return latent_moe_config({**_DEFAULTS, **raw}, generation, is_dense)
+    refuse_other_mlps(raw, is_dense)
+    return latent_moe_config(raw.defaulting(**_DEFAULTS), generation, is_dense)
 
 
 def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_dense: list[bool]) -> ModelConfig:
@@ -28,7 +30,7 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
     scoring, method = raw.get("scoring_func", "sigmoid"), raw.get("topk_method", "noaux_tc")
     refuse({f"scoring_func {scoring!r}": scoring != "sigmoid", f"topk_method {method!r}": method != "noaux_tc"})
     router = RouterSpec(
-        num_experts=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["n_routed_experts"]),
+        num_experts=int(raw["num_experts"]),
         top_k=int(raw["num_experts_per_tok"]),
         scoring="sigmoid",
         normalise=bool(_given(raw, "norm_topk_prob", True)),
@@ -44,7 +46,8 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
     layers = tuple(LayerSpec(attention=attention, mlp=dense if plain else sparse) for plain in is_dense)
     extra = range(len(layers), len(layers) + int(_given(raw, "num_nextn_predict_layers", 1)))
     ignored = tuple(f"model.layers.{index}." for index in extra)
-    return ModelConfig(**common_fields(raw, generation), layers=layers, ignored_names=ignored)
+    common = common_fields(raw, generation, states_extended_context=True)
+    return ModelConfig(**common, layers=layers, ignored_names=ignored)
 
 
 def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
@@ -52,7 +55,13 @@ def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
     rope_size, nope_size = _positive(raw, "qk_rope_head_dim"), _positive(raw, "qk_nope_head_dim")
     if rope_size % 2:
         raise StartupError(f"config.json: qk_rope_head_dim must be even, got {rope_size}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for key, size in (("head_dim", rope_size), ("qk_head_dim", nope_size + rope_size)):
+        if raw.get(key) not in (None, size):
+            raise StartupError(
+                f"config.json: {key} is {raw[key]}, and {size} by qk_nope_head_dim {nope_size} and "
+                f"qk_rope_head_dim {rope_size}; remove {key}"
+            )
+    rope = raw.get("rope_parameters") or {}
     rotary = rotary_of(raw, rope_size, ("default", "yarn"), interleaved=True)
     refuse(
         {
@@ -61,8 +70,9 @@ def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
             "partial_rotary_factor": rotary.dim != rope_size,
         }
     )
-    all_dim = rope.get("mscale_all_dim") if rotary.scaling is not None else None
-    mscale = yarn_mscale(float(rope["factor"]), float(all_dim)) if all_dim else 1.0
+    all_dim = rope.get("mscale_all_dim")
+    scaling = rotary.scaling
+    mscale = yarn_mscale(scaling.factor, float(all_dim)) if all_dim and scaling is not None else 1.0
     query_rank = raw.get("q_lora_rank")  # null: queries are made of the hidden states
     return LatentAttentionSpec(
         num_heads=_positive(raw, "num_attention_heads"),

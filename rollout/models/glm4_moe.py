@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.core.config_json import RotaryDefaults, Settings
 from rollout.core.layer_specs import AttentionSpec, DenseSpec, LayerSpec, MoESpec, RouterSpec
-from rollout.core.model_config import ModelConfig, common_fields, heads_of
+from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse_other_mlps, refuse_windows
+
+ROTARY = RotaryDefaults(partial=0.5)
 
 
-def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     """Dense layers first, then sigmoid routers with a correction bias and a shared expert.
 
     Half of a head is rotated.  Layers behind the last hidden one predict several tokens at once: they are left out.
     """
+    refuse_windows(raw)
     attention = AttentionSpec(
-        **heads_of({"partial_rotary_factor": 0.5, **raw}),
+        **heads_of(raw, partly_rotated=True),
         qk_norm=bool(raw.get("use_qk_norm")),
         qkv_bias=bool(raw.get("attention_bias")),
     )
     router = RouterSpec(
-        num_experts=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["n_routed_experts"]),
+        num_experts=int(raw["num_experts"]),
         top_k=int(raw["num_experts_per_tok"]),
         scoring="sigmoid",
         normalise=bool(raw.get("norm_topk_prob", True)),
@@ -33,6 +37,10 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     sparse = MoESpec(router=router, inner=inner, shared_inner=inner * int(raw.get("n_shared_experts", 1)))
     dense, num_dense = DenseSpec(inner=int(raw["intermediate_size"])), int(raw.get("first_k_dense_replace", 1))
     num_layers = int(raw["num_hidden_layers"])
-    layers = tuple(LayerSpec(attention=attention, mlp=dense if i < num_dense else sparse) for i in range(num_layers))
+    is_dense = [index < num_dense for index in range(num_layers)]
+    refuse_other_mlps(raw, is_dense)
+    layers = tuple(LayerSpec(attention=attention, mlp=dense if plain else sparse) for plain in is_dense)
     ignored = tuple(f"model.layers.{num_layers + i}." for i in range(int(raw.get("num_nextn_predict_layers", 1))))
-    return ModelConfig(**common_fields(raw, generation), layers=layers, ignored_names=ignored)
+    return ModelConfig(
+        **common_fields(raw.defaulting(rms_norm_eps=1e-5), generation), layers=layers, ignored_names=ignored
+    )

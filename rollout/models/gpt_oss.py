@@ -6,22 +6,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rollout.core.config_json import RotaryDefaults, Settings
 from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, LayerSpec, MoESpec, RouterSpec
 from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse
 
+# transformers' where the configuration has no `rope_parameters`.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+ROTARY = RotaryDefaults(theta=150000.0, scaling=_YARN)
 _KINDS = ("sliding_attention", "full_attention")
 
 
-def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     """Attention with sinks, over a window in every other layer, and experts with biases in every layer.
 
     What the keys that published checkpoints lack stand for is transformers' default.
     """
     num_layers, bias = int(raw["num_hidden_layers"]), bool(raw.get("attention_bias", True))
-    full = AttentionSpec(**heads_of(raw, rope_types=("default", "yarn")), qkv_bias=bias, o_bias=bias, sinks=True)
+    full = AttentionSpec(**heads_of(raw, default_head_dim=64), qkv_bias=bias, o_bias=bias, sinks=True)
     router = RouterSpec(
-        num_experts=int(raw["num_local_experts"]),
-        top_k=int(raw["num_experts_per_tok"] if "num_experts_per_tok" in raw else raw["experts_per_token"]),
+        num_experts=int(raw["num_experts"]),
+        top_k=int(raw["num_experts_per_tok"]),
         scoring="softmax_of_chosen",
         bias=True,
         name="router",
@@ -39,12 +50,11 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     refuse({f"layer type {kind!r}": kind not in _KINDS for kind in kinds})
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
-    if "sliding_attention" in kinds and int(raw["sliding_window"]) < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {raw['sliding_window']}")
-    layers = []
-    for kind in kinds:
-        window = int(raw["sliding_window"]) if kind == "sliding_attention" else None
-        layers.append(LayerSpec(attention=replace(full, window=window), mlp=experts))
-    common = common_fields({"rms_norm_eps": 1e-5, **raw}, generation)
+    size = raw.get("sliding_window", 128)
+    if "sliding_attention" in kinds and (not isinstance(size, int) or size < 1):
+        raise ValueError(f"sliding_window must be at least 1, got {size}")
+    windows = {"sliding_attention": size, "full_attention": None}
+    layers = [LayerSpec(attention=replace(full, window=windows[kind]), mlp=experts) for kind in kinds]
+    common = common_fields(raw.defaulting(rms_norm_eps=1e-5), generation, states_extended_context=True)
     common["norm"] = replace(common["norm"], weight_offset=0.0)
     return ModelConfig(**common, layers=tuple(layers))

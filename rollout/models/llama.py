@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.core.layer_specs import AttentionSpec, DenseSpec, LayerSpec
-from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse
+from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse, refuse_windows
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """No biases and no QK norm; the rotation may be scaled."""
+    refuse_windows(raw)
     refuse({name: bool(raw.get(name)) for name in ("attention_bias", "mlp_bias")})
-    attention = AttentionSpec(**heads_of(raw, rope_types=("default", "llama3")))
+    attention = AttentionSpec(**heads_of(raw))
     layer = LayerSpec(attention=attention, mlp=DenseSpec(inner=int(raw["intermediate_size"])))
     return ModelConfig(**common_fields(raw, generation), layers=(layer,) * int(raw["num_hidden_layers"]))

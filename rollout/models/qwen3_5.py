@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.core.config_json import RotaryDefaults
 from rollout.core.layer_specs import DenseSpec, LayerSpec, MoESpec
-from rollout.core.model_config import ModelConfig, refuse_common
+from rollout.core.model_config import ModelConfig
 from rollout.models.qwen3_next import experts_of, hybrid_fields, mixers_of
 
+ROTARY = RotaryDefaults(partial=0.25)
+HAS_PARTS = True
 _IGNORED = ("mtp.", "model.visual.")
 
 
@@ -22,22 +25,14 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
 
     Text alone has one position a token, so that the sections of its rotation are one.
     """
-    text = _text_config(raw)
-    refuse_common(text)
     mlp: DenseSpec | MoESpec
-    if "moe_intermediate_size" in text:
-        mlp = experts_of(text, normalise=True)
+    if "moe_intermediate_size" in raw:
+        mlp = experts_of(raw, normalise=True)
     else:
-        mlp = DenseSpec(inner=int(text["intermediate_size"]))
+        mlp = DenseSpec(inner=int(raw["intermediate_size"]))
     return ModelConfig(
-        **hybrid_fields(text, generation),
-        layers=tuple(LayerSpec(attention=mixer, mlp=mlp) for mixer in mixers_of(text, merged_by_key_head=False)),
+        **hybrid_fields(raw, generation),
+        layers=tuple(LayerSpec(attention=mixer, mlp=mlp) for mixer in mixers_of(raw, merged_by_key_head=False)),
         ignored_names=_IGNORED,
         renamed_prefixes=(("model.language_model.", "model."),),
     )
-
-
-def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the whole that it has of its own, such as `architectures`, come before those of `text_config`."""
-    whole = {key: value for key, value in raw.items() if key not in ("text_config", "vision_config")}
-    return {**raw.get("text_config", {}), **{key: value for key, value in whole.items() if value is not None}}

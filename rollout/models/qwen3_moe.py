@@ -12,8 +12,7 @@ from rollout.models.qwen3 import attention_of
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """Qwen3 with experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
-    # transformers 5 writes `num_local_experts` where published checkpoints have `num_experts`.
-    experts = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])
+    experts = int(raw["num_experts"])
     router = RouterSpec(
         num_experts=experts,
         top_k=int(raw["num_experts_per_tok"]),

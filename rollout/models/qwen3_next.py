@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rollout.core.config_json import RotaryDefaults
 from rollout.core.layer_specs import (
     AttentionKind,
     AttentionSpec,
@@ -15,7 +16,9 @@ from rollout.core.layer_specs import (
     MoESpec,
     RouterSpec,
 )
-from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse
+from rollout.core.model_config import ModelConfig, common_fields, heads_of, refuse, warn_of_unused
+
+ROTARY = RotaryDefaults(partial=0.25)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -42,7 +45,7 @@ def hybrid_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict
 def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
     """Softmax routers, and a shared expert behind a gate."""
     router = RouterSpec(
-        num_experts=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]),
+        num_experts=int(raw["num_experts"]),
         top_k=int(raw["num_experts_per_tok"]),
         normalise=normalise,
     )
@@ -59,7 +62,7 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
     """What mixes tokens in each layer: attention behind a gate in every `full_attention_interval`-th, or as
     `layer_types` says, the gated delta rule in the others."""
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
-    heads = heads_of({"partial_rotary_factor": 0.25, **raw}, rope_types=("default", "yarn"))
+    heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
     attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)
     delta = GatedDeltaSpec(
         num_key_heads=int(raw["linear_num_key_heads"]),
@@ -81,4 +84,5 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
     refuse({f"layer type {name!r}": name not in kinds for name in names})
     if len(names) != num_layers:
         raise ValueError(f"{len(names)} layer_types for {num_layers} layers")
+    warn_of_unused(raw, "full_attention_interval", "layer_types", list(names) == default)
     return [kinds[name] for name in names]

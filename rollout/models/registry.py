@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rollout.core.config_json import RotaryDefaults, require_read, settings_of
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig, refuse_common
+from rollout.core.model_config import ModelConfig, refuse_common, with_latent_norm_eps
+from rollout.core.server_args import ServerArgs
 
-# architecture -> module; its `parse` makes a `ModelConfig` of `config.json` and `generation_config.json`
+# architecture -> module; its `parse` makes a `ModelConfig` of the settings in `config.json` and of
+# `generation_config.json`.  It may have `ROTARY`, its defaults, and `HAS_PARTS`: a `text_config` in `config.json`.
 FAMILIES = {
     "Qwen3MoeForCausalLM": "rollout.models.qwen3_moe",
     "Qwen3ForCausalLM": "rollout.models.qwen3",
@@ -28,11 +32,19 @@ FAMILIES = {
 }
 
 
-def load_model_config(model_path: str | Path) -> ModelConfig:
+def served_model_config(args: ServerArgs) -> ModelConfig:
+    """That of `args.model_path`, with what the settings of the server change of it.  Raises `StartupError`."""
+    config = load_model_config(args.model_path, args.model_overrides)
+    return with_latent_norm_eps(config, args.latent_norm_eps)
+
+
+def load_model_config(model_path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read `config.json` (and `generation_config.json` for extra EOS ids).
 
+    `overrides`: settings in the place of those in `config.json`; objects are merged.
+
     Raises `StartupError` when the folder or file is missing, is not JSON, or names an architecture or an option
-    that the engine does not implement.
+    that the engine does not implement, and for an override that no setting has.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -40,21 +52,30 @@ def load_model_config(model_path: str | Path) -> ModelConfig:
             f"--model-path {folder} is not a folder; write a small one with: lockstep make-checkpoint DIR"
         )
     raw = _read_json(folder / "config.json", required=True)
-    return model_config_from_dict(raw, _read_json(folder / "generation_config.json", required=False))
+    return model_config_from_dict(raw, _read_json(folder / "generation_config.json", required=False), overrides)
 
 
-def model_config_from_dict(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def model_config_from_dict(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """`raw` is the parsed `config.json`; `generation` the parsed `generation_config.json`.  Raises `StartupError`."""
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    overrides = overrides or {}
+    architecture = (overrides.get("architectures") or raw.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
         raise StartupError(f"architecture {architecture} is not supported; this version serves {', '.join(FAMILIES)}")
-    refuse_common(raw)
+    family = import_module(FAMILIES[architecture])
+    if raw.get("text_config") and not getattr(family, "HAS_PARTS", False):
+        raise StartupError(f"config.json: text_config is not supported of {architecture}, which is one model")
+    settings = settings_of(raw, getattr(family, "ROTARY", RotaryDefaults()), overrides)
+    refuse_common(settings)
     try:
-        return import_module(FAMILIES[architecture]).parse(raw, generation or {})
+        config = family.parse(settings, generation or {})
     except KeyError as missing:
         raise StartupError(f"config.json has no {missing.args[0]!r}, which {architecture} needs") from None
     except (TypeError, ValueError) as error:
         raise StartupError(f"config.json: {error}") from None
+    require_read(settings, raw, overrides)
+    return config
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

@@ -83,9 +83,18 @@ def _config_of(model: nn.Module) -> ModelConfig:
         raise UnsupportedFeature(f"{architecture} is no family of the engine's: {', '.join(FAMILIES)}")
     config: Any = model.config
     try:
-        return model_config_from_dict({**config.to_dict(), "architectures": [architecture]})
+        return model_config_from_dict(_without_dtype({**config.to_dict(), "architectures": [architecture]}))
     except LockstepError as error:
         raise UnsupportedFeature(str(error)) from None
+
+
+def _without_dtype(settings: dict[str, Any]) -> dict[str, Any]:
+    """The parameters have their own dtypes; that of the whole and that of a part may differ."""
+    return {
+        name: _without_dtype(value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name not in ("dtype", "torch_dtype")
+    }
 
 
 def _padding_id(model: Any) -> int | None:

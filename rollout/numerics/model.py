@@ -29,15 +29,22 @@ class EngineNumerics:
 
     `routes`: what the routers of the last forward chose, int64 [B, S, L, K], -1 for padding; None of a dense model.
     `batch_invariant`: whether its log-probabilities are those of an engine bit for bit.
+    `config_digest`: that of an engine's `/model_info` if both compute by the same configuration.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, allow_inexact: bool) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, allow_inexact: bool, config_digest: str | None) -> None:
         self.routes: torch.Tensor | None = None
         self._model, self._dtype = model, dtype
         self._device = device_of(model)
         with torch.inference_mode(False):  # what it holds is written outside of it, too
             self._engine = checked_engine(model, dtype, self._device, allow_inexact)
         self.batch_invariant = self._engine.batch_invariant
+        self.config_digest = self._engine.config.digest
+        if config_digest not in (None, self.config_digest):
+            raise UnsupportedFeature(
+                f"the engine computes by the configuration {config_digest}, the model by {self.config_digest}: "
+                "make the model with the engine's --json-model-override-args, and leave out --latent-norm-eps"
+            )
         self._routers = find_routers(model) if self._engine.config.is_moe else []
         assert len(self._routers) == len(self._engine.config.moe_layer_ids), "a router for each MoE layer"
         setattr(model, _IN_USE, True)
@@ -112,7 +119,11 @@ class EngineNumerics:
 
 
 def use_engine_numerics(
-    model: nn.Module, *, dtype: torch.dtype = torch.bfloat16, allow_inexact: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    allow_inexact: bool = False,
+    config_digest: str | None = None,
 ) -> EngineNumerics:
     """Make a Hugging Face causal language model compute with the engine's operators, forward and backward.
 
@@ -122,12 +133,13 @@ def use_engine_numerics(
     rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
     dtypes; the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 
-    `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.  Raises
+    `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.
+    `config_digest`: that of the engine's `/model_info`, which the model's own configuration must have.  Raises
     `UnsupportedFeature`, `Conflict` if it is in use already; the model is as it was then.
     """
     if getattr(model, _IN_USE, False):
         raise Conflict("the model is under engine numerics already; remove() them first")
-    return EngineNumerics(model, dtype, allow_inexact)
+    return EngineNumerics(model, dtype, allow_inexact, config_digest)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
