@@ -4,6 +4,9 @@
     a step      fill the buffers | plan attention | replay       n requests take the next larger size, padded
                 copy out what they computed
 
+A replay reads what the plan of its step left in the buffers and in the attention's workspaces; without it, indices of
+another step or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
+
 Two recordings a size: the forward, with the routers' choices written into a buffer, and output head and sampling, with
 the log-probabilities.  A step whose rows ask for more than a token and its log-probability replays the first alone.
 
@@ -24,6 +27,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
+from rollout.core.errors import FatalError
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.sampling_params import SamplingParams
 from rollout.layers.context import ForwardContext
@@ -47,14 +51,29 @@ class GraphPool(Protocol):
         """
 
 
+class StepPlan:
+    """A step of `count` requests that can be played now, as one of `size`: made by `GraphRunner` alone.
+
+    It allows each part of the step once, in their order, until the next step is planned.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size = size
+        self.count = count
+        self.played: list[str] = []
+
+
+PlannedReplay = Callable[[StepPlan], None]
+
+
 @dataclass(frozen=True)
 class _Captured:
     """Steps of one size.  `sample` None: the sampler has no way that can be captured."""
 
     batch: ForwardBatch
     attention: AttentionBackend
-    forward: Replay
-    sample: Replay | None
+    forward: PlannedReplay
+    sample: PlannedReplay | None
 
 
 class GraphRunner:
@@ -82,7 +101,7 @@ class GraphRunner:
         self._weights = weight_tensors(state.model)
         self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # under which `_holds_for` was found
         self._holds_for: Hashable = None  # what the recordings were made under
-        self._replayed: tuple[_Captured, int] | None = None  # the last step, and its requests
+        self._plan: StepPlan | None = None  # of the step whose inputs are in the buffers
         self._plain_of: SamplingBatchInfo | None = None  # whose rows are in the buffers
         self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
 
@@ -98,7 +117,33 @@ class GraphRunner:
         None: the step is none that is captured.  It has prompts or routes to follow, or more requests than the largest
         size.
         """
-        self._replayed = None
+        plan = self.plan(batch, with_routes)
+        if plan is None:
+            return None
+        self._captured[plan.size].forward(plan)
+        outputs = self._buffers.outputs
+        return _owned(outputs.hidden, plan.count), _owned(outputs.routes, plan.count) if with_routes else None
+
+    def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
+        """As `Sampler.sample`, for the step that `forward` was called for last.
+
+        None: that one was not replayed, or its rows ask for more than is captured.
+        """
+        plan = self._plan
+        if plan is None:
+            return None
+        play = self._captured[plan.size].sample
+        if play is None or not self._takes(info):
+            return None
+        self._buffers.fill_positions(positions_N)
+        play(plan)
+        outputs = self._buffers.outputs
+        logprobs = _owned(outputs.logprobs, plan.count).masked_fill_(~info.wants_logprob, torch.nan)
+        return SampledTokens.plain(_owned(outputs.token_ids, plan.count), logprobs)
+
+    def plan(self, batch: ForwardBatch, with_routes: bool) -> StepPlan | None:
+        """Fill the buffers with the step and plan its attention; None where `forward` gives None."""
+        self._plan = None
         count = batch.num_tokens
         is_captured = 0 < count <= self.sizes[-1] and not batch.extend_lens
         if not is_captured or batch.forced_routes is not None or batch.states is not None:
@@ -107,27 +152,31 @@ class GraphRunner:
         size = self.sizes[bisect_left(self.sizes, count)]
         step = self._captured.get(size) or self._capture(size, with_routes)
         self._buffers.fill(batch)
+        return self._planned(step, size, count)
+
+    def plan_padding(self, size: int) -> StepPlan:
+        """The same for a step of a captured `size` without any request: all of its rows are padding."""
+        self._buffers.clear()
+        return self._planned(self._captured[size], size, 0)
+
+    def _planned(self, step: _Captured, size: int, count: int) -> StepPlan:
         step.attention.plan(step.batch)
-        step.forward()
-        self._replayed = step, count
-        outputs = self._buffers.outputs
-        return _owned(outputs.hidden, count), _owned(outputs.routes, count) if with_routes else None
+        self._plan = StepPlan(size, count)
+        return self._plan
 
-    def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
-        """As `Sampler.sample`, for the step that `forward` was called for last.
+    def _guarded(self, replay: Replay, size: int, part: str, after: list[str]) -> PlannedReplay:
+        """`replay`, for the plan of a step of `size` that is in the buffers and has played the parts `after`.
 
-        None: that one was not replayed, or its rows ask for more than is captured.
+        Raises `FatalError` before anything is launched.
         """
-        if self._replayed is None:
-            return None
-        step, count = self._replayed
-        if step.sample is None or not self._takes(info):
-            return None
-        self._buffers.fill_positions(positions_N)
-        step.sample()
-        outputs = self._buffers.outputs
-        logprobs = _owned(outputs.logprobs, count).masked_fill_(~info.wants_logprob, torch.nan)
-        return SampledTokens.plain(_owned(outputs.token_ids, count), logprobs)
+
+        def play(plan: StepPlan) -> None:
+            if plan is not self._plan or plan.size != size or plan.played != after:
+                raise FatalError(f"{part} of a captured step of {size} requests was replayed without a plan of its own")
+            plan.played.append(part)
+            replay()
+
+        return play
 
     def _takes(self, info: SamplingBatchInfo) -> bool:
         """Whether its rows are plain; they are in the buffers then."""
@@ -174,8 +223,8 @@ class GraphRunner:
             outputs.token_ids[:size].copy_(token_ids)
             outputs.logprobs[:size].copy_(logprobs)
 
-        play_forward = self._pool.capture(forward)
-        play_sample = self._pool.capture(sample) if self._samples else None
+        play_forward = self._guarded(self._pool.capture(forward), size, "forward", [])
+        play_sample = self._guarded(self._pool.capture(sample), size, "sample", ["forward"]) if self._samples else None
         step = self._captured[size] = _Captured(batch, attention, play_forward, play_sample)
         return step
 

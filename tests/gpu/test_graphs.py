@@ -6,13 +6,14 @@ against an engine without graphs at all, whose kernels and batch sizes are other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollout.core.errors import FatalError
 from rollout.core.io_struct import FlushCacheReqInput
 from rollout.model_executor.graph_runner import GraphRunner
 from tests.gpu.engines import (
@@ -149,10 +150,11 @@ def test_a_replay_allocates_nothing(folders: list[Path], device: torch.device, f
     said(harness, 4)
     torch.cuda.synchronize()
     for size, step in graphs._captured.items():
+        plan = graphs.plan_padding(size)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        step.forward()
+        step.forward(plan)
         if step.sample is not None:
-            step.sample()
+            step.sample(plan)
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, f"size {size}"
     reserved = torch.cuda.memory_reserved()
@@ -166,17 +168,37 @@ def test_a_stale_buffer_would_be_seen(
 ) -> None:
     """A replay that is left out every fourth time gives the results of the step before."""
     harness = engine(folders[0], device)
-    graphs = graphs_of(harness)
+    graphs_of(harness)
     right = said(harness, 3)
     turn = 0
-    for size, step in list(graphs._captured.items()):
+    guarded = GraphRunner._guarded
 
-        def sometimes(forward: Any = step.forward) -> None:
+    def sometimes(runner: GraphRunner, replay: Callable[[], None], size: int, part: str, after: list[str]) -> Any:
+        def leave_some_out() -> None:
             nonlocal turn
-            turn += 1
-            if turn % 4:
-                forward()
+            turn += part == "forward"
+            if part != "forward" or turn % 4:
+                replay()
 
-        graphs._captured[size] = type(step)(step.batch, step.attention, sometimes, step.sample)
-    harness.control(FlushCacheReqInput)
-    assert said(harness, 3) != right
+        return guarded(runner, leave_some_out, size, part, after)
+
+    monkeypatch.setattr(GraphRunner, "_guarded", sometimes)
+    assert said(engine(folders[0], device), 3) != right
+
+
+def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], device: torch.device) -> None:
+    """Without one nothing is launched, so that the device is not lost to indices that were freed."""
+    harness = engine(folders[0], device)
+    graphs = graphs_of(harness)
+    said(harness, 2)
+    (first, small), (second, large) = list(graphs._captured.items())[:2]
+    plan = graphs.plan_padding(first)
+    small.forward(plan)
+    for again in (small.forward, large.forward):
+        with pytest.raises(FatalError, match="without a plan of its own"):
+            again(plan)
+    stale = graphs.plan_padding(first)
+    large.forward(graphs.plan_padding(second))
+    with pytest.raises(FatalError, match="without a plan of its own"):
+        small.forward(stale)
+    assert said(harness, 2)

@@ -18,7 +18,7 @@ from capture.capturer import RoutedExpertsCapturer
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_dump import LoadDump
 from rollout.attention.native_cpu import _CapturedCpuBackend
-from rollout.core.errors import StartupError
+from rollout.core.errors import FatalError, StartupError
 from rollout.core.expert_io_struct import (
     DumpExpertDistributionReqInput,
     StartExpertDistributionReqInput,
@@ -279,6 +279,37 @@ def test_what_cannot_be_captured_says_why(
     assert harness.scheduler.runner.graphs is None
     said = capsys.readouterr().err
     assert "steps are not captured, decoding is slower: " in said and reason in said
+
+
+def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    """First runs on a GPU: a replay without its plan read freed indices, and the device was lost."""
+    harness = Harness(folders[0], **SMALL)
+    expected = play(harness)
+    runner = runner_of(harness)
+    steps, replays = runner._captured, StandInGraphPool.num_replays
+    plan = runner.plan_padding(2)
+    for wrong in (steps[4].forward, steps[2].sample):
+        assert wrong is not None
+        with pytest.raises(
+            FatalError, match=r"of a captured step of \d requests was replayed without a plan of its own"
+        ):
+            wrong(plan)
+    steps[2].forward(plan)
+    with pytest.raises(FatalError, match="forward of a captured step of 2"):
+        steps[2].forward(plan)
+    stale = runner.plan_padding(2)
+    newest = runner.plan_padding(4)
+    with pytest.raises(FatalError, match="forward of a captured step of 2"):
+        steps[2].forward(stale)
+    steps[4].forward(newest)
+    assert steps[4].sample is not None
+    steps[4].sample(newest)
+    with pytest.raises(FatalError, match="sample of a captured step of 4"):
+        steps[4].sample(newest)
+    assert StandInGraphPool.num_replays == replays + 3
+    assert play(harness, "again") == [
+        (*one[:4], two[4]) for one, two in zip(expected, play(harness, "more"), strict=True)
+    ]
 
 
 def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
