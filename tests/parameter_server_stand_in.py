@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGNMENT = 256
 WAIT_MS = 20_000
+BUCKET_BYTES = 4 << 20  # of the program; a tensor of the models on a device takes up to 1 MiB
 
 Form = Literal["pickle", "json"]
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -192,7 +193,7 @@ def main() -> None:
         return message
 
     where = sys.argv[4] if len(sys.argv) > 4 else "cpu"
-    with ParameterServerStandIn(1 << 17, "json" if form == "json" else "pickle", buffer_device=where) as server:
+    with ParameterServerStandIn(BUCKET_BYTES, "json" if form == "json" else "pickle", buffer_device=where) as server:
         server.rewrite = stop
         print(json.dumps(server.handles), flush=True)
         server.update(list(tensors.items()))

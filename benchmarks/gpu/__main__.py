@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu [--parts decode refresh] [--num-layers 48] [--out DIR] [--dry-run [--device cpu]]
 
-A part is ended after nine and a half minutes; the next one runs all the same.  Results go to `--out`, by default $OUT
-or ./gpu-results: bench.jsonl and PART.log.  `--num-layers`: fewer for a smaller card; 48 layers are 61 GB.  The status
+A part is ended after nine and a half minutes; the next one runs all the same.  Results go to `--out`, by default
+./gpu-results: bench.jsonl and PART.log.  `--num-layers`: fewer for a smaller card; 48 layers are 61 GB.  The status
 is 1 if a part failed, and 2 without a CUDA device.
 """
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=48, help="of the model, 48 in Qwen3-30B-A3B")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="sizes of next to nothing, to try the code")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--here", action="store_true", help="in this process, for the only part")
     args = parser.parse_args()
     device = torch.device(args.device)

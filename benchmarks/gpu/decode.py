@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.floor import decode_step_floor_s
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from benchmarks.gpu.model import driver, shape
+from benchmarks.gpu.model import MEANWHILE, driver, shape
 from benchmarks.gpu.settings import Settings
 from benchmarks.profile.machine import Machine
 
@@ -35,7 +35,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
     for name, different in VARIANTS.items():
         routed = different.get("enable_return_routed_experts", True)
         common = {"dtype": settings.dtype, "enable_return_routed_experts": True, "max_running_requests": batches[-1]}
-        common |= {"max_total_tokens": batches[-1] * (PROMPT_TOKENS + steps + 32)}
+        common |= {"max_total_tokens": batches[-1] * (PROMPT_TOKENS + steps + MEANWHILE)}
         with driver(spec, device, **common | different) as engine:
             for batch in batches:
                 times = [

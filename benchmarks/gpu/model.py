@@ -36,6 +36,10 @@ from rollout.scheduler.channel import LocalChannel
 from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink
 
+MEANWHILE = 64
+"""Tokens of a request beyond those of the measured steps: the first decode while prompts of others are computed."""
+_IDLE_S = 5e-4  # of a turn without a step: an I/O thread that receives weights needs the interpreter
+
 # huggingface.co/Qwen/Qwen3-30B-A3B, config.json
 QWEN3_30B_A3B = CheckpointSpec(
     hidden_size=2048, intermediate_size=6144, layers=48, dense_first=0, heads=32, kv_heads=4, head_dim=128, experts=128,
@@ -136,7 +140,8 @@ class Driver:
         self._channel.inbox.append(verb(request_id=request_id, **fields))
         deadline = time.monotonic() + timeout_s
         while request_id not in self._answers:
-            self.tick()
+            if not self.tick():
+                time.sleep(_IDLE_S)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer to {verb.__name__} after {timeout_s} s")
         answer = self._answers.pop(request_id)
@@ -145,27 +150,32 @@ class Driver:
         return answer
 
     @torch.inference_mode()
-    def tick(self) -> None:
-        self.scheduler.tick(0)
+    def tick(self) -> bool:
+        """Take a turn of the loop.  True if a step ran."""
+        ran = self.scheduler.tick(0)
         while self._channel.outbox:
             message = self._channel.outbox.popleft()
             if isinstance(message, ControlReqOutput):
                 self._answers[message.request_id] = message
+        return ran
 
     def run(self) -> None:
         while self.scheduler.has_work or self._channel.inbox:
             self.tick()
 
     def seconds_per_decode_step(self, batch: int, prompt_tokens: int, steps: int, **fields: Any) -> float:
-        """Mean over `steps` steps in which `batch` requests decode and nothing else happens."""
+        """Mean over `steps` steps in which `batch` requests decode and nothing else happens.
+
+        The pool must hold `prompt_tokens + steps + MEANWHILE` tokens of each.
+        """
         stats = self.scheduler.stats
-        self.submit(batch, prompt_tokens, steps + 16, **fields)
+        self.submit(batch, prompt_tokens, steps + MEANWHILE, **fields)
         in_a_row, since = 0, stats.num_generated
         while in_a_row < 4:
             before = stats.num_generated
             self.tick()
             in_a_row = in_a_row + 1 if stats.num_generated - before == batch else 0
-            if stats.num_generated - since > 12 * batch:
+            if stats.num_generated - since > MEANWHILE * batch:
                 raise RuntimeError(f"{batch} requests never decode together")
         before = stats.num_generated
         self.synchronize()

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from benchmarks.gpu.decode import PROMPT_TOKENS
-from benchmarks.gpu.model import config_folder, driver, shape
+from benchmarks.gpu.model import MEANWHILE, config_folder, driver, shape
 from benchmarks.gpu.settings import Settings
 from rollout.entrypoints.checkpoint_tokenizer import save_tokenizer, train_tokenizer
 
@@ -59,7 +59,8 @@ def _prompts(settings: Settings, batch: int) -> list[list[int]]:
 
 def _lockstep(settings: Settings) -> Rates:
     batches, new_tokens = _sizes(settings)
-    sizes = {"max_total_tokens": batches[-1] * (PROMPT_TOKENS + new_tokens + 32), "max_running_requests": batches[-1]}
+    most, tokens = batches[-1], PROMPT_TOKENS + new_tokens + MEANWHILE
+    sizes = {"max_total_tokens": most * tokens, "max_running_requests": most}
     with driver(shape(settings), settings.device, dtype=settings.dtype, **sizes) as engine:
         for batch in batches:
             times = [engine.seconds_per_decode_step(batch, PROMPT_TOKENS, new_tokens) for _ in range(4)]

@@ -2,7 +2,7 @@
 
     python -m tests.gpu [--steps graphs refresh] [--out DIR] [--dry-run] [--list]
 
-Results go to `--out`, by default $OUT or ./gpu-results: results.jsonl (a line a step), STEP.jsonl (a line a test),
+Results go to `--out`, by default ./gpu-results: results.jsonl (a line a step), STEP.jsonl (a line a test),
 STEP.log and report.txt.  A test that this machine cannot run is listed as NOT RUN with its reason; anything else that
 did not pass makes the status 1, and a machine without a CUDA device 2.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     names = [step.name for step in STEPS]
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with what the CPU has; proves no kernel")
     parser.add_argument("--list", action="store_true", help="print steps and their times, and end")
     args = parser.parse_args()

@@ -141,7 +141,7 @@ def _split(name: str) -> list[str]:
 
 
 def version_findings() -> list[str]:
-    """Builds other than those that a lent machine has."""
+    """Builds other than those that `VERSIONS` names."""
     found = []
     for name, wanted in VERSIONS.items():
         try:

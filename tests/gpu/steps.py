@@ -1,6 +1,6 @@
 """The steps of `make test-gpu`: a file of tests each, in a process of its own, with a time that it may take.
 
-The longest runs that a lent machine allows are ten minutes, so the times sum to less than eight.
+The times sum to less than eight minutes.
 """
 
 from __future__ import annotations

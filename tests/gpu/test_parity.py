@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "max_position_embeddings": 1024,
     },
-    "gpt_oss": _WIDE | {"sliding_window": 20},
+    "gpt_oss": _WIDE | {"sliding_window": 20, "swiglu_limit": 7.0},  # older versions of transformers know no other
 }
 LENGTHS, NEW_TOKENS = (1, 5, 17, 40, 150), 24
 CHUNK = 16

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.model import MEANWHILE, driver, shape
+from benchmarks.gpu.settings import Settings
 from tests.gpu.check_imports import chains, first_missing
+from tests.gpu.engines import checkpoint
 from tests.gpu.runner import judge, report
 from tests.gpu.steps import LIMIT_S, NOT_RUN, STEPS, Step
+from tests.model_zoo import logical_tensors
+from tests.parameter_server_stand_in import BUCKET_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = Step("step", "test_step.py", 30)
@@ -91,3 +96,17 @@ def test_the_benchmarks_run_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "not carried" in done.stdout
+
+
+def test_requests_decode_together_after_prompts_of_many_steps() -> None:
+    """First runs on a GPU: at 256 requests the first ended before the prompts of the last were computed."""
+    spec = shape(Settings(torch.device("cpu"), 2, dry_run=True))
+    sizes = {"max_total_tokens": 20 * (8 + 4 + MEANWHILE), "max_running_requests": 20, "chunked_prefill_size": 8}
+    with driver(spec, torch.device("cpu"), dtype="float32", **sizes) as engine:
+        assert engine.seconds_per_decode_step(20, 8, 4) > 0
+
+
+def test_a_bucket_of_the_parameter_server_holds_each_tensor_of_a_model_on_a_device(tmp_path: Path) -> None:
+    """First runs on a GPU: tensors of the models there were larger than a bucket."""
+    folder = checkpoint(tmp_path / "model", torch.device("cuda"))
+    assert max(tensor.nbytes for tensor in logical_tensors(folder).values()) <= BUCKET_BYTES
