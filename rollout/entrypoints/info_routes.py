@@ -250,7 +250,7 @@ class InfoRoutes:
 
     async def version(self) -> Response:
         """vLLM's form of the version of this server."""
-        return json_response({"version": version("lockstep-rl")})
+        return json_response({"version": VERSION})
 
     async def load(self) -> Response:
         """vLLM's number of requests that the server has not answered yet."""
