@@ -14,7 +14,7 @@ import torch
 
 from rollout.core.io_struct import SchedulerInput, SchedulerOutput
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
-from rollout.core.server_args import args_of_call
+from rollout.core.server_cli import args_of_call
 from rollout.core.unreadable import packed
 from rollout.engine.build import build_scheduler
 from rollout.models.registry import served_model_config

@@ -26,7 +26,8 @@ from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig
-from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
+from rollout.core.server_args import ServerArgs
+from rollout.core.server_cli import add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.entrypoints.connections import (
     LISTEN_BACKLOG,

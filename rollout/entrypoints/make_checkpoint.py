@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.core.errors import LockstepError, StartupError
-from rollout.core.server_args import add_cli_args
+from rollout.core.server_cli import add_cli_args
 from rollout.entrypoints.checkpoint_families import published_form
 from rollout.entrypoints.checkpoint_spec import OUTPUT_LOGIT_STD, OWN_FAMILIES, ROUTER_LOGIT_STD, CheckpointSpec
 from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer

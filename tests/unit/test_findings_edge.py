@@ -28,7 +28,8 @@ from rollout.core.io_struct import (
 )
 from rollout.core.req_output import FinishReason, LogprobDelta, ReqOutput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs, add_cli_args, server_args_from_namespace
+from rollout.core.server_args import ServerArgs
+from rollout.core.server_cli import add_cli_args, server_args_from_namespace
 from rollout.core.weight_io_struct import GetWeightsByNameReqInput
 from rollout.entrypoints import openai_protocol, protocol
 from rollout.entrypoints.turns import Turns

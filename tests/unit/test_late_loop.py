@@ -17,7 +17,7 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.server_args import add_cli_args, server_args_from_namespace
+from rollout.core.server_cli import add_cli_args, server_args_from_namespace
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache.kv_pool import NewestTokens
 from rollout.model_executor import model_runner

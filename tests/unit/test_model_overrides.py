@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rollout.core.errors import StartupError, UnsupportedFeature
-from rollout.core.server_args import ServerArgs, add_cli_args, args_of_call, server_args_from_namespace
+from rollout.core.server_args import ServerArgs
+from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.server_info import flag_words, launch_command, resolved_args
