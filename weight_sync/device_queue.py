@@ -10,7 +10,7 @@ it happens:
 
 On a CPU an operator is done when its call returns, and there is nothing to wait for.
 
-`CudaQueue` has not run on a GPU; `tests/device_queue_stand_in.py` does everything as late as it may.
+`tests/gpu` ran `CudaQueue` on an H100; `tests/device_queue_stand_in.py` does everything as late as it may.
 """
 
 from __future__ import annotations

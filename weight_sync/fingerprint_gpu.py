@@ -7,7 +7,7 @@ writes for each block its sum and whether a word has all bits of a mask; a block
              block 7      block 8     block 9           sums [3], found [3], added up by torch: no wait for the device
 
 Imported where there is Triton and something to run it (`block_sums.kernels_of` decides).  64-bit products wrap, so the
-results are those of `block_sums`, bit for bit.  Shown in Triton's interpreter and compiled for sm_90; not run on a GPU.
+results are those of `block_sums`, bit for bit: in Triton's interpreter, and by `tests/gpu` on an H100.
 
 Shapes: N blocks, n words.
 """

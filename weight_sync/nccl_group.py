@@ -7,7 +7,7 @@
 * `work.wait()` lets the stream wait, not the host, and knows no timeout: a work is asked whether it is completed.
 * Leaving a group in which a call is stuck may be stuck as well: that, too, is left to a thread.
 
-Shown with `tests/nccl_weight_group_stand_in.py`; not run on a GPU.
+Shown with `tests/nccl_weight_group_stand_in.py`; not run on several GPUs.
 """
 
 from __future__ import annotations

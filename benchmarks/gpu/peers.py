@@ -1,7 +1,7 @@
 """Decode by other systems with a random model of the same shape: transformers' continuous batching, mini-sglang.
 
 transformers stamps every token with a time, so that what is counted is the stretch in which all requests decode.
-mini-sglang is measured where its package was brought along (docs/gpu.md), by two runs of different lengths.
+mini-sglang is measured where its package is installed (docs/gpu.md), by two runs of different lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu.settings import Settings
 from rollout.entrypoints.checkpoint_tokenizer import save_tokenizer, train_tokenizer
 
 BATCHES, NEW_TOKENS = (1, 16, 64, 256), 64
-NOT_CARRIED = "not carried: docs/gpu.md says what to bring along"
+NOT_INSTALLED = "not installed: docs/gpu.md says what it needs"
 Rates = Iterator[tuple[int, float]]
 
 
@@ -89,9 +89,9 @@ def _transformers(settings: Settings) -> Rates:
 
 
 def _mini_sglang(settings: Settings) -> Rates:
-    """Its offline engine with weights of its own making; raises `ImportError` where it was not brought along."""
+    """Its offline engine with weights of its own making; raises `ImportError` where it is not installed."""
     if importlib.util.find_spec("minisgl") is None:
-        raise ImportError(NOT_CARRIED)
+        raise ImportError(NOT_INSTALLED)
     engine, params = importlib.import_module("minisgl.llm"), importlib.import_module("minisgl.core")
     batches, new_tokens = _sizes(settings)
     with config_folder(shape(settings)) as folder:

@@ -1,6 +1,6 @@
 """Attention over paged KV by FlashInfer, on CUDA: bfloat16 and float16, captured steps included.
 
-Not run on a GPU yet: held against `tests/flashinfer_stand_in.py`, whose signatures are those of the real package.
+Run on an H100 by `tests/gpu`; elsewhere against `tests/flashinfer_stand_in.py`, which has the package's signatures.
 
     plan, once a step    host: lengths of the batch -> CSR arrays -> a plan for each kind of layer
                          device: slots gathered from the slot table; the plan, copied from page-locked memory

@@ -8,7 +8,7 @@ A plain `.to(device)` from pageable memory waits for all that the stream has, as
 memory comes from torch's caching allocator, which hands a block out again once the copies that used it are done: so
 who drops a buffer need not know what is in flight.  On a CPU nothing is copied.
 
-Not run on a GPU; `tests/device_stand_in.py` plays the device.
+In tests on a CPU `tests/device_stand_in.py` plays the device.
 """
 
 from __future__ import annotations

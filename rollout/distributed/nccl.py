@@ -1,6 +1,6 @@
 """NCCL beside gloo: what is on the devices goes from device to device.
 
-Not run on a GPU; tested against a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
+Not run on several GPUs; tested against a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
 
 How a lost rank is noticed, where no call on the host waits for the others:
 

@@ -1,4 +1,4 @@
-"""`CudaGraphPool`: recordings of CUDA kernels.  Not run on a GPU so far.
+"""`CudaGraphPool`: recordings of CUDA kernels.
 
 What a capture must not do (CUDA programming guide, "CUDA Graphs"; torch.cuda.graphs): wait for the device, copy between
 host and device other than from pinned memory, or run on another stream.  torch gives what a capture allocates memory of

@@ -7,7 +7,7 @@ compiled at first use), which torch's allocator cuts up as it does its own segme
 
 An area goes back as a whole.  So gaps are copied to the host and put back: a few MB, as areas are made for tensors.
 
-Shown against `tests/cuda_driver_stand_in.cpp`; not run on a GPU.
+Run on an H100 by `tests/gpu`, with small models; elsewhere against `tests/cuda_driver_stand_in.cpp`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ and the same bits in every batch of such rows.  In a batch with a row that is no
     has bias, penalties, a minimum length or chosen ids   they are copied to the device
     wants its mask                                      the number of kept tokens
 
-Not run on a GPU; interpreted on a CPU by tests.
+Run on an H100 by `tests/gpu`; interpreted on a CPU by the other tests.
 
 Shapes: as in `base`.
 """

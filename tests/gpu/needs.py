@@ -29,6 +29,6 @@ def need_gpus(device: torch.device, count: int) -> None:
 
 
 def need_module(name: str, how: str) -> None:
-    """An optional library; `how` says how to bring it along."""
+    """An optional library; `how` says how to install it."""
     if importlib.util.find_spec(name) is None:
         not_run(f"{name} is not installed: {how}")

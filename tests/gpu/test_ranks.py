@@ -72,7 +72,7 @@ def test_two_ranks_answer_as_one(
 
 def test_two_ranks_with_deep_ep(folder: Path, device: torch.device) -> None:
     need_gpus(device, 2)
-    need_module("deep_ep", "pip install sgl-deep-ep, or bring its wheel along")
+    need_module("deep_ep", "pip install sgl-deep-ep")
     with serve(folder, device, dtype="bfloat16") as server:  # DeepEP takes no other type
         want = generated(server)
     with serve(folder, device, dtype="bfloat16", **DEEP_EP) as server:

@@ -8,9 +8,8 @@
 No value of a tensor is read by the host and every size follows from shapes, so that calls can be captured in a CUDA
 graph.  Tensors lie on the current CUDA device; weights are contiguous.
 
-A row's result is the same in every batch: `experts_kernels` says why.  It is tested in Triton's interpreter, for equal
-tiles; that tensor cores add in one order for all widths of an instruction was not run on a GPU.  `grouped_mm` gives no
-such word.  Neither speed nor bfloat16 was run on a GPU.
+A row's result is the same in every batch: `experts_kernels` says why.  `tests/gpu` compared bits on an H100, where
+tensor cores add in one order for all widths of an instruction.  `grouped_mm` gives no such word.
 
 Shapes: T tokens, D hidden, K slots, A = T K assignments, P experts stored here, I expert intermediate.
 """

@@ -3,8 +3,8 @@
     add_rms_norm -> logits [T, E] -> the best K of each row, or those that are given, and their weights
 
 A row's experts depend on that row alone.  Logits are sums over D in one order, in tiles of one shape for every number
-of tokens (a library's matrix product takes other tiles for another number); what follows is one program a row.  That a
-tensor core adds in one order wherever in the tile a row stands was not run on a GPU.  Of equal scores the lower id
+of tokens (a library's matrix product takes other tiles for another number); what follows is one program a row.  On an
+H100 a tensor core adds in one order wherever in the tile a row stands (`tests/gpu`).  Of equal scores the lower id
 comes first, as in the compiled CPU router; a NaN counts as the least; K distinct ids come out whatever the scores are.
 
 Shapes: T tokens, D hidden, E logical experts, K top-k, G groups of experts.
