@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
             self._settle(len(self._pending), "")
         elif len(self._pending) > _MOST_PENDING:
             self._pending = self._heard()
-            if len(self._pending) > _MOST_PENDING:
+            if not self._settle_whole() and len(self._pending) > _MOST_PENDING:
                 self._settle_invalid()
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
@@ -63,6 +63,21 @@ class IncrementalDetokenizer:
         context.  A token that is a space alone is heard when it stands a second time.
         """
         return [token_id for token_id in self._pending if self._decode([token_id, token_id])]
+
+    def _settle_whole(self) -> bool:
+        """Settle all but the tokens of a last character that is incomplete; false if others are invalid.
+
+        A decoder of byte tokens makes a whole run of them invalid if its last character is incomplete.
+        """
+        for parts in range(1, min(_MOST_PARTS, len(self._pending))):
+            before, after = self._pending[:-parts], self._pending[-parts:]
+            text = self._text_of(self._context, before)
+            if text and not text.endswith(INCOMPLETE):
+                rest = self._text_of(before, after)
+                self._tail = text + rest
+                self._settle(len(before), rest)
+                return True
+        return False
 
     def _settle_invalid(self) -> None:
         """Settle what no later token can make a character of: else every token decodes all of the invalid ones again.

@@ -88,6 +88,7 @@ SMILE = [f"<0x{byte:02X}>" for byte in "😀".encode()]
 )
 @example(words=[["▁a"], ["<s>"], ["▁a"]], skip=True, size=1)
 @example(words=[["▁"], ["<s>"], ["▁"], ["b"]], skip=True, size=1)
+@example(words=[SMILE, SMILE, SMILE, SMILE, SMILE], skip=True, size=3)
 def test_the_spaces_of_sentencepiece_survive_skipped_tokens_and_bytes(
     decoder: decoders.Decoder, words: list[list[str]], skip: bool, size: int
 ) -> None:
