@@ -122,7 +122,9 @@ class _Server:
         if verb == "begin":
             manifest = arguments.pop("manifest", None)
             arguments["bound"] = arguments.get("update_id") is not None
-            return self.updater.begin(manifest=None if manifest is None else parse_manifest(manifest), **arguments)
+            if manifest is not None:
+                manifest = parse_manifest((e["name"], e["dtype"], e["shape"], e.get("fingerprint")) for e in manifest)
+            return self.updater.begin(manifest=manifest, **arguments)
         if verb == "outcome":
             return {"outcome": self.updater.outcome(arguments["update_id"]).kind}
         if verb == "end":

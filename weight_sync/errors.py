@@ -19,6 +19,8 @@ WeightSyncError               500
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class WeightSyncError(Exception):
     """Base of every error of this library."""
@@ -33,7 +35,11 @@ class WeightRequestError(WeightSyncError):
 
 
 class UnknownTensorError(WeightRequestError):
-    """A tensor name that the model does not have."""
+    """A tensor name that the model does not have.  `name`: for which the nearest one that it has would help."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class ShapeMismatchError(WeightRequestError):
@@ -94,7 +100,22 @@ class CommitError(WeightSyncError):
         self.restored = restored
 
 
-def listed(items: list[str], limit: int = 20) -> str:
+MAX_NAME_SHOWN = 200
+SHOWN = 3
+"""Of many that are wrong in the same way, as many are shown: a message is read, and who sent all knows the others."""
+
+
+def shown(name: str) -> str:
+    """A name for an error message, in quotes: what a caller made up may be of any length."""
+    return repr(unquoted(name))
+
+
+def unquoted(name: str) -> str:
+    """The same without quotes."""
+    return name if len(name) <= MAX_NAME_SHOWN else f"{name[:MAX_NAME_SHOWN]}..."
+
+
+def listed(items: Sequence[str], limit: int = SHOWN) -> str:
     """The items for an error message; beyond `limit` only their number."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

@@ -20,9 +20,15 @@ import torch
 
 from weight_sync.errors import WeightRequestError
 from weight_sync.shared_segment import SharedSegment
-from weight_sync.tensor_meta import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, TensorMeta, dtype_name
+from weight_sync.tensor_meta import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    MAX_NAME_LENGTH,
+    TensorMeta,
+    dtype_name,
+)
 
-MAX_NAME_LENGTH = 512
 PART_BYTES = 16 << 20
 """Of a storage, read at once: few enough to stay in a processor's cache from one pass to the next."""
 

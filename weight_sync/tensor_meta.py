@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from weight_sync.errors import WeightRequestError
+from weight_sync.errors import WeightRequestError, unquoted
 
+MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
 
@@ -237,17 +238,38 @@ def parse_dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
-    """One announced tensor.  Raises `WeightRequestError` for a bad dtype name, a negative or an absurd size."""
-    if not isinstance(name, str) or not name:
-        raise WeightRequestError(f"a tensor name must be non-empty text, got {name!r}")
-    sizes = tuple(shape)
+class MetaParser:
+    """Reads announced tensors.  Those of a call have few dtypes and shapes, and each pair of them is checked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
+
+    def __call__(self, name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
+        """One tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or an absurd size."""
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+            raise WeightRequestError(f"a tensor's name must be text of 1 to {MAX_NAME_LENGTH} characters")
+        sizes = tuple(shape)
+        try:
+            known = self._known.get((dtype, sizes))
+        except TypeError:  # something in it has no hash, and is neither text nor a number
+            known = None
+        if known is None:
+            known = self._known[dtype, sizes] = _checked(name, dtype, sizes)
+        return TensorMeta(name, *known)
+
+
+def _checked(name: str, dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
-        raise WeightRequestError(f"{name}: sizes must be whole numbers of at least 0, got {list(sizes)}")
-    meta = TensorMeta(name, parse_dtype(dtype), sizes)
-    if len(sizes) > MAX_DIMENSIONS or meta.numel > MAX_ELEMENTS:
-        raise WeightRequestError(f"{name}: shape {list(sizes)} is out of range")
-    return meta
+        raise WeightRequestError(f"{unquoted(name)}: sizes must be whole numbers of at least 0, got {list(sizes)}")
+    parsed = parse_dtype(dtype)
+    if len(sizes) > MAX_DIMENSIONS or math.prod(sizes) > MAX_ELEMENTS:
+        raise WeightRequestError(f"{unquoted(name)}: shape {list(sizes)} is out of range")
+    return parsed, sizes
+
+
+def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
+    """One announced tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or an absurd size."""
+    return MetaParser()(name, dtype, shape)
 
 
 def parse_metas(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
@@ -256,4 +278,5 @@ def parse_metas(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Se
         raise WeightRequestError(
             f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"
         )
-    return [parse_meta(*item) for item in zip(names, dtypes, shapes, strict=True)]
+    parse = MetaParser()
+    return [parse(*item) for item in zip(names, dtypes, shapes, strict=True)]

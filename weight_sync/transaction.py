@@ -43,7 +43,7 @@ from weight_sync.intake import Intake
 from weight_sync.loading import Coverage, ProvenPart, WeightLedger, load_part, split_wire, store
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging, StagingMode
-from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta, parse_meta
+from weight_sync.tensor_meta import LogicalWeights, MetaParser, Part, TensorMeta
 from weight_sync.waiting import Lease
 
 Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
@@ -348,20 +348,15 @@ def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[st
     return fingerprints, {piece.name for pieces in split for piece in pieces}
 
 
-def parse_manifest(entries: Iterable[Mapping[str, Any]]) -> list[tuple[TensorMeta, int | None]]:
-    """Entries with `name`, `dtype`, `shape` and optionally `fingerprint` (16 hex digits).
-
-    Raises `WeightRequestError`.
-    """
-    manifest = []
-    for entry in entries:
-        absent = [key for key in ("name", "dtype", "shape") if entry.get(key) is None]
-        if absent:
-            raise WeightRequestError(f"a manifest entry lacks {', '.join(absent)}: {dict(entry)!r}")
-        text = entry.get("fingerprint")
-        meta = parse_meta(entry["name"], entry["dtype"], entry["shape"])
-        manifest.append((meta, None if text is None else parse_fingerprint(text)))
-    return manifest
+def parse_manifest(
+    entries: Iterable[tuple[str, str, Sequence[int], str | None]],
+) -> list[tuple[TensorMeta, int | None]]:
+    """From names, dtypes, shapes and fingerprints (16 hex digits, or None).  Raises `WeightRequestError`."""
+    parse = MetaParser()
+    return [
+        (parse(name, dtype, shape), None if stated is None else parse_fingerprint(stated))
+        for name, dtype, shape, stated in entries
+    ]
 
 
 def new_staging(

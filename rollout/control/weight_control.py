@@ -22,6 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
@@ -230,7 +231,7 @@ class WeightControl:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest = None if verb.manifest is None else parse_manifest(msgspec.to_builtins(verb.manifest))
+            manifest = None if verb.manifest is None else parse_manifest(map(astuple, verb.manifest))
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             bound = verb.update_id is not None
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)

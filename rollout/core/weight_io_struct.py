@@ -121,12 +121,12 @@ class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
 # --- one update --------------------------------------------------------------------------------------------------
 
 
-class ManifestEntry(msgspec.Struct, kw_only=True):
-    """A logical tensor as the trainer announces it."""
+class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A logical tensor as the trainer announces it.  There may be 100,000 in a body, which is read as these structs."""
 
     name: str
     dtype: str
-    shape: list[Size]
+    shape: list[Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]]
     fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -102,7 +102,7 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 def parse_body(model: type[Model], data: bytes) -> Model:
     """As `validated`; raises `BadRequest` for what is no JSON, and `TooLarge`."""
     try:
-        raw = _decode(data) if data.strip() else {}
+        raw = _decode(data, model.struct_lists) if data.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     return validated(model, raw)
@@ -118,15 +118,33 @@ def validated(model: type[Model], raw: Any) -> Model:
         raise BadRequest(_describe(error)) from None
 
 
-def _decode(data: bytes) -> Any:
+def _decode(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
     if len(data) <= HEAVY_BODY_BYTES:
-        return msgspec.json.decode(data)
+        return _decode_structs(data, struct_lists)
     _check_objects(data)
     gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
     try:
-        return msgspec.json.decode(data)
+        return _decode_structs(data, struct_lists)
     finally:
         gc.enable()
+
+
+def _decode_structs(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
+    """The body, its `struct_lists` in their types if they fit; what does not fit is plain, and refused later."""
+    if not struct_lists:
+        return msgspec.json.decode(data)
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # no object
+        return msgspec.json.decode(data)
+    return {name: _decode_field(raw, struct_lists.get(name)) for name, raw in fields.items()}
+
+
+def _decode_field(raw: msgspec.Raw, kind: Any) -> Any:
+    if kind is not None:
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.json.decode(raw, type=kind)
+    return msgspec.json.decode(raw)
 
 
 def _check_objects(data: bytes) -> None:

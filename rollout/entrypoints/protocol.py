@@ -78,13 +78,15 @@ def _harden(node: Any) -> None:
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
-    `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.
+    `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.  `struct_lists`:
+    fields that are lists of msgspec's structs, by their types: decoded as such, they need not be validated again.
     Null means the default.  Integers have at most 64 bits, and numbers are finite, also where they come as text.  A
     list is checked up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    struct_lists: ClassVar[dict[str, Any]] = {}
     other_names: ClassVar[dict[str, str]] = {}
 
     @classmethod

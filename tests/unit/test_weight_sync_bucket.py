@@ -144,10 +144,16 @@ def test_lists_must_be_equally_long() -> None:
 
 
 def test_manifest_entries() -> None:
-    entry = {"name": "a", "dtype": "bfloat16", "shape": [2], "fingerprint": "00000000000000ff"}
     meta = TensorMeta("a", torch.bfloat16, (2,))
-    assert parse_manifest([entry]) == [(meta, 255)]
-    assert parse_manifest([{**entry, "fingerprint": None}]) == [(meta, None)]
-    for bad in ({"name": "a"}, {**entry, "fingerprint": "ff"}, {**entry, "dtype": "int4"}, {**entry, "shape": None}):
+    assert parse_manifest([("a", "bfloat16", [2], "00000000000000ff")]) == [(meta, 255)]
+    assert parse_manifest([("a", "bfloat16", [2], None), ("b", "bfloat16", [2], None)])[1][0].name == "b"
+    for bad in (
+        ("a", "bfloat16", [2], "ff"),
+        ("a", "int4", [2], None),
+        ("a", "bfloat16", [-2], None),
+        ("a", "bfloat16", [2.5], None),
+        ("", "bfloat16", [2], None),
+        ("a" * 513, "bfloat16", [2], None),
+    ):
         with pytest.raises(WeightRequestError):
             parse_manifest([bad])

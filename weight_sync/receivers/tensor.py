@@ -24,13 +24,13 @@ from weight_sync.payload_reader import Record
 from weight_sync.receivers.base import StoredSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
-    MAX_NAME_LENGTH,
     StoredTensor,
     TensorPlace,
     contiguous_place,
     name_tensor,
     require_apart,
 )
+from weight_sync.tensor_meta import MAX_NAME_LENGTH
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
 
 FLATTENED = "flattened_bucket"
