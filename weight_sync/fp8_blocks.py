@@ -3,7 +3,9 @@
     X.weight             float8_e4m3fn [..., R, C]
     X.weight_scale_inv   float32       [..., R / 128, C / 128], rounded up: blocks at the lower and right edge are cut
 
-    value = float32(weight) * scale of its block, in float32, then rounded to the dtype that is asked for
+    value = float32(weight) * float32(scale of its block), in float32, then rounded to the dtype that is asked for
+
+Scales may also be bfloat16, as Qwen's checkpoints have them, or float16: float32 has their values exactly.
 
 To quantise: scale = largest magnitude of the block / 448, weight = value / scale, both in float32, rounded to the
 nearest, ties to even.  A block whose scale would be zero (all its values are, or are below 448 * 2^-150) has scale 1.
@@ -20,8 +22,10 @@ from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchEr
 from weight_sync.tensor_meta import dtype_name
 
 BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
 LARGEST = 448.0  # of float8_e4m3fn
 QUANTISED = torch.float8_e4m3fn
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BAND = 1 << 20  # elements worked on at a time: a few float32 temporaries of 4 MiB
 
 
@@ -49,9 +53,10 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
     Raises `DtypeMismatchError`, `ShapeMismatchError`, `ContentError` for a scale that is negative or not finite.
     """
-    for tensor, wanted in ((weight, QUANTISED), (scale, torch.float32)):
-        if tensor.dtype != wanted:
-            raise DtypeMismatchError(f"expected {dtype_name(wanted)}, got {dtype_name(tensor.dtype)}")
+    for tensor, wanted in ((weight, (QUANTISED,)), (scale, SCALE_DTYPES)):
+        if tensor.dtype not in wanted:
+            expected = " or ".join(map(dtype_name, wanted))
+            raise DtypeMismatchError(f"expected {expected}, got {dtype_name(tensor.dtype)}")
     if tuple(scale.shape) != scale_shape(weight.shape):
         raise ShapeMismatchError(
             f"a weight of shape {list(weight.shape)} has scales of shape {list(scale_shape(weight.shape))}, "
@@ -59,6 +64,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
         )
     if not bool((scale.isfinite() & (scale >= 0)).all()):
         raise ContentError("a scale is negative or not finite")
+    scale = scale.to(torch.float32)
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     columns = weight.shape[-1]
     for source, scale_rc, target in zip(_matrices(weight), _matrices(scale), _matrices(values), strict=True):

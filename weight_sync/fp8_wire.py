@@ -24,7 +24,7 @@ from weight_sync.errors import (
     WeightRequestError,
     listed,
 )
-from weight_sync.fp8_blocks import QUANTISED, dequantise, scale_shape
+from weight_sync.fp8_blocks import QUANTISED, SCALE_DTYPES, SCALE_SUFFIX, dequantise, scale_shape
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 SCALE_SUFFIX = "_scale_inv"
@@ -32,7 +32,7 @@ _Kind = Literal["plain", "weight", "scale"]
 
 
 class Pair(NamedTuple):
-    """As it came: float8_e4m3fn, and float32 scales of its blocks."""
+    """As it came: float8_e4m3fn, and scales of its blocks."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -214,8 +214,9 @@ def _is_other_fp8(meta: TensorMeta) -> bool:
 
 
 def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
-    if meta.dtype != torch.float32:
-        raise DtypeMismatchError(f"{meta.name}: scales are float32, got {dtype_name(meta.dtype)}")
+    if meta.dtype not in SCALE_DTYPES:
+        kinds = ", ".join(map(dtype_name, SCALE_DTYPES))
+        raise DtypeMismatchError(f"{meta.name}: scales are one of {kinds}, got {dtype_name(meta.dtype)}")
     weight = weights.metas().get(weight_name(meta.name))  # a fused one's shape shows when it comes
     if weight is not None and meta.shape != scale_shape(weight.shape):
         raise ShapeMismatchError(

@@ -196,4 +196,6 @@ def _meta(where: str, name: str, entry: dict[str, Any]) -> TensorMeta:
         return parse_meta(name, dtype_name(SAFETENSORS_DTYPES[dtype]), shape)
     except WeightRequestError:
         described = f"dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}"
+        if dtype == "F8_E8M0":
+            described += "; scales of FP8 weights are read in F32, BF16 or F16, so convert them"
         raise ContentError(f"{where}: {name[:200]!r} has {described}") from None

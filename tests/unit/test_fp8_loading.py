@@ -110,7 +110,10 @@ WRONG: dict[str, tuple[Callable[[Named], Named], str]] = {
     ),
     "transposed": (changed(SCALE, lambda tensor: tensor.repeat(2, 1)), f"{SCALE} has shape [4, 2], expected [2, 2]"),
     "per tensor": (changed(SCALE, lambda tensor: tensor.max().view(1)), f"{SCALE} has shape [1], expected [2, 2]"),
-    "bfloat16": (changed(SCALE, lambda tensor: tensor.bfloat16()), f"{SCALE}: scales are float32, got bfloat16"),
+    "float64": (
+        changed(SCALE, lambda tensor: tensor.double()),
+        f"{SCALE}: scales are one of float32, bfloat16, float16, got float64",
+    ),
     "e5m2": (changed(WEIGHT, lambda tensor: tensor.float().to(torch.float8_e5m2)), "got float8_e5m2"),
     "vector": (
         changed("model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn)),
@@ -179,3 +182,26 @@ def test_configs_of_this_kind_are_taken(moe: Fp8Case, tmp_path: Path) -> None:
     set_config(tmp_path, {"quant_method": "fp8"})
     with pytest.raises(StartupError, match="no weight_block_size"):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_may_have_16_bits(case: Fp8Case, kind: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+    """B10: the same values as with scales of those values in float32, as Qwen's checkpoints are published."""
+    narrow = with_scales(case.tensors, kind)
+    folder = fp8_checkpoint(tmp_path / "narrow", case.plain, lambda _: narrow)
+    wide = with_scales(narrow, torch.float32)
+    assert_same(held(folder, dtype), reference_values(wide, dtype))
+    assert any(not torch.equal(wide[name], case.tensors[name]) for name in wide), "rounding them changed some"
+
+
+def with_scales(tensors: Named, dtype: torch.dtype) -> Named:
+    return {name: tensor.to(dtype) if name.endswith("_scale_inv") else tensor for name, tensor in tensors.items()}
+
+
+def test_scales_in_e8m0_are_refused_with_what_to_do(moe: Fp8Case, tmp_path: Path) -> None:
+    """B10: powers of two are published too; they are no type of this version's."""
+    exponents = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda tensors: tensors | {SCALE: exponents})
+    with pytest.raises(StartupError, match=r"'F8_E8M0' .*scales of FP8 weights are read in F32, BF16 or F16"):
+        held(folder, torch.bfloat16)

@@ -218,7 +218,7 @@ def test_a_half_that_comes_twice_is_refused(
 
 WRONG = {
     "scale of nothing": ("model.nothing.weight_scale_inv", torch.ones(1, 1), UnknownTensorError, "has no weight"),
-    "scale's dtype": (SCALE, torch.ones(2, 2).bfloat16(), DtypeMismatchError, f"{SCALE}: scales are float32"),
+    "scale's dtype": (SCALE, torch.ones(2, 2).double(), DtypeMismatchError, f"{SCALE}: scales are one of float32, "),
     "scale's shape": (SCALE, torch.ones(2, 3), ShapeMismatchError, "expected"),
     "per tensor": (SCALE, torch.tensor(1.0), ShapeMismatchError, "expected"),
     "weight's shape": (WEIGHT, torch.ones(136, 160).to(torch.float8_e4m3fn), ShapeMismatchError, "expects"),
@@ -305,6 +305,32 @@ def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], 
     updater.begin("v4")
     with pytest.raises(CoverageError, match=f"{WEIGHT} is float8_e4m3fn and has no {SCALE}"):
         updater.receive(DiskSource(half, updater.weights, complete=True, timeout_s=1.0))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["buckets", "folder"])
+def test_scales_of_16_bits_refresh(
+    moe: Fp8Case, newer: tuple[Named, Named, Named], kind: torch.dtype, way: str, tmp_path: Path
+) -> None:
+    """B10: values as of the same scales in float32; fingerprints, digest and manifest are of what was sent."""
+    fp8 = {name: tensor.to(kind) if name.endswith("_scale_inv") else tensor for name, tensor in newer[1].items()}
+    wide = {name: tensor.float() if name.endswith("_scale_inv") else tensor for name, tensor in fp8.items()}
+    updater = updater_of(moe)
+    updater.begin("v2", manifest=manifest_of(fp8))
+    if way == "folder":
+        folder = fp8_checkpoint(tmp_path / "fp8", moe.plain, lambda _: fp8)
+        updater.receive(DiskSource(folder, updater.weights, complete=True, timeout_s=1.0))
+    else:
+        names = sorted(fp8)
+        for part in range(3):
+            updater.send([(name, fp8[name]) for name in names[part::3]])
+    updater.verify()
+    result = updater.commit()
+    assert holds(updater, values_of(wide, DTYPE))
+    assert result.digests.sent == digest_of(fp8) != digest_of(wide)
+    updater.begin("v3", manifest=manifest_of(wide))
+    with pytest.raises(ContentError, match="fingerprint"):
+        updater.send(list(fp8.items()))
 
 
 # --- a trainer that sends bf16 -----------------------------------------------------------------------------------
