@@ -72,6 +72,9 @@ class FakeWeights:
         _require_shape(wire, self._metas[name].shape)
         return [Piece(name)]
 
+    def nearest(self, name: str) -> str | None:
+        return None
+
     def write(self, name: str, source: torch.Tensor) -> None:
         assert tuple(source.shape) == self._metas[name].shape
         for target in self._places(name):

@@ -41,6 +41,9 @@ class Matrices:
     def split(self, wire: TensorMeta) -> list[Piece]:
         return [Piece(wire.name)]
 
+    def nearest(self, name: str) -> str | None:
+        return None
+
     def places(self, name: str) -> list[Place]:
         return [self._places[name]]
 

@@ -27,7 +27,6 @@ from weight_sync.errors import (
 from weight_sync.fp8_blocks import QUANTISED, SCALE_DTYPES, SCALE_SUFFIX, dequantise, scale_shape
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
-SCALE_SUFFIX = "_scale_inv"
 _Kind = Literal["plain", "weight", "scale"]
 
 
@@ -47,12 +46,9 @@ class WireTensor(NamedTuple):
 
 
 def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
-    """What a wire tensor is; one that the model does not take is plain, and is refused as such.
-
-    Raises `UnknownTensorError` for scales of a weight that the model does not have.
-    """
+    """What a wire tensor is; one that the model does not take, or keeps nothing of, is plain, and treated as such."""
     if meta.name.endswith(SCALE_SUFFIX) and meta.name not in weights.metas():
-        return "plain" if _is_ignored(weights, meta.name) else "scale"
+        return "scale" if _has_blocks(weights, weight_name(meta.name)) else "plain"
     is_pair = meta.dtype == QUANTISED and _value_dtype(weights, meta) is not None
     return "weight" if is_pair else "plain"
 
@@ -60,7 +56,7 @@ def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
 def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
     """The wire tensors of one call as they will be put together: no scales, and quantised weights as their values.
 
-    Raises `UnknownTensorError`, `DtypeMismatchError`, `ShapeMismatchError` for scales and weights that cannot be right.
+    Raises `DtypeMismatchError`, `ShapeMismatchError` for scales and weights that cannot be right.
     """
     found = []
     for meta in metas:
@@ -124,8 +120,8 @@ class PairedTensors:
     def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
         """What is whole after these came: plain tensors, the caller's, and values of pairs.
 
-        Raises `UnknownTensorError`, `CoverageError` for a tensor that came twice, `DtypeMismatchError`,
-        `ShapeMismatchError`, `ContentError`, `WeightRequestError` where more would wait than the model has.
+        Raises `CoverageError` for a tensor that came twice, `DtypeMismatchError`, `ShapeMismatchError`, `ContentError`,
+        `WeightRequestError` where more would wait than the model has.
         """
         whole = []
         for name, tensor in named:
@@ -234,14 +230,13 @@ def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | Non
     return dtype if dtype.is_floating_point and dtype != meta.dtype else None
 
 
-def _is_ignored(weights: LogicalWeights, scale_name: str) -> bool:
-    """Whether nothing is kept of the weight of these scales.  Raises `UnknownTensorError`."""
-    name = weight_name(scale_name)
+def _has_blocks(weights: LogicalWeights, name: str) -> bool:
+    """Whether the model has a weight of this name, and keeps something of it."""
     if name in weights.metas():
-        return False
+        return True
     try:
-        return not weights.split(TensorMeta(name, QUANTISED, ()))  # of no tensor's shape
+        return bool(weights.split(TensorMeta(name, QUANTISED, ())))  # of no tensor's shape
     except ShapeMismatchError:
+        return True
+    except UnknownTensorError:
         return False
-    except UnknownTensorError as error:
-        raise UnknownTensorError(f"{scale_name} has no weight: {error}") from None

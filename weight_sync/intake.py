@@ -3,6 +3,7 @@
     wire tensors -> pairs put together -> split -> content checked as it was sent -> converted -> checked again
 
     FP8 pair                                      its values are held
+    plain tensor of another dtype                 cast
     plain tensor of one that is to be quantised   what its `HeldFormat` makes of it is held
     any other                                     held as it was sent
 
@@ -23,7 +24,6 @@ from weight_sync.fp8_blocks import scales_of
 from weight_sync.fp8_wire import SCALE_SUFFIX, Pair, PairedTensors, value_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.loading import (
-    Announced,
     Arrival,
     ProvenPart,
     WeightLedger,
@@ -31,9 +31,9 @@ from weight_sync.loading import (
     is_finite,
     matching,
     split_tensors,
-    split_wire,
 )
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.splitting import Announced, is_exact_cast, split_wire
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class Intake:
@@ -50,26 +50,27 @@ class Intake:
         self._quantised = quantised
         self._announced: Announced = {}
 
-    def announce(self, metas: Sequence[TensorMeta]) -> None:
+    def announce(self, metas: Sequence[TensorMeta], cast: bool = False) -> None:
         """Check what is known of a bucket before it is received.  Raises as `value_metas` and `split_wire`."""
         values = value_metas(self._weights, metas)
-        self._announced = dict(zip(values, split_wire(self._weights, values, cast=False), strict=True))
+        self._announced = dict(zip(values, split_wire(self._weights, values, cast), strict=True))
 
-    def take(self, bucket: Iterable[tuple[str, torch.Tensor]], ledger: WeightLedger) -> list[Arrival]:
+    def take(
+        self, bucket: Iterable[tuple[str, torch.Tensor]], ledger: WeightLedger, cast: bool = False
+    ) -> list[Arrival]:
         """The logical tensors that are whole now, as they are to be held.
 
-        Raises `ContentError`, and as `PairedTensors.take` and `split_tensors`.
+        `cast`: see `split_wire`.  Raises `ContentError`, and as `PairedTensors.take` and `split_tensors`.
         """
         tensors = self.pairs.take(bucket)
         named = [(tensor.name, tensor.content) for tensor in tensors]
-        arrivals = split_tensors(self._weights, named, ledger, cast=False, announced=self._announced)
+        arrivals = split_tensors(self._weights, named, ledger, cast, announced=self._announced)
         pairs = {tensor.name: tensor.pair for tensor in tensors if tensor.pair is not None}
         found = self._plain([arrival for arrival in arrivals if arrival.wire_name not in pairs] if pairs else arrivals)
         for arrival in arrivals if pairs else ():
             if arrival.wire_name in pairs:
                 found[arrival.name] = self._of_pair(arrival, pairs[arrival.wire_name])
-        if self._quantised:
-            arrivals = [self._quantise(arrival, found) for arrival in arrivals]
+        arrivals = self._converted(arrivals, found)
         self.contents |= found
         return arrivals
 
@@ -83,7 +84,13 @@ class Intake:
         """Content as it was sent, and taken to be held so."""
         metas = self._weights.metas()
         found = check_content([(arrival.name, arrival.content) for arrival in arrivals], self._stated)
-        return {name: Content.plain(metas[name], value) for name, value in found.items()}
+        contents = {name: Content.plain(metas[name], value) for name, value in found.items()}
+        for arrival in arrivals:
+            meta = metas[arrival.name]
+            if arrival.content.dtype != meta.dtype:
+                sent = replace(meta, dtype=arrival.content.dtype)
+                contents[arrival.name] = Content.plain(sent, found[arrival.name])
+        return contents
 
     def _of_pair(self, arrival: Arrival, pair: Pair) -> Content:
         meta = self._weights.metas()[arrival.name]
@@ -99,11 +106,30 @@ class Intake:
         matching(by_name([content]), self._stated)
         return content
 
-    def _quantise(self, arrival: Arrival, found: dict[str, Content]) -> Arrival:
-        """The arrival as it is held, if that is not as it came; so noted in `found`."""
-        sent, held = found[arrival.name].sent, self._quantised.get(arrival.name)
-        if held is None or (len(sent) > 1 and not held.of_pairs):
-            return arrival
-        values = held.values(arrival.content)
-        found[arrival.name] = Content(sent, fingerprint(values))
-        return arrival._replace(content=values)
+    def _converted(self, arrivals: list[Arrival], found: dict[str, Content]) -> list[Arrival]:
+        """The arrivals as they are held, where that is not as they came; so noted in `found`."""
+        values: dict[int, torch.Tensor] = {}
+        for index, arrival in enumerate(arrivals):
+            content = self._held(arrival, found[arrival.name])
+            if content is not arrival.content:
+                values[index] = content
+        if not values:
+            return arrivals
+        held = check_content([(arrivals[index].name, content) for index, content in values.items()], {})
+        found |= {name: Content(found[name].sent, value) for name, value in held.items()}
+        return [
+            arrival._replace(content=values[index]) if index in values else arrival
+            for index, arrival in enumerate(arrivals)
+        ]
+
+    def _held(self, arrival: Arrival, content: Content) -> torch.Tensor:
+        """The values that are held of an arrival: cast, then quantised."""
+        values, dtype = arrival.content, self._weights.metas()[arrival.name].dtype
+        if values.dtype != dtype:
+            is_exact = is_exact_cast(values.dtype, dtype)
+            values = values.to(dtype)
+            if not is_exact and not is_finite(values):
+                raise ContentError(f"{arrival.name} has values beyond those of {dtype_name(dtype)}")
+        held = self._quantised.get(arrival.name)
+        is_pair = len(content.sent) > 1
+        return values if held is None or (is_pair and not held.of_pairs) else held.values(values)

@@ -20,23 +20,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from weight_sync.block_sums import BLOCK
-from weight_sync.errors import (
-    ContentError,
-    CoverageError,
-    DtypeMismatchError,
-    ShapeMismatchError,
-    UnknownTensorError,
-    WeightRequestError,
-    listed,
-)
+from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint_hex, fingerprints_apart, fingerprints_end_to_end
+from weight_sync.splitting import Announced, split_wire
 from weight_sync.staging import WeightSink
-from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name
+from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta
 
 Coverage = Literal["full", "partial"]
 Named = Sequence[tuple[str, torch.Tensor]]
-Announced = Mapping[TensorMeta, list[Piece]]
-"""Wire tensors that were split before, and checked."""
 
 
 class Arrival(NamedTuple):
@@ -120,38 +111,6 @@ class WeightLedger:
         return self.received
 
 
-def split_wire(
-    weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool, announced: Announced | None = None
-) -> list[list[Piece]]:
-    """The logical tensors inside each wire tensor; those that were `announced` are not checked again.
-
-    Raises one error that lists everything wrong with the call: `UnknownTensorError`, `ShapeMismatchError`, unless
-    `cast` also `DtypeMismatchError`, or `WeightRequestError` where it is more than one kind.
-    """
-    expected = weights.metas()
-    problems: list[WeightRequestError] = []
-    split: list[list[Piece]] = []
-    for meta in metas:
-        if announced is not None and meta in announced:
-            split.append(announced[meta])
-            continue
-        try:
-            pieces = weights.split(meta)
-        except (UnknownTensorError, ShapeMismatchError) as error:
-            problems.append(error)
-            continue
-        wanted = {expected[piece.name].dtype for piece in pieces}
-        if not cast and wanted - {meta.dtype}:
-            names = " and ".join(sorted(map(dtype_name, wanted)))
-            problems.append(DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}"))
-        split.append(pieces)
-    if problems:
-        kinds = {type(problem) for problem in problems}
-        kind = kinds.pop() if len(kinds) == 1 else WeightRequestError
-        raise kind(listed([str(problem) for problem in problems]))
-    return split
-
-
 def load_weights(
     weights: LogicalWeights,
     named_tensors: Iterable[tuple[str, torch.Tensor]],
@@ -175,8 +134,8 @@ def split_tensors(
 ) -> list[Arrival]:
     """The logical tensors of one call, views, validated together before any of them is written.
 
-    `cast`: take a tensor of another dtype than the model's (the sink casts it); otherwise refuse it.  Raises as
-    `split_wire`, and `CoverageError` for a tensor that came before or was not announced.
+    `cast`: see `split_wire`; content is as it came, and cast by whom takes it.  Raises as `split_wire`, and
+    `CoverageError` for a tensor that came before or was not announced.
     """
     named = list(named_tensors)
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]

@@ -198,6 +198,12 @@ class LogicalWeights(Protocol):
         Raises `UnknownTensorError`, `ShapeMismatchError` (never on dtype: the caller decides whether to cast).
         """
 
+    def nearest(self, name: str) -> str | None:
+        """The name that the model accepts and that a wrong one was meant to be, if one is like it.
+
+        Takes milliseconds, whatever the number of names.
+        """
+
     def write(self, name: str, source: torch.Tensor) -> None:
         """Copy logical tensor `name` to every place where it lives under the current placement.
 

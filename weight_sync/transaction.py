@@ -40,8 +40,9 @@ from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
-from weight_sync.loading import Coverage, ProvenPart, WeightLedger, load_part, split_wire, store
+from weight_sync.loading import Coverage, ProvenPart, WeightLedger, load_part, store
 from weight_sync.shadow import ShadowStaging
+from weight_sync.splitting import split_wire
 from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, MetaParser, Part, TensorMeta
 from weight_sync.waiting import Lease
@@ -70,7 +71,8 @@ class WeightTransaction:
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
     `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
-    `is_bound`: every call must carry that id.  `quantised`: see `Intake`.
+    `is_bound`: every call must carry that id.  `quantised`: see `Intake`.  `cast`: what comes may be cast to the
+    model's dtypes, also where that loses something.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -90,11 +92,13 @@ class WeightTransaction:
         update_id: str | None = None,
         is_bound: bool = False,
         quantised: HeldFormats = AS_SENT,
+        cast: bool = False,
     ) -> None:
         self.lease = Lease(math.inf) if lease is None else lease
         self.is_implicit, self.update_id, self.is_bound = is_implicit, update_id, is_bound
         self.weight_version = weight_version
         self.coverage = coverage
+        self._cast = cast
         self.failure: str | None = None
         self.torn: str | None = None
         self.digests = Digests()  # of the whole content once it is committed, where they are known
@@ -105,7 +109,7 @@ class WeightTransaction:
         fingerprints: dict[str, int] = {}
         expected: Iterable[str] = weights.metas()
         if manifest is not None:
-            fingerprints, announced = _read_manifest(weights, manifest)
+            fingerprints, announced = _read_manifest(weights, manifest, cast)
             absent = sorted(weights.metas().keys() - announced)
             if coverage == "full" and absent:
                 raise CoverageError(f"the manifest lacks {len(absent)} tensors: {listed(absent)}")
@@ -186,22 +190,24 @@ class WeightTransaction:
             return TransactionStateError(f"a weight update is open that takes only calls with its id {self.way_out}")
         return self._other_version(weight_version) if update_id is None else None
 
-    def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None) -> None:
-        """Check what is known of a bucket before it is received.
+    def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None, cast: bool = False) -> None:
+        """Check what is known of a bucket before it is received.  `cast`: of this one, whatever the others are.
 
         Raises `TransactionStateError` unless OPEN, or for another version than before, and as `Intake.announce`.
         """
         self._require(TransactionState.OPEN, "receive")
         if (other := self._other_version(weight_version)) is not None:
             raise other
-        self._intake.announce(metas)
+        self._intake.announce(metas, cast or self._cast)
 
     def check_committable(self) -> None:
         """Raises `TransactionStateError` unless VERIFIED."""
         self._require(TransactionState.VERIFIED, "commit")
 
-    def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart) -> None:
+    def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart, cast: bool = False) -> None:
         """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
+
+        `cast`: as in `announce`.
 
         A quantised weight or its scales may come in another bucket than the other: the first waits.
 
@@ -213,7 +219,7 @@ class WeightTransaction:
                 self._intake.take_part(bucket)
                 load_part(bucket, self._staging, self._ledger)
             else:
-                store(self._intake.take(bucket, self._ledger), self._staging, self._ledger)
+                store(self._intake.take(bucket, self._ledger, cast or self._cast), self._staging, self._ledger)
             self._staging.settle()
 
     def fail(self, reason: str) -> None:
@@ -323,10 +329,10 @@ class WeightTransaction:
             self._staging.close()
 
 
-def _read_manifest(weights: LogicalWeights, manifest: Manifest) -> tuple[dict[str, int], set[str]]:
+def _read_manifest(weights: LogicalWeights, manifest: Manifest, cast: bool) -> tuple[dict[str, int], set[str]]:
     """Stated fingerprints by the names of logical tensors and of their scales, and all logical names announced."""
     metas = whole_metas(weights, [meta for meta, _ in manifest])
-    split = split_wire(weights, metas, cast=False)
+    split = split_wire(weights, metas, cast)
     ledger = WeightLedger(weights.metas())
     refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
     if refusals:

@@ -7,18 +7,13 @@ Unless the staging mode holds the steps, the I/O side never touches the serving 
 any reason fails the open transaction for good.  Where a sender broadcasts before it can learn of a refusal, the refused
 bucket is still received, and discarded.  An open transaction has a lease, renewed and expired on the step side, where
 all ranks share one clock.
-
-A transaction has an id.  A call that is not of the open transaction (`foreign`) is refused and changes nothing:
-
-    a call with the id of the open one     is of it, and from then on all its calls must carry the id (it is *bound*)
-    a call with another id                 is foreign
-    a call without                         is of the open one, unless that is bound or has another version
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -29,19 +24,20 @@ from weight_sync.errors import CommitError, TransactionStateError, WeightSyncErr
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.loading import Coverage
+from weight_sync.open_update import OpenUpdate
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
-from weight_sync.tensor_meta import LogicalWeights, Part
+from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
-from weight_sync.update_book import CommitResult, Outcome, UpdateBook
+from weight_sync.update_book import CommitResult, Outcome
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
 
 _MIN_CALL_BYTES = 64 << 20
 
 
-class WeightUpdater:
+class WeightUpdater(OpenUpdate):
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
@@ -50,6 +46,7 @@ class WeightUpdater:
     where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
     back after each update.  `pace`: see `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a
     transaction opens: where it is staged, if that is not where `weights` lie now.  `quantised`: see `Intake`.
+    `cast`: of updates that do not say, see `WeightTransaction`.
 
     `torn`: why the model is neither the old version nor a new one, until a complete refresh is committed.
     """
@@ -73,7 +70,9 @@ class WeightUpdater:
         clock: Callable[[], float] = time.monotonic,
         max_call_bytes: int | None = None,
         quantised: HeldFormats = AS_SENT,
+        cast: bool = False,
     ) -> None:
+        super().__init__()
         self.patience = Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
         self.groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
@@ -86,9 +85,7 @@ class WeightUpdater:
         self._target = target or (lambda _: weights)
         self.content = ContentBook(weights.metas())
         self._staging, self._journal_dir = staging, journal_dir
-        self._clock, self.quantised = clock, quantised
-        self._transaction: WeightTransaction | None = None
-        self.book = UpdateBook()
+        self._clock, self.quantised, self._cast = clock, quantised, cast
         self.torn: str | None = None
 
     def close(self) -> None:
@@ -109,8 +106,11 @@ class WeightUpdater:
         update_id: str | None = None,
         bound: bool = False,
         is_implicit: bool = False,
+        cast: bool | None = None,
     ) -> None:
         """Open a transaction.  `bound`: every call must carry `update_id`.  `is_implicit`: see `open_implicit`.
+
+        `cast`: see `WeightTransaction`; None: the updater's.
 
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
@@ -122,41 +122,16 @@ class WeightUpdater:
         lease, target = Lease(lease_s, self._clock), self._target(coverage)
         staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows, self._device)
         flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
-        flags["quantised"] = self.quantised
+        flags |= {"quantised": self.quantised, "cast": self._cast if cast is None else cast}
         self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
         if not is_implicit:
             self.book.clear_loss()
 
-    def require_none_open(self, what: str = "") -> None:
-        """Raises `TransactionStateError` if a transaction is open; `what` is not possible then."""
-        if self._transaction is not None:
-            refused = what and f"{what}: "
-            raise TransactionStateError(f"{refused}a weight update is open already {self.way_out}")
-
-    def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None) -> None:
+    def open_implicit(
+        self, coverage: Coverage = "partial", update_id: str | None = None, cast: bool | None = None
+    ) -> None:
         """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
-        self.begin(coverage=coverage, update_id=update_id, is_implicit=True)
-
-    def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
-        """Why a call is not of the open transaction; None where it is, or where it names none and none is open."""
-        if update_id is not None and update_id != self.open_id:
-            ended = self.outcome(update_id)
-            because = "" if ended.reason is None else f": {ended.reason}"
-            other = "" if self._transaction is None else f"; another one is open {self.way_out}"
-            return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}{other}")
-        return None if self._transaction is None else self._transaction.foreign(update_id, weight_version)
-
-    def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
-        """The open transaction, for a call that is of it.  Raises `TransactionStateError`."""
-        self.require_own(update_id)
-        transaction = self._require_transaction(verb)
-        transaction.is_bound = transaction.is_bound or update_id is not None
-        return transaction
-
-    def require_own(self, update_id: str | None) -> None:
-        """Raises the error that `foreign` returns."""
-        if (foreign := self.foreign(update_id)) is not None:
-            raise foreign
+        self.begin(coverage=coverage, update_id=update_id, is_implicit=True, cast=cast)
 
     def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:
         """Receive one call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
@@ -168,8 +143,14 @@ class WeightUpdater:
             raise
         raise refusal
 
-    def receive(self, source: BucketSource, weight_version: str | None = None, update_id: str | None = None) -> None:
-        """Receive one call's tensors into the open transaction.
+    def receive(
+        self,
+        source: BucketSource,
+        weight_version: str | None = None,
+        update_id: str | None = None,
+        cast: bool | None = None,
+    ) -> None:
+        """Receive one call's tensors into the open transaction.  `cast`: true also where that began without.
 
         Raises `TransactionStateError` (nothing open, failed before, another version than before, or not of the open
         transaction), and what the source and `WeightTransaction.receive` raise.  Every error of a call that is of the
@@ -180,13 +161,14 @@ class WeightUpdater:
             self.turn_away(source, refusal or self.book.nothing_open("receive"))
         transaction.is_bound = transaction.is_bound or update_id is not None
         wrong: WeightSyncError | None = None
+        casts = source.casts or bool(cast)
         try:
             metas = source.announce(self._max_call_bytes)
             try:
-                transaction.announce(metas, weight_version)
+                transaction.announce(metas, weight_version, casts)
             except WeightSyncError as error:
                 wrong = error  # known before it is received
-            deliver(source, transaction.receive, wrong, self._pace)
+            deliver(source, functools.partial(transaction.receive, cast=casts), wrong, self._pace)
         except Exception as error:
             transaction.fail(str(error))
             self._note_failure(transaction, transaction.failure)
@@ -304,44 +286,6 @@ class WeightUpdater:
         return self.weights if self._transaction is None else self._transaction.target
 
     @property
-    def is_open(self) -> bool:
-        return self._transaction is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tensors of the open transaction have come."""
-        return self._transaction is not None and not self._transaction.missing
-
-    @property
-    def is_implicit(self) -> bool:
-        """Whether the open transaction was opened by `open_implicit`."""
-        return self._transaction is not None and self._transaction.is_implicit
-
-    @property
-    def open_id(self) -> str | None:
-        """Id of the open transaction; None: it has none, or none is open."""
-        return None if self._transaction is None else self._transaction.update_id
-
-    @property
-    def way_out(self) -> str:
-        """As the open transaction's; where none is open yet, how the one that is about to open is settled."""
-        if self._transaction is None:
-            return "(it begins): wait for its answer, or end it with abort_weight_update"
-        return self._transaction.way_out
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether every call must carry the open transaction's id."""
-        return self._transaction is not None and self._transaction.is_bound
-
-    def outcome(self, update_id: str) -> Outcome:
-        """What became of an update; on any thread."""
-        transaction = self._transaction
-        if transaction is None or update_id != transaction.update_id:
-            return self.book.outcome(update_id)
-        return Outcome("verified" if transaction.state is TransactionState.VERIFIED else "open", transaction.failure)
-
-    @property
     def holds_steps(self) -> bool:
         """Whether receiving writes into the model, so that no step may run from the first bucket to the end."""
         return self._staging in HOLDING_MODES
@@ -354,19 +298,6 @@ class WeightUpdater:
             return False
         is_live = transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
         return transaction.dirty or (self.holds_steps and is_live and bool(transaction.received))
-
-    @property
-    def pending_version(self) -> str | None:
-        """The version that the open transaction will publish, where it is known."""
-        return self._transaction.weight_version if self._transaction is not None else None
-
-    def set_pending_version(self, weight_version: str) -> None:
-        """Name the open transaction's version.  Raises `TransactionStateError` if none is open."""
-        self._require_transaction("name").weight_version = weight_version
-
-    def staged(self, name: str) -> Sequence[Part] | None:
-        """What this rank has staged of a tensor, by its canonical name; None if nothing is open or it has not come."""
-        return self._transaction.read_staged(name) if self._transaction is not None else None
 
     def status(self) -> dict[str, Any]:
         """The open transaction, its lease, the mode, and the last that failed; None for what there is not."""
@@ -392,11 +323,6 @@ class WeightUpdater:
             self.book.record_loss(reason, reported=reported)
         return transaction
 
-    def renew_lease(self, seen_at: float | None = None) -> None:
-        """Restart the lease: the sender is alive.  `seen_at`: see `Lease.renew`."""
-        if self._transaction is not None:
-            self._transaction.lease.renew(seen_at)
-
     def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
         message = reason or ""
         for more in (transaction.failure, transaction.torn):
@@ -405,8 +331,3 @@ class WeightUpdater:
         if message:
             self.book.note_failure(message, transaction.weight_version)
         self.torn = transaction.torn or self.torn
-
-    def _require_transaction(self, verb: str) -> WeightTransaction:
-        if self._transaction is None:
-            raise self.book.nothing_open(verb)
-        return self._transaction

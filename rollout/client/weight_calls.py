@@ -72,13 +72,15 @@ class WeightCalls:
         lease_s: float | None = None,
         update_id: str | None = None,
         prepared_s: float | None = None,
+        cast: bool | None = None,
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
         `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.  `prepared_s`:
-        how long the sender worked before this call, for the record.
+        how long the sender worked before this call, for the record.  `cast`: take floating-point tensors of any dtype,
+        also where the cast to the model's loses something.
         """
         return method_call(BeginWeightUpdateReqInput, locals())
 
@@ -101,6 +103,7 @@ class WeightCalls:
         weight_version: str | None = None,
         flush_cache: bool = False,
         update_id: str | None = None,
+        cast: bool | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
         return method_call(UpdateWeightsFromDistributedReqInput, locals())
@@ -112,6 +115,7 @@ class WeightCalls:
         weight_version: str | None = None,
         flush_cache: bool = False,
         update_id: str | None = None,
+        cast: bool | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive a checkpoint from a parameter server beside it; answers at the end of that.
 
@@ -159,6 +163,7 @@ class WeightCalls:
         weight_version: str | None = None,
         flush_cache: bool = False,
         update_id: str | None = None,
+        cast: bool | None = None,
     ) -> Call[JsonObject]:
         """Send tensors in the body, one payload a rank (bytes, or their base64), or name shared memory that holds them.
 

@@ -41,6 +41,7 @@ from rollout.core.weight_io_struct import (
     AbortWeightUpdateReqInput,
     BeginReply,
     BeginWeightUpdateReqInput,
+    BringsTensorsReqInput,
     BucketReply,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
@@ -234,7 +235,8 @@ class WeightControl:
             manifest = None if verb.manifest is None else parse_manifest(map(astuple, verb.manifest))
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             bound = verb.update_id is not None
-            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, update_id=update_id, bound=bound)
+            flags: dict[str, Any] = {"update_id": update_id, "bound": bound, "cast": verb.cast}
+            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, **flags)
             self._updater.book.note_opening(verb.prepared_s)
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
@@ -277,6 +279,7 @@ class WeightControl:
         if opens and not paused:
             refusal = updater.book.loss_error()
         source = functools.partial(SOURCES[type(verb)], verb, updater)
+        cast = verb.cast if isinstance(verb, BringsTensorsReqInput) else None
         if refusal is not None:
             return Job(
                 verb, lambda: updater.turn_away(source(), refusal), _replies("", BucketReply()), waits=updater.patience
@@ -292,13 +295,15 @@ class WeightControl:
                 if stale:
                     updater.drop("a new pause and a new bucket came before the update was settled")
                 if opens:
-                    updater.open_implicit("partial" if settles else "full", verb.request_id)
+                    updater.open_implicit(
+                        "partial" if settles else "full", verb.request_id, cast=None if cast else cast
+                    )
                     updater.book.note_opening()
             except Exception as error:
                 updater.turn_away(source(), error)
             try:
                 with updater.book.receiving():
-                    updater.receive(source(), verb.weight_version, verb.update_id)
+                    updater.receive(source(), verb.weight_version, verb.update_id, cast)
             except Exception as error:
                 if settles:
                     updater.abort(verb.request_id)

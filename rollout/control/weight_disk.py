@@ -8,6 +8,7 @@ pull_weights               local checkpoint to the target version; with `update_
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ class DiskRefresh:
                 source,
                 verb.target_version,
                 timeout_s=self._timeout_s,
-                check=lambda metas: check_against_model(weights, metas),
+                check=functools.partial(check_against_model, weights),
             )
             return result, self._pull_into_memory(verb, local, source) if verb.update_memory else None
 

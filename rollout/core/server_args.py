@@ -181,6 +181,11 @@ class ServerArgs:
         "of an FP8 checkpoint: quantise what weight updates bring unquantised as the checkpoint is, so that what "
         "serves is what an FP8 checkpoint of it would give",
     )
+    cast_weight_updates: bool = _arg(
+        False,
+        "cast floating-point tensors of weight updates to the model's dtypes, as a start does; otherwise a cast that "
+        "loses something is made only for calls with cast: true",
+    )
     pause_timeout: float | None = _arg(
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )

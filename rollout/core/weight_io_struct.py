@@ -153,6 +153,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
+    cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
 
 
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):
@@ -192,7 +193,17 @@ class UpdateWeightsReqInput(OfUpdateReqInput[AnyReply], kw_only=True):
     abort_all_requests: bool = False
 
 
-class UpdateWeightsFromDistributedReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
+class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
+    """Base of the verbs whose tensors are a trainer's own, and no checkpoint.
+
+    `cast`: take tensors of other floating-point types than the model's, also where the cast loses something; null: as
+    the update began, or --cast-weight-updates.
+    """
+
+    cast: bool | None = None
+
+
+class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors by broadcast from rank 0 of the group."""
 
     endpoint = Endpoint(
@@ -254,7 +265,7 @@ class PullWeightsReqInput(OfUpdateReqInput[PullReply], kw_only=True):
     weight_version: str | None = None
 
 
-class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
+class UpdateWeightsFromIPCReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors from a parameter server on this machine, as a worker of checkpoint-engine does.
 
     `zmq_handles`: address of the sender's socket, by device.
@@ -265,7 +276,7 @@ class UpdateWeightsFromIPCReqInput(UpdateWeightsReqInput[BucketReply], kw_only=T
     zmq_handles: dict[str, str]
 
 
-class UpdateWeightsFromTensorReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
+class UpdateWeightsFromTensorReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors that are in the body, or in shared memory of this machine.
 
     They are in `payload`, for all ranks, in `payloads`, one for each rank of an engine, or in shared memory; a body has

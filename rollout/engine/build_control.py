@@ -87,6 +87,7 @@ def build_control(
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
         quantised=_held_formats(args, model),
+        cast=args.cast_weight_updates,
     )
     commit = WeightCommit(scheduler, updater, adoption)
     weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, args.pause_timeout)

@@ -40,7 +40,10 @@ class InitWeightTransferEngineRequest(Body):
 
 
 class StartWeightUpdateRequest(Body):
+    """`cast`: our own, as of /begin_weight_update."""
+
     is_checkpoint_format: Literal[True] = True
+    cast: bool | None = None
 
 
 class UpdateInfo(Body):
@@ -53,6 +56,7 @@ class UpdateInfo(Body):
     shapes: list[list[Size]]
     packed: bool | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
+    cast: bool | None = None
 
 
 class UpdateWeightsRequest(Body):

@@ -85,7 +85,7 @@ class VllmWeightRoutes:
         self._joined = None
         return reply(answer)
 
-    async def start_update(self, _: StartBody) -> Response:
+    async def start_update(self, body: StartBody) -> Response:
         """Open a weight update of whatever tensors come.  Nothing changes for requests until it is finished.
 
         One that failed and was not finished makes room.
@@ -93,7 +93,8 @@ class VllmWeightRoutes:
         await self._drop_unfinished(only_failed=True)
         update_id = f"vllm-{uuid.uuid4().hex}"
         before, self._update_id = self._update_id, update_id  # should its answer be late
-        answer = await self._send(BeginWeightUpdateReqInput, update_id=update_id, coverage="partial")
+        fields = {"update_id": update_id, "coverage": "partial", "cast": body.cast}
+        answer = await self._send(BeginWeightUpdateReqInput, **fields)
         if not answer.success and self._update_id == update_id:
             self._update_id = before
         return reply(answer)
@@ -133,6 +134,7 @@ class VllmWeightRoutes:
             load_format="packed" if is_packed else None,
             packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
             update_id=self._update_id,
+            cast=info.cast,
         )
 
     async def finish_update(self, body: FinishBody) -> Response:

@@ -6,7 +6,6 @@ rank's part of them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
@@ -15,9 +14,10 @@ import torch
 
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
-from weight_sync.errors import ShapeMismatchError, UnknownTensorError
+from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
+from weight_sync.nearest_name import NearestName
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
 
@@ -37,6 +37,7 @@ class WeightIndex:
         renamed: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._is_proposed = False
+        self._nearest: NearestName | None = None  # made when a name is wrong for the first time
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
         self._aliases = dict(aliases)
@@ -70,7 +71,13 @@ class WeightIndex:
             return []
         if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
             raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
-        raise UnknownTensorError(self._unknown(wire.name))
+        raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
+
+    def nearest(self, name: str) -> str | None:
+        """The name that it accepts and that a wrong one was meant to be, if one is like it."""
+        if self._nearest is None:
+            self._nearest = NearestName({*self._entries, *self._fused, *self._aliases})
+        return self._nearest.of(name)
 
     def held_formats(self) -> HeldFormats:
         """Of the tensors that this model quantises as they are written."""
@@ -119,13 +126,10 @@ class WeightIndex:
 
     def _entry(self, name: str) -> WeightEntry:
         if name not in self._entries:
-            raise UnknownTensorError(self._unknown(name))
+            near = self.nearest(name)
+            hint = f"; the nearest that it has is {near!r}" if near is not None else ""
+            raise UnknownTensorError(f"the model has no tensor {shown(name)}{hint}")
         return self._entries[name]
-
-    def _unknown(self, name: str) -> str:
-        near = difflib.get_close_matches(name, [*self._entries, *self._fused, *self._aliases], n=1)
-        hint = f"; the nearest that it has is {near[0]!r}" if near else ""
-        return f"the model has no tensor {name!r}{hint}"
 
 
 def _require_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

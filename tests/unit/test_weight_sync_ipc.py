@@ -209,7 +209,7 @@ WRONG = [
     ({"name": NORM}, WeightRequestError, "neither a bucket"),
     ([entry(name="model.norm.bias")], UnknownTensorError, "model.norm.bias"),
     ([entry(shape=[2])], ShapeMismatchError, NORM),
-    ([entry(dtype=torch.float16)], DtypeMismatchError, NORM),
+    ([entry(dtype=torch.float64)], DtypeMismatchError, NORM),
     ([entry(), entry(offset=256)], CoverageError, "came twice"),
 ]
 

@@ -201,6 +201,9 @@ class Matrices:
     def split(self, wire: TensorMeta) -> list[Piece]:
         return [Piece(wire.name)]
 
+    def nearest(self, name: str) -> str | None:
+        return None
+
     def places(self, name: str) -> list[ViewPlace]:
         return [ViewPlace(self.tensors[name])]
 

@@ -404,8 +404,8 @@ class SkipsContentCheck(LoopbackUpdater):
         super().begin(*args, **kwargs)
         assert self._transaction is not None
         opened = self._transaction
-        opened.receive = lambda named: load_weights(  # type: ignore[method-assign]
-            opened._weights, named, opened._staging, opened._ledger, cast=False
+        opened.receive = lambda named, cast: load_weights(  # type: ignore[method-assign]
+            opened._weights, named, opened._staging, opened._ledger, cast
         )
 
 

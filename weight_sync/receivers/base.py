@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync.errors import UnknownGroupError, WeightRequestError
+from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.loading import ProvenPart
 from weight_sync.process_group import WeightUpdateGroups
@@ -45,9 +45,11 @@ class BucketSource:
     """The tensors of one control call.  Used once: `announce`, then `receive`.
 
     `must_drain`: a refused call is still received, and discarded: its sender sends before it can learn of the refusal.
+    `casts`: floating-point tensors are cast to the model's dtypes, whether anybody asks for it or not.
     """
 
     must_drain = False
+    casts = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """The wire tensors that will come, by any names; empty where only receiving them shows.
@@ -148,21 +150,27 @@ def deliver(
 ) -> None:
     """Hand every bucket to `take`, unless there is a `refusal`, which is raised.
 
-    A source that must be drained is received to its end even so, and after `take` raised; then that is raised.
-    `pace(seconds)` is called after every bucket that took so long to take.
+    A source that must be drained is received to its end even so, and after `take` raised; then that is raised, also
+    where draining fails: it is what the sender can do something about.  `pace(seconds)` is called after every bucket
+    that took so long to take.
     """
     if refusal is not None and not source.must_drain:
         raise refusal
-    for bucket in source.receive():
-        start = time.perf_counter()
-        try:
-            if refusal is None:
-                take(bucket)
-                if pace is not None:
-                    pace(time.perf_counter() - start)
-        except Exception as error:
-            if not source.must_drain:
-                raise
-            refusal = error
+    try:
+        for bucket in source.receive():
+            start = time.perf_counter()
+            try:
+                if refusal is None:
+                    take(bucket)
+                    if pace is not None:
+                        pace(time.perf_counter() - start)
+            except Exception as error:
+                if not source.must_drain:
+                    raise
+                refusal = error
+    except TransportError as error:
+        if refusal is None:
+            raise
+        raise refusal from error
     if refusal is not None:
         raise refusal

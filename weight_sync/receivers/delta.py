@@ -17,18 +17,21 @@ from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_fr
 from weight_sync.errors import (
     BaseMismatchError,
     CopiesDifferError,
+    DtypeMismatchError,
     TransactionStateError,
     WeightRequestError,
 )
 from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.loading import ProvenPart, split_wire
+from weight_sync.loading import ProvenPart
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource
+from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
+_ADVICE = "send whole tensors, or publish versions and use /pull_weights"
 
 
 class DeltaSource(BucketSource):
@@ -76,21 +79,21 @@ class DeltaSource(BucketSource):
                 frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
                 self._require_bases(frame)
                 check_frame(frame, self._weights)
-                yield from self._proven(frame.open())
+                held = self._weights.metas()
+                yield from self._proven({name: delta for name, delta in frame.open().items() if name in held})
 
     def _require_bases(self, frame: DeltaFrame) -> None:
         """Whether memory holds what the frame's tensors are to be changed from.
 
         Raises `TransactionStateError` where it holds values of FP8 instead, `UnknownTensorError`.
         """
-        advice = "send whole tensors, or publish versions and use /pull_weights"
         for meta in frame.metas:
             if kind_of(self._weights, meta) != "plain":
-                raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {advice}")
+                raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {_ADVICE}")
             if (held := self._quantised.get(meta.name)) is not None:
                 raise TransactionStateError(
                     f"{meta.name}: a delta is over what was sent, and this engine holds what it quantised of that "
-                    f"({held.flag}); {advice}"
+                    f"({held.flag}); {_ADVICE}"
                 )
 
     def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
@@ -137,9 +140,14 @@ def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
     """
     split = split_wire(weights, frame.metas, cast=False)
     for meta, pieces in zip(frame.metas, split, strict=True):
+        if not pieces:
+            continue  # the model keeps nothing of it
         if pieces != [Piece(meta.name)]:
             raise WeightRequestError(f"{meta.name}: a delta is of the model's own tensors, by their own names")
-    if frame.metas and {meta.name for meta in frame.metas} == set(weights.metas()):
+        if (held := weights.metas()[meta.name].dtype) != meta.dtype:
+            dtypes = f"of {dtype_name(meta.dtype)}, and the engine holds {dtype_name(held)}"
+            raise DtypeMismatchError(f"{meta.name} is a delta {dtypes}; {_ADVICE}")
+    if frame.metas and {meta.name for meta in frame.metas} >= weights.metas().keys():
         for stated, values in (
             (frame.base_digest, [(entry.meta, entry.base_fingerprint) for entry in frame.entries]),
             (frame.digest, [(entry.meta, entry.result_fingerprint) for entry in frame.entries]),

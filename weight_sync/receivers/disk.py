@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,11 +15,12 @@ import torch
 from weight_sync.checkpoint_folder import CheckpointFolder, open_checkpoint_folder
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
-from weight_sync.errors import DtypeMismatchError, TransactionStateError, TransportError, WeightRequestError
-from weight_sync.fp8_wire import kind_of, whole_metas, with_other_halves
-from weight_sync.loading import WeightLedger, split_wire
+from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
+from weight_sync.fp8_wire import whole_metas, with_other_halves
+from weight_sync.loading import WeightLedger
 from weight_sync.receivers.base import BucketSource
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+from weight_sync.splitting import split_wire
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 
 
 class DiskSource(BucketSource):
@@ -28,10 +28,11 @@ class DiskSource(BucketSource):
 
     `complete`: it must hold every tensor of the model, once.  `names`: take only these, and other halves of FP8 pairs.
 
-    Floating-point tensors are cast to the model's dtype, as at start; FP8 pairs are delivered as they are.
-    `timeout_s`: how long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what
-    must be in it.
+    Tensors are delivered as they are, and floating-point ones cast to the model's dtype, as at start.  `timeout_s`: how
+    long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
     """
+
+    casts = True
 
     def __init__(
         self,
@@ -49,12 +50,11 @@ class DiskSource(BucketSource):
         self._complete = complete
         self._timeout_s = timeout_s
         self._folder: CheckpointFolder | None = None
-        self._dtypes: dict[str, torch.dtype] = {}
         self._lock = ExitStack()
         self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the folder, in the dtype that it will have.
+        """Every tensor of the folder of which the model keeps something.
 
         Raises `WeightRequestError` and its kinds, `TransactionStateError` (a pull is under way, or was cut off),
         `TransportError`.
@@ -64,10 +64,8 @@ class DiskSource(BucketSource):
             self._folder = open_checkpoint_folder(self._path)
             if self._names is not None:
                 self._folder = self._folder.only(with_other_halves(self._names))
-            metas = check_against_model(self._weights, self._folder.metas, complete=self._complete)
-            total = sum(meta.nbytes for meta in metas)
-            self._dtypes = {meta.name: meta.dtype for meta in metas}
-            self._folder = self._folder.only(self._dtypes)
+            metas, total = check_against_model(self._weights, self._folder.metas, complete=self._complete)
+            self._folder = self._folder.only({meta.name for meta in metas})
             if total > max_bytes:
                 raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
         except BaseException:
@@ -79,8 +77,8 @@ class DiskSource(BucketSource):
         """A bucket for each tensor.  Raises `ContentError` (a file became shorter, or changed), `TransportError`."""
         assert self._folder is not None, "announce comes first"
         with self._lock:
-            for name, tensor in self._folder.read():
-                yield [(name, tensor.to(self._dtypes[name]))]
+            for named in self._folder.read():
+                yield [named]
 
     def close(self) -> None:
         """Unlock the folder where its content was not received."""
@@ -102,26 +100,20 @@ class DiskSource(BucketSource):
 
 def check_against_model(
     weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
-) -> list[TensorMeta]:
-    """The tensors in the dtypes that the model has, if they fit it; FP8 pairs as they are, ignored ones left out.
+) -> tuple[list[TensorMeta], int]:
+    """The tensors of which the model keeps something, if all fit it; and how many bytes it will hold of them.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
     types), `CoverageError` (repeated, half a pair or, if `complete`, missing).
     """
-    values, ledger, dtypes = whole_metas(weights, metas), WeightLedger(weights.metas()), {}
+    values, ledger, num_bytes = whole_metas(weights, metas), WeightLedger(weights.metas()), 0
+    ignored = set()
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
         if not pieces:
-            continue
+            ignored.add(meta.name)
         for piece in pieces:
             ledger.record(meta.name, piece.name)
-        wanted = {weights.metas()[piece.name].dtype for piece in pieces}
-        is_cast = len(wanted) == 1 and all(dtype.is_floating_point for dtype in (meta.dtype, *wanted))
-        if wanted != {meta.dtype} and not is_cast:
-            names = " and ".join(sorted(map(dtype_name, wanted)))
-            raise DtypeMismatchError(f"{meta.name}: the model has {names}, got {dtype_name(meta.dtype)}")
-        dtypes[meta.name] = wanted.pop()
+            num_bytes += weights.metas()[piece.name].nbytes
     if complete:
         ledger.settle()
-    is_plain = {meta.name: kind_of(weights, meta) == "plain" for meta in metas}
-    kept = [meta for meta in metas if not is_plain[meta.name] or meta.name in dtypes]
-    return [replace(meta, dtype=dtypes[meta.name]) if is_plain[meta.name] else meta for meta in kept]
+    return [meta for meta in metas if meta.name not in ignored], num_bytes

@@ -1,0 +1,65 @@
+"""`NearestName`: which of many names a wrong one was meant to be.
+
+A search costs the same among ten names and among fifty thousand: only those are compared that lie next to the wrong
+one when names are sorted from their start, or from their end, and some that have its numbers and its last parts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections.abc import Iterable, Sequence
+
+MAX_LENGTH = 512
+"""Of a wrong name that is looked for, in characters."""
+_NEIGHBOURS = 8
+_LEAST_RATIO = 0.6
+_PARTS = 2
+"""Names whose last parts agree are meant for each other, whatever comes before: a prefix is the commonest mistake."""
+
+
+class NearestName:
+    """Of `names`, whose parts are separated by dots."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._from_start = sorted(names)
+        self._from_end = sorted(name[::-1] for name in self._from_start)
+        self._alike: dict[tuple[str, ...], list[str]] = {}
+        for name in self._from_start:
+            self._alike.setdefault(_numbers_and_end(name), []).append(name)
+
+    def of(self, name: str) -> str | None:
+        """The one that agrees with `name` in most parts from the end, then in most characters; None if none does."""
+        if len(name) > MAX_LENGTH:
+            return None
+        near = _around(self._from_start, name)
+        near |= {found[::-1] for found in _around(self._from_end, name[::-1])}
+        near |= set(self._alike.get(_numbers_and_end(name), ())[:_NEIGHBOURS])
+        matcher = difflib.SequenceMatcher(b=name, autojunk=False)
+        best: tuple[int, float, str] | None = None
+        for candidate in sorted(near):
+            matcher.set_seq1(candidate)
+            score = (_common_parts(candidate, name), matcher.ratio(), candidate)
+            best = score if best is None or score[:2] > best[:2] else best
+        return best[2] if best is not None and (best[0] >= _PARTS or best[1] >= _LEAST_RATIO) else None
+
+
+def _around(ordered: Sequence[str], name: str) -> set[str]:
+    at = bisect.bisect(ordered, name)
+    return set(ordered[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS])
+
+
+def _numbers_and_end(name: str) -> tuple[str, ...]:
+    """Of layer and expert, and which tensor of theirs it is."""
+    parts = name.split(".")
+    return (*(part for part in parts if part.isdigit()), *parts[-_PARTS:])
+
+
+def _common_parts(one: str, other: str) -> int:
+    """How many parts from the end are the same."""
+    count = 0
+    for mine, its in zip(reversed(one.split(".")), reversed(other.split("."))):
+        if mine != its:
+            break
+        count += 1
+    return count
