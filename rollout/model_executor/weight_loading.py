@@ -14,6 +14,7 @@ import torch
 
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
+from weight_sync.derived_names import is_derived
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
@@ -26,7 +27,7 @@ class WeightIndex:
 
     `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
     what names may begin with, and what their canonical ones begin with; tensors whose names begin with one of `ignored`
-    may come, and nothing is kept of them.
+    may come, and nothing is kept of them, nor of those that are derived from the configuration.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WeightIndex:
         if name in self._fused:
             _require_shape(wire.name, wire.shape, self._fused[name].shape)
             return list(self._fused[name].pieces)
-        if self._ignored and name.startswith(self._ignored):
+        if (self._ignored and name.startswith(self._ignored)) or is_derived(name):
             return []
         if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
             raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")

@@ -1,0 +1,252 @@
+"""Names that a model does not know: what is said of them, and that it costs the same however many there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.core.errors import StartupError
+from rollout.layers.layer import Layer
+from rollout.layers.weight_entry import WeightEntry, WeightLayer
+from rollout.model_executor.weight_loading import WeightIndex
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named, new_updater
+from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from weight_sync.delta.encoder import DeltaEncoder
+from weight_sync.derived_names import is_derived
+from weight_sync.errors import (
+    DtypeMismatchError,
+    ShapeMismatchError,
+    TransportError,
+    UnknownTensorError,
+    WeightRequestError,
+)
+from weight_sync.fingerprint import fingerprint
+from weight_sync.nearest_name import NearestName
+from weight_sync.receivers.delta import DeltaSource
+from weight_sync.receivers.disk import DiskSource
+from weight_sync.tensor_meta import TensorMeta
+from weight_sync.transaction import WeightTransaction
+
+LAYERS, EXPERTS = 81, 128
+COUNT = 31_104
+PREFIXES = ("module.", "_fsdp_wrapped_module.", "base_model.model.", "a.very.deep.module.of.wrappers.around.the.")
+
+
+class Experts(WeightLayer):
+    """As many matrices of experts as a large model has, which lie nowhere."""
+
+    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
+        for layer in range(LAYERS):
+            for expert in range(EXPERTS):
+                for projection in ("gate", "up", "down"):
+                    name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+                    yield WeightEntry(name, (256, 128), torch.bfloat16, lambda: ())
+
+
+class Model(Layer):
+    def __init__(self) -> None:
+        self.experts = Experts()
+
+
+@pytest.fixture(scope="module")
+def large() -> WeightIndex:
+    index = WeightIndex(Model(), {})
+    assert len(index.metas()) == COUNT
+    return index
+
+
+def begin(weights: WeightIndex, metas: Sequence[TensorMeta]) -> tuple[str, float]:
+    """Why a manifest of these is refused, and how many seconds of this thread's processor that took."""
+    start = time.thread_time()
+    with pytest.raises(UnknownTensorError) as refused:
+        WeightTransaction(weights, manifest=[(meta, None) for meta in metas])
+    return str(refused.value), time.thread_time() - start
+
+
+# --- a whole model under other names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_whole_model_under_another_prefix_is_refused_at_once(large: WeightIndex, prefix: str) -> None:
+    """D1: three names, each with the one that was meant, and how many more there are."""
+    metas = [TensorMeta(f"{prefix}{meta.name}", meta.dtype, meta.shape) for meta in large.metas().values()]
+    message, seconds = begin(large, metas)
+    assert seconds < 2.0
+    for name in list(large.metas())[:3]:
+        assert f"the model has no tensor '{prefix}{name}'; the nearest that it has is '{name}'" in message
+    assert message.startswith(f"{COUNT} tensors are refused: ") and message.endswith(f"; and {COUNT - 3} more")
+    assert message.count("nearest") == 3
+
+
+def test_the_same_of_fp8_pairs(large: WeightIndex) -> None:
+    """D1: a search was made for each weight and thrown away, and one for the first scale."""
+    metas = []
+    for meta in large.metas().values():
+        metas.append(TensorMeta(f"module.{meta.name}_scale_inv", torch.float32, (2, 1)))
+        metas.append(TensorMeta(f"module.{meta.name}", torch.float8_e4m3fn, meta.shape))
+    message, seconds = begin(large, metas)
+    assert seconds < 4.0
+    name = next(iter(large.metas()))
+    assert f"module.{name}_scale_inv has no weight: the model has no tensor 'module.{name}'" in message
+    assert f"{2 * COUNT} tensors are refused" in message and message.count("nearest") == 3
+
+
+def test_names_that_are_like_none_have_no_hint(large: WeightIndex) -> None:
+    message, seconds = begin(large, [TensorMeta(f"{n}", torch.bfloat16, (1,)) for n in range(COUNT)])
+    assert seconds < 2.0 and "nearest" not in message
+
+
+def test_a_name_may_be_of_any_length(large: WeightIndex) -> None:
+    message, seconds = begin(large, [TensorMeta("x" * 10_000_000, torch.bfloat16, (1,))])
+    assert seconds < 1.0 and len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("model.language_model.layers.7.mlp.experts.3.up_proj.weight", "model.layers.7.mlp.experts.3.up_proj.weight"),
+        ("model.layers.7.mlp.experts.3.up_proj.wieght", "model.layers.7.mlp.experts.3.up_proj.weight"),
+        ("model.layer.7.mlp.experts.3.up_proj.weight", "model.layers.7.mlp.experts.3.up_proj.weight"),
+        ("model.layers.7.mlp.expert.3.up_proj.weight", "model.layers.7.mlp.experts.3.up_proj.weight"),
+        ("model.layers.7.moe.experts.3.up_proj.weight", "model.layers.7.mlp.experts.3.up_proj.weight"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_known_again(large: WeightIndex, wrong: str, meant: str) -> None:
+    assert large.nearest(wrong) == meant
+
+
+def test_nothing_is_near_to_what_is_like_nothing() -> None:
+    names = NearestName(["model.norm.weight", "lm_head.weight"])
+    assert names.of("optimizer.state.3") is None and names.of("") is None
+    assert names.of("module.model.norm.weight") == "model.norm.weight"
+    assert NearestName([]).of("a") is None
+
+
+def test_a_wrong_bucket_is_told_its_names_though_its_broadcast_fails() -> None:
+    """D1: the trainer got a 502, as the wait for it was given up."""
+    updater = new_updater_of_nothing()
+    failure = TransportError("the wait for the sender was given up: ContinueGeneration came 10 s ago or earlier")
+    bucket = [(f"module.w{number}", torch.zeros(2)) for number in range(30)]
+    updater.begin("v2")
+    with pytest.raises(UnknownTensorError, match=r"30 tensors are refused.* 'module.w0'"):
+        updater.receive(LoopbackSource(bucket, failure))
+    assert "module.w0" in updater.status()["failed"]
+
+
+def new_updater_of_nothing() -> LoopbackUpdater:
+    index = WeightIndex(Model(), {})
+    return new_updater(index)
+
+
+# --- one short message ------------------------------------------------------------------------------------------------
+
+
+def test_one_message_for_each_kind_of_mistake(large: WeightIndex) -> None:
+    """B11: how many, the first, and what to do; the whole state dict in another dtype was 3 kB."""
+    metas = list(large.metas().values())
+    in_float32 = [TensorMeta(meta.name, torch.float32, meta.shape) for meta in metas]
+    with pytest.raises(DtypeMismatchError) as refused:
+        WeightTransaction(large, manifest=[(meta, None) for meta in in_float32])
+    message = str(refused.value)
+    assert message.startswith(f"{COUNT} tensors are refused: {metas[0].name}: the model has bfloat16, got float32; ")
+    assert '"cast": true' in message and len(message) < 300
+    mixed = [in_float32[0], TensorMeta(metas[1].name, torch.bfloat16, (1,)), TensorMeta("lost", torch.bfloat16, (1,))]
+    with pytest.raises(WeightRequestError, match=r"got float32.*; .* has shape .*; the model has no tensor 'lost'"):
+        WeightTransaction(large, "v", "partial", manifest=[(meta, None) for meta in mixed])
+    with pytest.raises(ShapeMismatchError, match="; and 31101 more"):
+        WeightTransaction(large, manifest=[(TensorMeta(meta.name, meta.dtype, (3,)), None) for meta in metas])
+
+
+# --- what a model computes itself -------------------------------------------------------------------------------------
+
+DERIVED: dict[str, torch.Tensor] = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    "model.rotary_emb.inv_freq": torch.ones(8),
+    "rotary_emb.original_inv_freq": torch.ones(8),
+    "module.model.layers.1.self_attn.rotary_emb.cos_cached": torch.ones(1, 1, 4, 8),
+    "module.model.layers.1.self_attn.rotary_emb.sin_cached": torch.full((1, 1, 4, 8), torch.nan),
+    "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+    "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+    "model.embeddings.position_ids": torch.arange(4),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_names_of_what_a_model_computes_itself(name: str) -> None:
+    assert is_derived(name) and is_derived(f"any.prefix.{name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["inv_freq.weight", "model.layers.0.self_attn.q_proj.bias", "xattn.bias", "attn.bias2", "my_inv_freqs", ""]
+)
+def test_other_names_are_refused_as_before(name: str) -> None:
+    assert not is_derived(name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "v1", "dense", seed=1)
+
+
+@pytest.fixture(scope="module")
+def with_derived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A newer version, as a naive save of all buffers has it."""
+    path = tiny_checkpoint(tmp_path_factory.mktemp("models") / "v2", "dense", seed=2)
+    (file,) = path.glob("*.safetensors")
+    save_file(load_file(file) | DERIVED, file, {"format": "pt"})
+    return path
+
+
+def test_a_checkpoint_with_derived_tensors_starts(with_derived: Path) -> None:
+    """B8: at a cold start."""
+    weights = load_tiny(with_derived, torch.float32).weights
+    assert not weights.metas().keys() & DERIVED.keys()
+    (file,) = with_derived.glob("*.safetensors")
+    norm = load_file(file)["model.norm.weight"]
+    assert torch.equal(weights.places("model.norm.weight")[0].read(), norm)
+
+
+def wrong_name(path: Path, tmp_path: Path) -> Path:
+    copy = tiny_checkpoint(tmp_path / "wrong", "dense", seed=2)
+    (file,) = copy.glob("*.safetensors")
+    save_file(load_file(file) | {"model.rotary_emb.weight": torch.ones(8)}, file, {"format": "pt"})
+    return copy
+
+
+def test_a_checkpoint_with_any_other_name_does_not(with_derived: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"the model has no tensor 'model.rotary_emb.weight'"):
+        load_tiny(wrong_name(with_derived, tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("way", ["disk", "bucket", "manifest", "delta"])
+def test_derived_tensors_are_taken_and_dropped_in_a_refresh(folder: Path, with_derived: Path, way: str) -> None:
+    """B8: the same rule for every transport."""
+    old, new = logical_tensors(folder), logical_tensors(with_derived)
+    updater = new_updater(load_tiny(folder, torch.float32).weights)
+    manifest: Any = None
+    if way == "manifest":
+        manifest = [(TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in new.items()]
+    updater.begin("v2", manifest=manifest)
+    named: Named = list(new.items())
+    source: Any = LoopbackSource(named)
+    if way == "disk":
+        source = DiskSource(with_derived, updater.weights, complete=True, timeout_s=1.0)
+    if way == "delta":
+        before = old | {name: torch.zeros_like(tensor) for name, tensor in DERIVED.items()}
+        (payload,) = DeltaEncoder(before.items()).encode(named).payloads()
+        frame = LoopbackSource([("delta", torch.frombuffer(bytearray(payload), dtype=torch.uint8))])
+        source = DeltaSource(frame, updater.weights)
+    updater.receive(source)
+    assert updater.status()["missing"] == 0
+    updater.verify()
+    assert set(updater.commit().names) == old.keys()
+    held = {name: updater.weights.places(name)[0].read() for name in updater.weights.metas()}
+    assert all(torch.equal(held[name], new[name]) for name in old)
