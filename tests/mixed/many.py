@@ -76,15 +76,15 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
             report.add(played)
             progress.advance(task)
             if played.failure:
-                console.print(played.failure, markup=False, highlight=False)
+                console.print(played.failure, markup=False, highlight=False, soft_wrap=True)
             if not console.is_terminal and time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
-                console.print(f"{reported - started:.0f} s: {report.tally}", markup=False, highlight=False)
+                console.print(f"{reported - started:.0f} s: {report.tally}", markup=False, highlight=False, soft_wrap=True)
             if len(report.failures) == MOST_FAILURES:
                 break
     end = f"{len(report.failures)} failed" if report.failures else "nothing differs"
     text = f"{end} in {time.monotonic() - started:.0f} s: {report.tally}"
-    console.print(f"{text}\nmemory {report.memory_text()}", markup=False, highlight=False)
+    console.print(f"{text}\nmemory {report.memory_text()}", markup=False, highlight=False, soft_wrap=True)
     return not report.failures
 
 
