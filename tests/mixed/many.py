@@ -69,22 +69,24 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
     """Play the schedules of `seeds`; models are in `folder`.  False: something differed, and was printed."""
     report, console, started = Report(), Console(), time.monotonic()
     reported = started
-    console.print(f"schedules of the seeds {seeds[0]}..{seeds[-1]}", highlight=False)
+    _say(console, f"schedules of the seeds {seeds[0]}..{seeds[-1]}")
     with _progress(console) as progress:
         task = progress.add_task("schedules", total=len(seeds))
         for played in _played(zoo, folder, seeds, num_processes):
             report.add(played)
             progress.advance(task)
             if played.failure:
-                console.print(played.failure, markup=False, highlight=False, soft_wrap=True)
+                _say(console, played.failure)
             if not console.is_terminal and time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
-                console.print(f"{reported - started:.0f} s: {report.tally}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"{reported - started:.0f} s: {report.tally}", markup=False, highlight=False, soft_wrap=True
+                )
             if len(report.failures) == MOST_FAILURES:
                 break
     end = f"{len(report.failures)} failed" if report.failures else "nothing differs"
     text = f"{end} in {time.monotonic() - started:.0f} s: {report.tally}"
-    console.print(f"{text}\nmemory {report.memory_text()}", markup=False, highlight=False, soft_wrap=True)
+    _say(console, f"{text}\nmemory {report.memory_text()}")
     return not report.failures
 
 
@@ -137,6 +139,10 @@ def _play_part(folder: Path, seeds: Sequence[int], results: multiprocessing.Queu
     zoo = Zoo(folder)
     for seed in seeds:
         results.put(play_seed(seed, zoo))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import msgspec
 from rollout.core.io_struct import (
     FlushCacheReqInput,
     GetStateReqInput,
+    GiveUpPauseReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -33,6 +34,7 @@ from tests.mixed.schedule import (
     Continue,
     FinishSession,
     Flush,
+    GiveUp,
     Lapse,
     Look,
     Pause,
@@ -120,6 +122,8 @@ class Player:
                 engine.abort([*chosen, _NOBODY] if action.picks else None)
             case Pause():
                 self._pause(action)
+            case GiveUp():
+                engine.ask_for(GiveUpPauseReqInput, wait_id=f"w{len(self._waits) - 1}")
             case Continue():
                 below = engine.labels[action.below % len(engine.labels)] if action.below >= 0 else None
                 engine.resume(below)
@@ -159,7 +163,9 @@ class Player:
     def _pause(self, action: Pause) -> None:
         engine = self.engine
         if action.mode == "wait":
-            self._waits.append(engine.post(PauseGenerationReqInput, mode="wait", wait_s=action.wait_s))
+            wait_id = f"w{len(self._waits)}"
+            sent = engine.post(PauseGenerationReqInput, mode="wait", wait_s=action.wait_s, wait_id=wait_id)
+            self._waits.append(sent)
             return
         if action.mode == "abort":
             engine.name(engine.open_rids)

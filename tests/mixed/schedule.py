@@ -87,6 +87,10 @@ class Pause(Action, frozen=True):
     wait_s: float = 5.0
 
 
+class GiveUp(Action, frozen=True):
+    """The caller of the last pause that waits goes away."""
+
+
 class Continue(Action, frozen=True):
     """`below`: which of the labels so far is asked for at least; -1: any."""
 
@@ -134,6 +138,7 @@ AnyAction = (
     | Steps
     | Abort
     | Pause
+    | GiveUp
     | Continue
     | Commit
     | Rename
@@ -209,10 +214,10 @@ class _Drawn:
         self.seed = seed
         self.shape = shape = rng.choice(shapes)
         self.usual = rng.choice(_USUAL) if rng.random() < 0.5 else None
-        self.is_long = shape.needs_long_prompts and rng.random() < 0.7
+        self.is_long = shape.prefixes != "tokens" and rng.random() < 0.7
         self.settings = self._settings()
         longest = min(self.settings.pool, shape.context_length) - 1
-        self.longest_prompt = min(longest - 4, 180 if self.is_long else 44)
+        self.longest_prompt = min(longest - 4, _LONGEST[shape.prefixes] if self.is_long else 44)
         self.bases = [self._tokens(self.longest_prompt) for _ in range(rng.choice([1, 2, 3]))]
         self.replays = [rng.randrange(1 << 16) for _ in range(2)]
         self.uses = {name: rng.random() < 0.6 for name in _FEATURES}
@@ -228,7 +233,9 @@ class _Drawn:
 
     def _settings(self) -> Settings:
         rng, shape = self.rng, self.shape
-        sizes = [200, 260, 400] if self.is_long else [40, 56, 80, 120, 200]
+        sizes = [40, 56, 80, 120, 200]
+        if self.is_long:
+            sizes = [200, 260, 400] if shape.prefixes == "snapshots" else [200, 420, 700]
         return Settings(
             family=shape.family,
             dtype=shape.dtype,  # type: ignore[arg-type]
@@ -278,6 +285,7 @@ class _Drawn:
         found: list[AnyAction] = [Pause(mode, rng.choice([0.01, 5.0]))]
         if mode == "wait":
             found.append(Steps(rng.choice([2, 6, 20])))
+            found += [GiveUp()] if rng.random() < 0.2 else []
         inside: list[Callable[[], AnyAction]] = [lambda: Submit(self._ask()), lambda: Steps(1)]
         inside += [self._commit] if self.uses["commits"] else []
         inside += [lambda: Flush(False)] if self.uses["flushes"] else []
@@ -347,7 +355,7 @@ class _Drawn:
         base = rng.choice(self.bases)
         length = rng.choice([1, 4, 9, 17, 30, 43, rng.randint(1, len(base))])
         if self.is_long:
-            length = rng.choice([length, 100, 122, 126, 129, 140, rng.randint(1, len(base))])
+            length = rng.choice([length, 100, 122, 126, 129, 140, 250, 258, rng.randint(1, len(base))])
         tail = self._tokens(rng.choice([0, 0, 1, 2, 6]))
         return (base[:length] + tail)[: self.longest_prompt]
 
@@ -422,6 +430,7 @@ _USUAL = [
 ]
 _PAUSES: list[PauseMode] = [*["retract"] * 6, *["in_place"] * 3, "abort", "wait", "wait"]  # type: ignore[list-item]
 _SESSIONS = ["s", "t"]
+_LONGEST = {"snapshots": 180, "pages": 400}
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _ALL_PENALTIES = {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presence_penalty": 1.5}
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -17,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from rollout.control import weight_queue
 from rollout.core.io_struct import GetStateReqInput, ReplayedRoutes
+from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec
+from rollout.core.model_config import ModelConfig
 from rollout.engine import build_control
 from tests.family_zoo import FAMILIES, SEEING, family_checkpoint, family_config
 from tests.in_turn import InTurn
@@ -33,6 +35,14 @@ DTYPES = ("float32", "bfloat16")
 _MODEL_SEED = 3
 _MOST_ANSWERS = 512  # kept of all models; a schedule asks for fewer of its own
 _ROOM = 1024  # KV slots where a request is alone
+_CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages of windows
+    "gpt_oss": {"max_position_embeddings": 640},
+    "gpt_oss, long window": {"max_position_embeddings": 640},
+}
+
+
+Prefixes = Literal["tokens", "snapshots", "pages"]
+"""Which prefixes are found: any, those up to a snapshot, those of whole pages."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Shape:
     num_layers: int  # with experts
     num_experts: int
     top_k: int
-    needs_long_prompts: bool  # prefixes are found by snapshots or by whole pages
+    prefixes: Prefixes
 
     @property
     def is_moe(self) -> bool:
@@ -79,23 +89,30 @@ def _tiny_shape(kind: str, dtype: str) -> Shape:
         num_layers=0 if spec.dense else spec.layers - spec.dense_first,
         num_experts=spec.experts,
         top_k=spec.top_k,
-        needs_long_prompts=False,
+        prefixes="tokens",
     )
 
 
 def _shape(family: str, dtype: str) -> Shape:
     config = family_config(family)
-    is_odd = any(word in family for word in ("qwen3_next", "qwen3_5", "gpt_oss"))
+    changes = _CHANGES.get(family, {})
     return Shape(
         family=family,
         dtype=dtype,
         vocab_size=config.vocab_size,
-        context_length=config.max_position_embeddings,
+        context_length=changes.get("max_position_embeddings", config.max_position_embeddings),
         num_layers=len(config.moe_layer_ids),
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
-        needs_long_prompts=is_odd,
+        prefixes=_prefixes(config),
     )
+
+
+def _prefixes(config: ModelConfig) -> Prefixes:
+    kinds = [layer.attention for layer in config.layers]
+    if any(isinstance(kind, GatedDeltaSpec) for kind in kinds):
+        return "snapshots"
+    return "pages" if any(isinstance(kind, AttentionSpec) and kind.window for kind in kinds) else "tokens"
 
 
 class Zoo:
@@ -221,7 +238,11 @@ def _write(folder: Path, shape: Shape) -> None:
         tiny_checkpoint(folder, shape.family, _MODEL_SEED, dtype=shape.dtype)
         return
     transformers_logging.disable_progress_bar()
-    family_checkpoint(folder, shape.family, _MODEL_SEED, getattr(torch, shape.dtype))
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # a longer context than the rotation was scaled for is fine here
+    changes = _CHANGES.get(shape.family, {})
+    family_checkpoint(folder, shape.family, _MODEL_SEED, getattr(torch, shape.dtype), **changes)
+    transformers_logging.set_verbosity(before)
     write_tiny_tokenizer(folder)
 
 
