@@ -7,6 +7,8 @@ cases of the gate under the oldest and the newest transformers that pyproject.to
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import random
 from collections.abc import Iterator
 
@@ -16,7 +18,11 @@ import transformers
 
 from rollout.core.detokenizer import INCOMPLETE, IncrementalDetokenizer
 from rollout.core.tokenizer_files import read_tokenizer
+from rollout.entrypoints.parsers.answer import AnswerParser
+from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS
+from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS
 from rollout.tokenizer_manager.tokenizer import Tokenizer
+from tests.answer_texts import ANSWERS, TOOLS
 from tests.conversations import conversation
 from tests.published_tokenizers import published
 from tests.tiers import in_the_gate
@@ -32,6 +38,13 @@ HELLO = {  # "Hello world", as each model was trained on it
     "gptoss": [13225, 2375],
 }
 END = {"deepseek_r1": 1, "deepseek_v3": 1, "qwen3": 151645, "llama3_1": 128009, "gptoss": 200002}
+PARSER = {
+    "deepseek_r1": "deepseek_v3",
+    "deepseek_v3": "deepseek_v3",
+    "qwen3": "hermes",
+    "llama3_1": "llama3",
+    "gptoss": "gpt-oss",
+}
 SURROGATES = range(0xD800, 0xE000)
 TRANSFORMERS_IS_RIGHT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
@@ -185,3 +198,43 @@ def test_a_split_that_is_a_little_different_is_noticed() -> None:
     wrong.ours._backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     with pytest.raises(AssertionError):
         wrong.check([f"a {one}b{one}{one}\n 1{one}" for one in next(code_points(64, 512))])
+
+
+@gate_has_one
+@each
+def test_calls_are_read_from_tokens_as_they_come_n27(loaded: Published) -> None:
+    """N27: the markers of a format are shown to its parser also where they are special tokens."""
+    name = PARSER[loaded.name]
+    reasoning = REASONING_FORMATS["gpt-oss" if name == "gpt-oss" else "kimi_k2"]
+    kept = loaded.ours.vocabulary.ids_of(TOOL_CALL_READERS[name].markers)
+    num_read = 0
+    for seed in range(40):
+        answer = ANSWERS[name](random.Random(f"{loaded.name} {seed}"))
+        stream = IncrementalDetokenizer(functools.partial(loaded.ours.decode, kept_ids=kept))
+        parser, shown = AnswerParser(reasoning, TOOL_CALL_READERS[name], TOOLS), 0
+        pieces = []
+        for token_id in loaded.ours._encode([answer.text], False)[0]:
+            stream.feed([token_id])
+            pieces.append(parser.feed(stream.decided[shown:]))
+            shown = len(stream.decided)
+        pieces += [parser.feed(stream.complete[shown:]), parser.finish()]
+        if stream.complete != answer.text:
+            continue  # other special tokens are skipped, and Qwen's composes characters
+        num_read += 1
+        assert "".join(piece.content for piece in pieces) == answer.content
+        assert "".join(piece.reasoning for piece in pieces) == answer.reasoning
+        calls = [(call.name, json.loads(call.arguments)) for piece in pieces for call in piece.calls]
+        assert calls == answer.calls, answer.text
+    assert num_read > 10
+
+
+@gate_has_one
+@each
+def test_bytes_of_tokens_put_together_are_the_text_b2(loaded: Published) -> None:
+    """B2: of every token of the vocabulary."""
+    for characters in code_points(64 if in_the_gate() else 7, 8192):
+        text = " ".join(characters)
+        ids = loaded.ours._encode([text], False)[0]
+        encoded = b"".join(map(loaded.ours.vocabulary.bytes_of, ids))
+        assert encoded.decode() == loaded.ours.decode(ids, skip_special_tokens=False)
+    assert all(loaded.ours.vocabulary.bytes_of(token_id) for token_id in range(loaded.reference.get_vocab_size()))
