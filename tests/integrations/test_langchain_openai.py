@@ -41,8 +41,8 @@ def chat(live: Live) -> ChatOpenAI:
     return ChatOpenAI(base_url=f"{live.url}/v1", api_key="none", model="tiny", max_retries=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("parallel", "cities"), [(True, ["a", "b"]), (False, ["a"])])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("parallel", "cities"), [(True, ["a", "b"]), (False, ["a"])], ids=["parallel", "one call"])
 def test_bound_tools(chat: ChatOpenAI, stream: bool, parallel: bool, cities: list[str]) -> None:
     bound = chat.bind_tools([weather], parallel_tool_calls=parallel)
     if stream:

@@ -51,14 +51,14 @@ async def run(live: Live, said: str, settings: ModelSettings, *, stream: bool) -
         return str(running.final_output)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_tool_is_called_and_its_result_said(live: Live, stream: bool) -> None:
     said = "<think>hm</think>" + call("weather", '{"city":"a</tool_call>b"}')
     assert asyncio.run(run(live, said, ModelSettings(), stream=stream)) == "fine in a</tool_call>b"
     assert CALLS == ["a</tool_call>b"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_one_call_at_a_time(live: Live, stream: bool) -> None:
     both = call("weather", '{"city":"a"}') + call("weather", '{"city":"b"}')
     settings = ModelSettings(parallel_tool_calls=False)

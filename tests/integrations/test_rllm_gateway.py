@@ -83,7 +83,7 @@ def test_a_stream_becomes_a_trace(session: tuple[GatewayClient, str, OpenAI], se
     check(client, session_id, server, 5)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_turns_as_token_ids(server: ServerProcess, stream: bool) -> None:
     """Each prompt is all turns before, with `add_special_tokens` false; a trace's prompt is read from chunk 0."""
     ids = server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
