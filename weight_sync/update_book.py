@@ -85,7 +85,8 @@ class UpdateBook:
     """`loss`: why the last update was lost, until a sender starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
-    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.
+    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.  `counts_tensors`: nobody said of it that a part
+    of the tensors would come: if not all did, its label says how many.
     """
 
     def __init__(self) -> None:
@@ -94,12 +95,13 @@ class UpdateBook:
         self.last_failure: UpdateFailure | None = None
         self.prepared_s: float | None = None
         self.receiving_s = 0.0
+        self.counts_tensors = False
         self._is_reported = True
         self._outcomes: dict[str, Outcome] = {}
 
-    def note_opening(self, prepared_s: float | None = None) -> None:
+    def note_opening(self, prepared_s: float | None = None, *, counts_tensors: bool = False) -> None:
         """Start the record of an update that was opened now."""
-        self.prepared_s, self.receiving_s = prepared_s, 0.0
+        self.prepared_s, self.receiving_s, self.counts_tensors = prepared_s, 0.0, counts_tensors
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

@@ -40,11 +40,11 @@ class WeightCommit:
         with _in_doubt(but=WeightSyncError), state.mutate("weight refresh"):
             result = self._updater.commit()
             with _in_doubt():
-                reply = self._publish(result, alone)
-        return committed(reply), reply
+                reply, note = self._publish(result, alone)
+        return committed(reply) + note, reply
 
-    def _publish(self, result: CommitResult, alone: bool) -> CommitReply:
-        """What was written comes into force, and is noted as committed."""
+    def _publish(self, result: CommitResult, alone: bool) -> tuple[CommitReply, str]:
+        """What was written comes into force, and is noted as committed; with a note for its sender."""
         scheduler, state = self._scheduler, self._scheduler.runner.state
         total = len(state.model.weights.metas())
         if len(result.names) == total:
@@ -88,7 +88,8 @@ class WeightCommit:
                 steps_held=self._updater.holds_steps,
             )
         )
-        return reply
+        is_part = len(result.names) < total and (alone or book.counts_tensors)
+        return reply, f" {len(result.names)} of {total} tensors came." if is_part else ""
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
         """The label of what is in force from now on."""
@@ -97,7 +98,9 @@ class WeightCommit:
             return epoch.weight_version if alone or label is None else label
         if label is None:
             return successor(epoch.weight_version)
-        return self._partial.after(label, result.names, total, epoch.weight_epoch) if alone else label
+        if not (alone or self._updater.book.counts_tensors):
+            return label
+        return self._partial.after(label, result.names, total, epoch.weight_epoch)
 
 
 @contextmanager
@@ -122,9 +125,10 @@ def committed(reply: CommitReply) -> str:
 
 
 class PartialLabel:
-    """The label of content that comes by calls of their own, while some tensors are still of an older version.
+    """The label of content of which nobody said that it is a part, while some tensors are still of an older version.
 
-    Remembers the names that came under one label, by calls right after each other.
+    It comes by calls of their own, or by updates of vLLM's dialect.  Remembers the names that came under one label,
+    right after each other.
     """
 
     def __init__(self) -> None:

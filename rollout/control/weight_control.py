@@ -237,7 +237,7 @@ class WeightControl:
             bound = verb.update_id is not None
             flags: dict[str, Any] = {"update_id": update_id, "bound": bound, "cast": verb.cast}
             self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, **flags)
-            self._updater.book.note_opening(verb.prepared_s)
+            self._updater.book.note_opening(verb.prepared_s, counts_tensors=verb.counts_tensors)
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         return Job(verb, io, begun, roll_back=roll_back)

@@ -142,7 +142,9 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
     """
 
-    endpoint = Endpoint(path="/begin_weight_update", tag="weights", accepts=_SELECTOR)
+    endpoint = Endpoint(
+        path="/begin_weight_update", tag="weights", accepts=_SELECTOR, hidden=frozenset({"counts_tensors"})
+    )
 
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
@@ -154,6 +156,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
+    counts_tensors: bool = False  # the label says how many came if not all did, as nobody said that a part comes
 
 
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):

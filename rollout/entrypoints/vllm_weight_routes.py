@@ -88,12 +88,13 @@ class VllmWeightRoutes:
     async def start_update(self, body: StartBody) -> Response:
         """Open a weight update of whatever tensors come.  Nothing changes for requests until it is finished.
 
-        One that failed and was not finished makes room.
+        vLLM's clients cannot say whether all tensors will come, so the label counts them where they did not.  One that
+        failed and was not finished makes room.
         """
         await self._drop_unfinished(only_failed=True)
         update_id = f"vllm-{uuid.uuid4().hex}"
         before, self._update_id = self._update_id, update_id  # should its answer be late
-        fields = {"update_id": update_id, "coverage": "partial", "cast": body.cast}
+        fields = {"update_id": update_id, "coverage": "partial", "counts_tensors": True, "cast": body.cast}
         answer = await self._send(BeginWeightUpdateReqInput, **fields)
         if not answer.success and self._update_id == update_id:
             self._update_id = before

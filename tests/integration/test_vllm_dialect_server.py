@@ -168,6 +168,22 @@ def test_one_call_a_tensor_makes_one_update(server: ServerProcess, tensors: Tens
     trainer.close()
 
 
+def test_half_a_refresh_is_not_in_force_under_the_whole_label(server: ServerProcess, tensors: Tensors) -> None:
+    """D7: a trainer whose adapter forgets a module is told; the other half makes the version whole."""
+    trainer = Trainer(server)
+    new, names = scaled(tensors, 1.25), sorted(tensors)
+    half = {name: new[name] for name in names[::2]}
+    for part, label in ((half, f"7~{len(half)}of{len(new)}"), ({n: new[n] for n in names[1::2]}, "7")):
+        ok(server, "POST", "/start_weight_update")
+        assert trainer.update(part).status_code == 200
+        finished = ok(server, "POST", "/finish_weight_update", json={"weight_version": "7"})
+        assert finished["weight_version"] == label == server.client.weight_version()
+        assert f"{len(part)} of {len(new)} tensors came" in finished["message"]
+        assert generate(server, 2)["meta_info"]["weight_version"] == label
+    assert checksums(server) == expected(new)
+    trainer.close()
+
+
 def test_a_bad_tensor_amid_the_buffers_changes_nothing(
     server: ServerProcess, trainer: Trainer, tensors: Tensors
 ) -> None:
