@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.control.weight_queue import Job
-from rollout.core.errors import Conflict, UnsupportedFeature
+from rollout.core.errors import BadRequest, Conflict, UnsupportedFeature
 from rollout.core.io_struct import (
     MemoryTag,
     ReleaseMemoryOccupationReqInput,
@@ -215,5 +215,12 @@ class MemoryControl:
 
 
 def _named(tags: list[MemoryTag] | None, all_tags: list[MemoryTag]) -> list[MemoryTag]:
-    """The tags that a verb means: those it names, without names all that apply."""
-    return [tag for tag in TAGS if tag in tags] if tags else all_tags
+    """The tags that a verb means: those it names, without a list all that apply.
+
+    Raises `BadRequest` for an empty list: who computed one meant to name nothing, or, as to SGLang, all.
+    """
+    if tags is None:
+        return all_tags
+    if not tags:
+        raise BadRequest("tags is an empty list, which names nothing; leave it out for all")
+    return [tag for tag in TAGS if tag in tags]

@@ -14,9 +14,9 @@ DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
 
 
 class AbortRequestsRequest(Body):
-    """Null or empty: all."""
+    """Null: all.  An empty list names nobody."""
 
-    request_ids: list[str] = []
+    request_ids: list[str] | None = None
 
 
 class ResetPrefixCacheRequest(Body):

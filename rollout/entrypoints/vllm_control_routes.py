@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from rollout.core.errors import UnsupportedFeature
+from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.io_struct import (
     ContinueGenerationReqInput,
     ContinueReply,
@@ -91,12 +91,13 @@ class VllmControlRoutes:
         return json_response({"is_paused": (await state_of(self._manager)).paused})
 
     async def abort_requests(self, body: AbortBody) -> Response:
-        """End requests with what they have, all unless some are named; does not pause."""
-        aborted = len(body.request_ids) or self._manager.num_in_flight
-        if body.request_ids:
-            self._manager.abort(body.request_ids)
-        else:
+        """End requests with what they have, those of a list or all without one; does not pause."""
+        if body.request_ids is None:
+            aborted = self._manager.num_in_flight
             self._manager.abort_all()
+        else:
+            aborted = len(body.request_ids)
+            self._manager.abort(body.request_ids)
         return json_response({"status": "aborted", "aborted": aborted})
 
     # --- sleep ---------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class VllmControlRoutes:
             return reply(
                 await pause(self._manager, _PAUSES[mode], request.receive), {"status": "sleeping", "level": level}
             )
-        wanted = tags or list(_SLEEPS)
+        wanted = list(_SLEEPS) if tags is None else tags
         self._require_sleep(level, wanted)
         answer = await self._release(wanted, "retract" if mode == "keep" else _PAUSES[mode], request.receive)
         return reply(answer, {"status": "sleeping", "level": level})
@@ -164,10 +165,15 @@ class VllmControlRoutes:
         return json_response({"success": True}) if answer is None else reply(answer)
 
     async def _resume_memory(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
-        """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on."""
+        """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on.
+
+        Raises `BadRequest` for an empty list: it names nothing.
+        """
+        if tags is not None and not tags:
+            raise BadRequest("tags is an empty list, which names nothing; leave it out for all")
         memory = (await state_of(self._manager)).memory
         asleep: list[MemoryTag] = [tag for tag in _SLEEPS if memory[tag] == "released"]
-        wanted = [tag for tag in asleep if not tags or tag in tags]
+        wanted = [tag for tag in asleep if tags is None or tag in tags]
         if not wanted:
             return None, asleep
         answer = await self._manager.control(ResumeMemoryOccupationReqInput, tags=wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,17 @@ def test_abort_some_or_all(live: Live) -> None:
     for rid in ("one", "two", "three"):
         threading.Thread(target=run, args=(rid,)).start()
     live.wait_until(lambda: live.manager.num_in_flight == 3)
+    nobody = live.client.post("/abort_requests", json={"request_ids": []})
+    assert nobody.json() == {"status": "aborted", "aborted": 0}, "C9: a computed list that is empty"
+    assert live.client.post("/abort_request", json={"rid": []}).status_code == 200
+    assert live.client.post("/abort_request", json={"rid": ""}).status_code == 200
+    time.sleep(0.1)
+    assert live.manager.num_in_flight == 3 and not box
     assert live.client.post("/abort_requests", json={"request_ids": ["one"]}).json() == {
         "status": "aborted", "aborted": 1,
     }  # fmt: skip
     live.wait_until(lambda: len(box) == 1)
-    assert live.client.post("/abort_requests").json()["aborted"] == 2
+    assert live.client.post("/abort_requests", json={"request_ids": None}).json()["aborted"] == 2
     live.wait_until(lambda: len(box) == 3)
     assert {item["meta_info"]["finish_reason"]["type"] for item in box} == {"abort"}
     assert not live.client.get("/is_paused").json()["is_paused"]

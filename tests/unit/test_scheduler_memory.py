@@ -347,6 +347,16 @@ def test_nothing_depends_on_kv_from_before(folders) -> None:
     harness.check_idle()
 
 
+def test_an_empty_list_of_tags_names_nothing(folders: list[Path]) -> None:
+    """C9: a client that computes a list and finds it empty lost all."""
+    harness = engine(folders[0])
+    for verb in (ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput):
+        refused = harness.control(verb, tags=[])
+        assert refused.status_code == 400 and "leave it out for all" in refused.message
+    assert set(harness.control(GetStateReqInput).data["memory"].values()) == {"in_use"}
+    assert harness.control(ReleaseMemoryOccupationReqInput, tags=None).data["released"] == ALL
+
+
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_a_release_in_the_middle_of_a_refresh(folders, new_tensors, tag: str) -> None:
     """Weights are in the refresh's hands until it ends; KV is not."""
