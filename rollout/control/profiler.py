@@ -35,6 +35,7 @@ from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, Conflict, status_of
 from rollout.core.message import failure
+from rollout.core.named_folders import NamedFolders
 from rollout.core.profile_io_struct import (
     MAX_PROFILED_STEPS,
     ProfileReply,
@@ -73,13 +74,14 @@ class _Trace:
 
 
 class StepProfiler:
-    """At most one trace at a time.  What takes long is done beside the steps, on a thread.
+    """At most one trace at a time.  What takes long is done beside the steps, on a thread.  `folders`: where it may be.
 
     While there is none, nothing is asked of the other ranks.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, folders: NamedFolders) -> None:
         self._scheduler = scheduler
+        self._folders = folders
         self._trace: _Trace | None = None
         self._steps_left = 0
         self._num_steps = 0  # of this rank, at the last check
@@ -116,7 +118,7 @@ class StepProfiler:
         activities = {_ACTIVITIES[name] for name in verb.activities} & supported_activities()
         if not activities:
             raise BadRequest(f"nothing of {', '.join(verb.activities) or 'no activity'} can be recorded here")
-        folder = _writable(verb.output_dir)
+        folder = _writable(verb.output_dir, self._folders)
         position, layout = self._scheduler.parallel.position, self._scheduler.parallel.layout
         name = f"{folder}/{verb.profile_prefix}-{verb.request_id}-rank"
         files = [f"{name}-{rank}.trace.json.gz" for rank in range(layout.world_size)]
@@ -203,15 +205,15 @@ def _give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _writable(output_dir: str | None) -> str:
+def _writable(output_dir: str | None, folders: NamedFolders) -> str:
     """The folder, made if it is not there.  Raises `BadRequest`."""
-    folder = Path(output_dir or tempfile.gettempdir())
-    if not folder.is_absolute():
+    if output_dir is not None and not Path(output_dir).is_absolute():
         raise BadRequest("output_dir must be an absolute path")
     try:
+        folder = Path(tempfile.gettempdir()) if output_dir is None else folders.writable(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written to")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, BadRequest) as error:
         raise BadRequest(f"output_dir: {error}") from None
     return str(folder)

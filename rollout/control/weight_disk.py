@@ -18,10 +18,10 @@ import msgspec
 
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_commit import WeightCommit
-from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import Job
 from rollout.core.errors import StartupError
 from rollout.core.model_config import ModelConfig
+from rollout.core.named_folders import NamedFolders
 from rollout.core.update_state import UpdateStateReply
 from rollout.core.weight_io_struct import (
     DiskReply,
@@ -72,7 +72,7 @@ class DiskRefresh:
         commit: WeightCommit,
         *,
         base_path: str,
-        folders: WeightFolders,
+        folders: NamedFolders,
         overrides: Mapping[str, Any],
         timeout_s: float,
     ) -> None:

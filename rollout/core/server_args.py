@@ -163,8 +163,9 @@ class ServerArgs:
     )
     weight_folders: str | None = _arg(
         None,
-        "folders, joined by ':', in which model_path, source_dir and local_checkpoint_dir of weight calls must lie; "
-        "default: any, but without a key local_checkpoint_dir in temporary folders or beside the model",
+        "folders, joined by ':', in which what a call names must lie: model_path, source_dir and local_checkpoint_dir "
+        "of weight calls, folders of profiles, files of dumps; default: any, but without a key what is written must "
+        "lie in temporary folders or beside the model",
     )
     max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(

@@ -22,9 +22,9 @@ from rollout.control.weight_checker import WeightChecker
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
-from rollout.control.weight_folders import WeightFolders
 from rollout.control.weight_queue import pause_between_parts
 from rollout.core.io_struct import MemoryTag
+from rollout.core.named_folders import NamedFolders
 from rollout.core.server_args import ServerArgs
 from rollout.model_executor.decoder import DecoderForCausalLM
 from rollout.model_executor.load import quantised_names
@@ -99,7 +99,7 @@ def build_control(
         adoption,
         commit,
         base_path=args.model_path,
-        folders=WeightFolders.of(args),
+        folders=NamedFolders.of(args),
         overrides=args.model_overrides,
         timeout_s=args.weight_update_timeout,
     )
@@ -107,7 +107,7 @@ def build_control(
     kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
     control = Control(scheduler, weights, memory, experts, eplb, static_state)
-    profiler = StepProfiler(scheduler)
+    profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
     weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
     scheduler.connect(

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from eplb.load_dump import LoadDump
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.expert_io_struct import DumpExpertDistributionReqInput
+from rollout.core.named_folders import NamedFolders
+from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.control_io import reply
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.verb_routes import VerbRoutes
@@ -24,12 +26,13 @@ MOST_JSON_NUMBERS = 4_000_000
 class ExpertRoutes:
     """SGLang's."""
 
-    def __init__(self, verbs: VerbRoutes) -> None:
+    def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
         self._verbs = verbs
+        self._folders = NamedFolders.of(args)
 
     async def dump(self, _: Request, body: Any) -> Response:
         """In the reply, or in a new file on the server's machine."""
-        path = None if body.path is None else Path(body.path)
+        path = None if body.path is None else await asyncio.to_thread(self._folders.writable, body.path)
         form = _form(body.format, path)
         target = None if path is None else await asyncio.to_thread(_NewFile, path)
         try:

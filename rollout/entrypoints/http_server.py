@@ -59,7 +59,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             PauseGenerationReqInput: sglang.pause_generation,
             GetWeightsByNameReqInput: weights.get_weights,
             WeightsCheckerReqInput: weights.check_weights,
-            DumpExpertDistributionReqInput: ExpertRoutes(verbs).dump,
+            DumpExpertDistributionReqInput: ExpertRoutes(verbs, args).dump,
         },
         {
             FlushCacheReqInput: sglang.flush_cache,

@@ -104,6 +104,19 @@ def test_bad_bodies_change_nothing(live: Live, tmp_path: Path) -> None:
     live.client.post(f"/stop_{BASE}")
 
 
+def test_without_a_key_a_dump_goes_to_scratch_or_beside_the_model(live: Live, tmp_path: Path) -> None:
+    """C11: a brother of /start_profile's folder."""
+    outside = Path.home() / "lockstep-test-c11.json"
+    linked = tmp_path / "link"
+    linked.symlink_to(Path.home())
+    hidden = tmp_path / ".cache"
+    hidden.mkdir()
+    for path in (outside, linked / outside.name, hidden / "x.json", tmp_path / ".x.json"):
+        response = live.client.post(f"/dump_{BASE}", json={"path": str(path), "reset": False})
+        assert response.status_code == 400 and "--weight-folders" in response.json()["message"], response.text
+    assert not outside.exists() and not list(hidden.iterdir())
+
+
 def test_json_has_a_limit_and_the_record_stays(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live.client.post(f"/start_{BASE}", json={"mode": "per_token"})
     generate(live, 40)

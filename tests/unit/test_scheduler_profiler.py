@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from rollout.control import profiler
 from rollout.control.profiler import StepProfiler
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import ControlReqOutput
+from rollout.core.named_folders import NamedFolders
 from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
 from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
@@ -182,7 +185,7 @@ def test_a_stop_waits_for_the_files_of_all_ranks(
 def test_what_fails_on_one_rank_has_failed_on_all(
     ranks: ParallelHarness, fake: type[FakeProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(output_dir: str | None) -> str:
+    def refuse(output_dir: str | None, _: Any) -> str:
         if threading.current_thread().name.startswith("rank1"):
             raise BadRequest("output_dir: it is not there")
         return str(output_dir)
@@ -223,6 +226,32 @@ def test_without_a_profile_nothing_is_asked_of_other_ranks(ranks: ParallelHarnes
         group.reset_counts()
     assert len(profilers) == 2 and not any(advance() for advance in profilers)
     assert not any(group.counts for group in groups)
+
+
+def test_without_a_key_a_profile_goes_to_scratch_or_beside_the_model(harness: Harness, tmp_path: Path) -> None:
+    """C11: any user of the machine may call, and got folders made wherever the server's user may write."""
+    outside = Path.home() / "lockstep-test-c11"
+    linked = tmp_path / "link"
+    linked.symlink_to(Path.home())
+    try:
+        for folder in (outside / "deep", linked / outside.name, tmp_path / ".ssh", tmp_path / ".a" / "b", "/etc/x"):
+            refused = start(harness, folder)
+            assert refused.status_code == 400 and refused.message.startswith("output_dir: "), refused
+            assert "--weight-folders" in refused.message
+        assert not outside.exists() and not (tmp_path / ".ssh").exists()
+    finally:
+        shutil.rmtree(outside, ignore_errors=True)
+    beside = Path(harness.args.model_path).parent / "traces"
+    assert start(harness, beside).success and harness.control(StopProfileReqInput).success
+
+
+def test_weight_folders_hold_for_profiles_with_a_key_too(harness: Harness, tmp_path: Path) -> None:
+    args = dataclasses.replace(harness.args, weight_folders=str(tmp_path / "allowed"), api_key="k")
+    folders = NamedFolders.of(args)
+    with pytest.raises(BadRequest, match=r"output_dir: .* is in none of the folders of this server"):
+        profiler._writable(str(tmp_path / "other"), folders)
+    assert profiler._writable(str(tmp_path / "allowed" / "new"), folders) == str(tmp_path / "allowed" / "new")
+    assert profiler._writable(None, folders), "the server chose that one itself"
 
 
 def test_bodies_of_clients(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""`WeightFolders`: which folders of this machine a caller may have read or written, by name.
+"""`NamedFolders`: which folders of this machine a caller may have read or written, by name.
 
     --weight-folders    unset, with a key                unset, without a key               given
     read                any                              any                                these, and the model's own
     write               any                              scratch, beside the model          these
 
-What is read must be tensors of the model's names and shapes, or it is refused: reading gives nothing away but that a
-path exists.  Without a key any user of the machine can call: writing is then left to places where all of them may write
-anyway, and to where the checkpoints are.
+Checkpoints and published versions are read; local checkpoints, profiles and dumps are written.  What is read must be
+tensors of the model's names and shapes, or it is refused: reading gives nothing away but that a path exists.  Without a
+key any user of the machine can call: writing is then left to places where all of them may write anyway, and to where
+the checkpoints are.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.core.errors import BadRequest
 from rollout.core.server_args import ServerArgs
-from weight_sync.errors import WeightRequestError
 
 _SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @dataclass(frozen=True)
-class WeightFolders:
+class NamedFolders:
     """Roots of what may be read and written; None: anything."""
 
     read: tuple[Path, ...] | None
     write: tuple[Path, ...] | None
 
     @classmethod
-    def of(cls, args: ServerArgs) -> WeightFolders:
+    def of(cls, args: ServerArgs) -> NamedFolders:
         model = Path(args.model_path)
         if args.weight_folders is not None:
             roots = tuple(Path(root) for root in args.weight_folders.split(os.pathsep) if root)
@@ -40,7 +41,7 @@ class WeightFolders:
         return cls(None, (*map(Path, _SCRATCH), Path(tempfile.gettempdir()), model.resolve().parent))
 
     def readable(self, path: str) -> Path:
-        """The folder, links resolved.  Raises `WeightRequestError` if it may not be read."""
+        """The folder or file, links resolved.  Raises `BadRequest` if it may not be read."""
         return _within(path, self.read)
 
     def writable(self, path: str) -> Path:
@@ -54,13 +55,11 @@ def _within(path: str, roots: tuple[Path, ...] | None) -> Path:
         if roots is None or any(_holds(root.resolve(), resolved) for root in roots):
             return resolved
     except (OSError, ValueError, RuntimeError) as error:
-        raise WeightRequestError(f"{path[:200]!r} cannot be looked at: {str(error)[:200]}") from None
+        raise BadRequest(f"{path[:200]!r} cannot be looked at: {str(error)[:200]}") from None
     allowed = ", ".join(map(str, roots))
-    raise WeightRequestError(
-        f"{path[:1000]} is in none of the folders of this server ({allowed}); see --weight-folders"
-    )
+    raise BadRequest(f"{path[:1000]} is in none of the folders of this server ({allowed}); see --weight-folders")
 
 
 def _holds(root: Path, path: Path) -> bool:
-    """Hidden folders are nobody's checkpoints, but hold settings and keys."""
+    """Hidden folders hold settings and keys, and no checkpoints."""
     return path.is_relative_to(root) and not any(part.startswith(".") for part in path.relative_to(root).parts)
