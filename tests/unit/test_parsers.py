@@ -376,6 +376,15 @@ def test_schemas_that_refer_and_list() -> None:
     assert json.loads(call.arguments) == {"r": 1, "e": 1, "a": 1, "c": "1"}
 
 
+def test_a_schema_that_refers_to_itself_is_read_once() -> None:
+    again = {"$ref": "#/$defs/x"}
+    parameters = {"properties": {"k": again}, "$defs": {"x": {"anyOf": [again] * 50 + [{"type": "integer"}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call><function=f><parameter=k>7</parameter></function></tool_call>"
+    (call,) = AnswerParser(None, TOOL_CALL_READERS["qwen3_coder"], tools).feed(text).calls
+    assert json.loads(call.arguments) == {"k": 7}
+
+
 # --- formats with special tokens -----------------------------------------------------------------------------------
 
 

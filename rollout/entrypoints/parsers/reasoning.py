@@ -46,11 +46,13 @@ class ReasoningFormat:
 
 _MARKED = ReasoningFormat(calls_end_thought=True)
 _UNMARKED = ReasoningFormat(thinks_unmarked=True)
+_ALWAYS = ReasoningFormat(thinks_unmarked=True, calls_end_thought=True)
 _DEEPSEEK = ReasoningFormat()
 _HARMONY = ReasoningFormat(is_harmony=True)
 
 REASONING_FORMATS = {
     "qwen3": _MARKED,
+    "qwen3-thinking": _ALWAYS,
     "glm45": _MARKED,
     "kimi_k2": _MARKED,
     "deepseek-r1": _UNMARKED,

@@ -216,22 +216,25 @@ def _quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def _types(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str] | None:
+def _types(schema: Any, root: dict[str, Any]) -> set[str] | None:
     """The types that a schema names; empty: any, None: there is no schema."""
-    if not isinstance(schema, dict) or depth > 16:
+    if not isinstance(schema, dict):
         return None
-    if isinstance(target := schema.get("$ref"), str):
-        return _types(_definition(target, root), root, depth + 1)
-    found = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
-    if not found:
-        values = [
-            *(schema["enum"] if isinstance(schema.get("enum"), list) else ()),
-            *([schema["const"]] if "const" in schema else ()),
-        ]
-        found = {_JSON_TYPES.get(type(value), "null") for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for arm in _listed(schema.get(key)):
-            found |= _types(arm, root, depth + 1) or set()
+    found: set[str] = set()
+    seen: set[int] = set()  # a schema may refer to itself
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = {name for name in _listed(part.get("type")) if isinstance(name, str)}
+        values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
+        found |= named or {_JSON_TYPES.get(type(value), "null") for value in values}
+        if isinstance(target := part.get("$ref"), str):
+            parts.append(_definition(target, root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts += _listed(part.get(key))
     return found
 
 
