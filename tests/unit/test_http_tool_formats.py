@@ -49,6 +49,12 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_server(folder_of(tmp_path_factory, ()), context_length=400, tool_call_parser="hermes") as server:
+        yield server
+
+
 def chat(live: Live, answer: str, **options: Any) -> Any:
     """The reply of a model that answers `answer` and stops: the stand-in repeats its prompt."""
     ids = live.client.post("/tokenize", json={"prompt": answer}).json()["tokens"]
@@ -70,6 +76,20 @@ def streamed(chunks: list[Any]) -> tuple[str, str, list[Any], list[str]]:
         [call for delta in deltas for call in delta.tool_calls or ()],
         [choice.finish_reason for choice in choices if choice.finish_reason],
     )
+
+
+def test_a_closing_tag_within_an_argument_ends_no_call(hermes: Live) -> None:
+    """B3: whole and streamed, and the second call survives."""
+    first = '<tool_call>{"name":"w","arguments":{"x":"a</tool_call>b"}}</tool_call>'
+    answer = first + '\n<tool_call>{"name":"f"}</tool_call>'
+    choice = chat(hermes, answer).choices[0]
+    _, content, calls, finished = streamed(chat(hermes, answer, stream=True))
+    for found in (choice.message.tool_calls, calls):
+        assert [(call.function.name, call.function.arguments) for call in found] == [
+            ("w", '{"x":"a</tool_call>b"}'),
+            ("f", "{}"),
+        ]
+    assert (choice.message.content, choice.finish_reason, content, finished) == (None, "tool_calls", "", ["tool_calls"])
 
 
 def test_harmony_over_http(gpt_oss: Live) -> None:
