@@ -60,6 +60,7 @@ class TokenizedGenerateReqInput(Message):
     routed_experts_start_len: int = 0
     return_sampling_mask: bool = False
     sampling_logprobs_mode: SamplingLogprobsMode = "selected"
+    max_mask_ids: int | None = None  # of all its sampling masks together; None: no limit but that of each
     extra_key: str | None = None  # partitions the prefix cache
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     priority: int = 0  # lower ones are admitted first

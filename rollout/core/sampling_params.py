@@ -67,6 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     def validate(self, vocab_size: int) -> None:
         """Raise `BadRequest` naming the first field that is out of range."""
+        self.validate_numbers()
+        self.validate_lists(vocab_size)
+
+    def validate_numbers(self) -> None:
+        """`validate` for the fields that are one number."""
         _require(self.max_new_tokens >= 0, "max_new_tokens must be at least 0", self.max_new_tokens)
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -85,6 +90,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty)
         _require(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty must be in (0, 2]", self.repetition_penalty)
         _require(1 <= self.n <= MAX_N, f"n must be between 1 and {MAX_N}", self.n)
+        if self.sampling_seed is not None:
+            _require(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed must fit 64 bits", self.sampling_seed)
+
+    def validate_lists(self, vocab_size: int) -> None:
+        """`validate` for the fields that hold many values."""
         _require(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings", len(self.stop))
         for text in self.stop:
             _require(
@@ -103,8 +113,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         for token_id, bias in self.logit_bias.items():
             _require(0 <= token_id < vocab_size, f"logit_bias key must be a token id in [0, {vocab_size})", token_id)
             _require(-1e4 <= bias <= 1e4, "logit_bias values must be in [-10000, 10000]", bias)
-        if self.sampling_seed is not None:
-            _require(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed must fit 64 bits", self.sampling_seed)
 
 
 # Wire spellings that differ from the field they set: vLLM's.

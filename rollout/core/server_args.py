@@ -93,8 +93,13 @@ class ServerArgs:
     max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
     max_logprob_entries: int = _arg(
         1 << 22,
-        "most top and chosen log-probabilities of a request: some hundred bytes each until they are answered; "
-        "eight times as many in the compact form",
+        "most top and chosen log-probabilities, and ids of sampling masks, of a request; eight times as many in the "
+        "compact form, and sixteen times as many ids in columns",
+    )
+    max_request_mb: int = _arg(
+        2048,
+        "most megabytes that one request may come to hold, in the main process and in the scheduler each: tokens, "
+        "log-probabilities, masks and routes of all its samples, and what its prompts bring along",
     )
     disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
     disable_overlap_schedule: bool | None = _arg(
@@ -348,6 +353,7 @@ class ServerArgs:
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
         _require(self.max_logprob_entries >= 0, "--max-logprob-entries must not be negative")
+        _require(self.max_request_mb >= 1, "--max-request-mb must be at least 1")
         _require(self.sampling_mask_max_tokens >= 1, "--sampling-mask-max-tokens must be at least 1")
         _require(bool(self.weight_version), "--weight-version must not be empty")
         if not self.is_local and self.api_key is None and not self.allow_unauthenticated:

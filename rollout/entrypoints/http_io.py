@@ -42,6 +42,26 @@ def json_response(content: Any, status_code: int = 200) -> Response:
     return Response(encode_json(content), status_code, media_type="application/json")
 
 
+class JsonParts(Response):
+    """An answer whose JSON is in parts: the list of them, or the one that there is.  Each is given up as it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: list[bytes], *, is_list: bool) -> None:
+        self._pieces = [piece for part in parts for piece in (b",", part)][1:]
+        if is_list:
+            self._pieces = [b"[", *self._pieces, b"]"]
+        super().__init__()
+        self.headers["content-length"] = str(sum(map(len, self._pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+
+
 def error_content(error: BaseException) -> dict[str, str]:
     """`{"type", "message"}`; details of internal errors are logged, not returned.
 

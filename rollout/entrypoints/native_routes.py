@@ -12,7 +12,14 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
+from rollout.entrypoints.http_io import (
+    JsonParts,
+    SseResponse,
+    body_schema,
+    json_body,
+    json_response,
+    until_disconnect,
+)
 from rollout.entrypoints.openai_protocol import plain_messages
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
 from rollout.entrypoints.session_routes import addressed
@@ -50,8 +57,8 @@ class NativeRoutes:
         handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         if body.stream:
             return SseResponse(_events(handle), on_close=handle.abort)
-        result = await until_disconnect(request.receive, handle.result())
-        return Response(await handle.encode(lambda: result), media_type="application/json")
+        parts = await until_disconnect(request.receive, handle.encoded())
+        return JsonParts(parts, is_list=handle.replies_with_list)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a prompt, a list of prompts, or a chat under the model's template."""

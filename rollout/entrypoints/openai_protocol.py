@@ -140,6 +140,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
                 "sampling_logprobs_mode": self.sampling_logprobs_mode,
                 "return_prompt_token_ids": self.wants_prompt_token_ids,
                 "default_new_tokens": self.default_new_tokens,
+                "is_reformed": True,
             }
         )
 

@@ -73,6 +73,7 @@ class TokenGenerateRequest(AnyGeneration):
             routed_experts_format=routed_experts_format,
             return_sampling_mask=self.return_sampling_mask,
             default_new_tokens=FILL_CONTEXT,
+            is_reformed=True,
             **self.common_fields(),
             **params.engine_logprobs(params.logprobs, stream=self.stream),
         )

@@ -127,7 +127,7 @@ class SampledRows:
             if row in ended:
                 continue
             req, count = self.reqs[row], counts_N[row]
-            req.finished = self._stop.mask_refusal(count)
+            req.finished = self._stop.mask_refusal(req, count)
             if req.finished:
                 refused.append(req)
                 dropped.append(row)
@@ -135,6 +135,7 @@ class SampledRows:
             kept = slice(ends_N[row] - count, ends_N[row])
             ids, logprobs = ids_M[kept].copy(), logprobs_M[kept]  # the record outlives what else the step sampled
             req.output.kept_ids.append(ids)
+            req.output.num_mask_ids += count
             req.output.mask_logprobs.append(float(logprobs[np.searchsorted(ids, sampled_N[row])]))
             if req.source.sampling_logprobs_mode == "support":
                 req.output.kept_logprobs.append(logprobs.copy())

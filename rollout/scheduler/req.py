@@ -75,6 +75,7 @@ class OutputRecord:
     logprobs: list[float] = field(default_factory=list)
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
     kept_ids: list[np.ndarray] = field(default_factory=list)  # int32 [m]
+    num_mask_ids: int = 0  # of all of them
     mask_logprobs: list[float] = field(default_factory=list)  # of the token among those of its mask
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)

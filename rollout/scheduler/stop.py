@@ -46,15 +46,23 @@ class StopChecker:
             raise UnsupportedFeature("stop strings need a tokenizer, and this server runs without one")
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
 
-    def mask_refusal(self, count: int) -> FinishReason | None:
-        """The reason if a token's mask has too many ids to be returned: it comes whole, or not at all."""
-        if count <= self._mask_limit:
-            return None
-        message = (
-            f"a token was sampled from {count} ids, and --sampling-mask-max-tokens is {self._mask_limit}: "
-            "lower top_k or top_p, raise min_p, or start the server with a higher limit"
-        )
-        return FinishReason(type="abort", message=message, status_code=400)
+    def mask_refusal(self, req: Req, count: int) -> FinishReason | None:
+        """The reason if the next token's mask has too many ids to be returned: it comes whole, or not at all."""
+        most, total = req.source.max_mask_ids, req.output.num_mask_ids + count
+        if count > self._mask_limit:
+            message = (
+                f"a token was sampled from {count} ids, and --sampling-mask-max-tokens is {self._mask_limit}: "
+                "lower top_k or top_p, raise min_p, or start the server with a higher limit"
+            )
+            return FinishReason(type="abort", message=message, status_code=400)
+        if most is not None and total > most:
+            message = (
+                f"the sampling masks of {len(req.output.token_ids) + 1} tokens have {total} ids, over the {most} that "
+                "are left for each sample of the request: ask for fewer samples or tokens, or for columns, lower "
+                "top_p, give a top_k, or start the server with a larger --max-logprob-entries or --max-request-mb"
+            )
+            return FinishReason(type="abort", message=message, status_code=413)
+        return None
 
     def check(self, req: Req) -> FinishReason | None:
         """The reason if the last token finished `req`; an end token wins over a stop string over the length."""

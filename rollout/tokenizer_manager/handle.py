@@ -121,18 +121,18 @@ class GenerateHandle:
 
     async def results(self) -> list[dict[str, Any]]:
         """Like `result`, always as a list."""
-        done: set[int] = set()
-        try:
-            while len(done) < len(self._samples):
-                for index in await self._next_news():
-                    if self._samples[index].record.finished is not None:
-                        self._raise_if_refused(self._samples[index].record)
-                        done.add(index)
-            is_heavy = sum(weight(sample.record) for sample in self._samples) > HEAVY
-            return await _run(lambda: [self._build(sample) for sample in self._samples], is_heavy)
-        except BaseException:
-            self.abort()
-            raise
+        return await self._of_each(self._build)
+
+    async def encoded(self) -> list[bytes]:
+        """The final responses as JSON, in reply order; each is made, and its record given up, before the next."""
+
+        def encoded(sample: Sample) -> bytes:
+            content = encode_json(self._build(sample))
+            sample.record.give_up()
+            sample.entries = OutputEntries()
+            return content
+
+        return await self._of_each(encoded)
 
     async def stream(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
         """(sample index, response so far) whenever a sample has grown; ends after every sample's last.
@@ -163,6 +163,21 @@ class GenerateHandle:
         is_over = all(sample.record.finished is not None for sample in samples)
         total = sum(weight(sample.record) for sample in samples)
         return await _run(lambda: _encode(make()), total > (HEAVY if is_over else HEAVY_JSON))
+
+    async def _of_each(self, make: Callable[[Sample], Result]) -> list[Result]:
+        """What `make` makes of each sample, once all have ended."""
+        done: set[int] = set()
+        try:
+            while len(done) < len(self._samples):
+                for index in await self._next_news():
+                    if self._samples[index].record.finished is not None:
+                        self._raise_if_refused(self._samples[index].record)
+                        done.add(index)
+            is_heavy = sum(weight(sample.record) for sample in self._samples) > HEAVY
+            return await _run(lambda: [make(sample) for sample in self._samples], is_heavy)
+        except BaseException:
+            self.abort()
+            raise
 
     async def _next_news(self) -> list[int]:
         """Waits without a deadline: every request ends, or `fail` is called when the scheduler has exited."""

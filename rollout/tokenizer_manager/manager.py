@@ -33,11 +33,12 @@ from rollout.core.scheduler_state import SchedulerState
 from rollout.core.server_args import ServerArgs
 from rollout.core.unreadable import Unreadable
 from rollout.core.update_state import CommitReply
+from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample
-from rollout.tokenizer_manager.replay import cache_key, read_replay
+from rollout.tokenizer_manager.replay import read_replays
 from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
@@ -195,8 +196,8 @@ class TokenizerManager:
         self._warn_unknown(expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:
-            await self._complete(expanded.prompts, request.replay_routed_experts_start_len, limits)
-            check_prompts(expanded.prompts, limits, request.logprobs_format)
+            await self._complete(expanded.prompts, request.replay_routed_experts_start_len)
+            check_prompts(expanded.prompts, limits, AnswerForm.of(request))
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
             self._rids.release(rid for prompt in expanded.prompts for rid in prompt.sample_rids())
@@ -337,7 +338,7 @@ class TokenizerManager:
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    async def _complete(self, prompts: Sequence[Prompt], replay_start: int, limits: ServingLimits) -> None:
+    async def _complete(self, prompts: Sequence[Prompt], replay_start: int) -> None:
         """Tokenise the prompts that came as text, and read the routes that prompts bring along.
 
         Long text and all routes are read off the event loop.
@@ -346,15 +347,7 @@ class TokenizerManager:
         texts = [prompt.text for prompt in as_text if prompt.text is not None]
         for prompt, input_ids in zip(as_text, await self.tokenizer.encode(texts) if texts else (), strict=True):
             prompt.source.input_ids = input_ids
-        for prompt in prompts:
-            if prompt.replay is not None:
-                if not limits.is_moe:
-                    raise UnsupportedFeature(
-                        "replay_routed_experts: this model is dense, it has no experts to route to"
-                    )
-                source = prompt.source
-                source.replay = await asyncio.to_thread(read_replay, prompt.replay, replay_start, self._route_shape)
-                source.extra_key = cache_key(source.extra_key, source.replay)
+        await read_replays(prompts, replay_start, self._route_shape)
 
     def _dispatch(self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], wanted: int | None) -> None:
         """Send every sample to a data-parallel rank: the one that is `wanted`, else the one with the least left to do.

@@ -12,8 +12,10 @@ Shapes: T rows, L MoE layers, H hidden layers, K top-k.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -23,8 +25,9 @@ import numpy as np
 from capture.codec import NPY_MAGIC, decode_compact, decode_compatible, decode_npy
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts, id_dtype
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.io_struct import ReplayedRoutes
+from rollout.tokenizer_manager.request import Prompt
 from rollout.tokenizer_manager.response import RouteShape
 
 MAX_REASON_CHARS = 400
@@ -39,6 +42,24 @@ class _Envelope(msgspec.Struct, kw_only=True):
     shape: tuple[_Size, _Size, _Size]  # rows, hidden layers, K
     dtype: Literal["uint8", "uint16", "int16", "int32"]
     start: _Size | None = None
+
+
+async def read_replays(prompts: Sequence[Prompt], start: int, shape: RouteShape) -> None:
+    """Read the routes that prompts bring along, off the event loop; those that several share, once.
+
+    They partition the prefix cache: KV computed under them is no other request's.  Raises `UnsupportedFeature` for a
+    dense model, and as `read_replay` does.
+    """
+    read: dict[int, tuple[ReplayedRoutes, str]] = {}
+    for prompt in prompts:
+        if prompt.replay is None:
+            continue
+        if not shape.moe_layer_ids:
+            raise UnsupportedFeature("replay_routed_experts: this model is dense, it has no experts to route to")
+        if id(prompt.replay) not in read:
+            read[id(prompt.replay)] = await asyncio.to_thread(_named, prompt.replay, start, shape)
+        prompt.source.replay, name = read[id(prompt.replay)]
+        prompt.source.extra_key = f"{prompt.source.extra_key or ''}\x00{name}"
 
 
 def read_replay(value: Any, start: int, shape: RouteShape) -> ReplayedRoutes:
@@ -78,10 +99,11 @@ def check_replay(replay: ReplayedRoutes, prompt_len: int, max_new_tokens: int) -
         )
 
 
-def cache_key(extra_key: str | None, replay: ReplayedRoutes) -> str:
-    """Partitions the prefix cache by the routes too: KV computed under them is no other request's."""
-    digest = blake2b(replay.data, digest_size=16, person=b"routes", salt=replay.start.to_bytes(8, "little"))
-    return f"{extra_key or ''}\x00{digest.hexdigest()}"
+def _named(value: Any, start: int, shape: RouteShape) -> tuple[ReplayedRoutes, str]:
+    """Routes, and a name of them."""
+    replay = read_replay(value, start, shape)
+    salt = replay.start.to_bytes(8, "little")
+    return replay, blake2b(replay.data, digest_size=16, person=b"routes", salt=salt).hexdigest()
 
 
 def _refusal(reason: str) -> BadRequest:

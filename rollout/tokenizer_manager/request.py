@@ -51,6 +51,7 @@ class GenerateReqInput:
     `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
+    `is_reformed`: its answer becomes one of another dialect.
     `kept_special_tokens`: what the text holds also where `sampling_params` skip special tokens.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
@@ -80,6 +81,7 @@ class GenerateReqInput:
     priority: int = 0
     routed_dp_rank: int | None = None
     session_id: str | None = None
+    is_reformed: bool = False
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
 
@@ -239,13 +241,17 @@ def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] 
 
 
 def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[SamplingParams], set[str]]:
-    """The parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it has."""
+    """The parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it has.
+
+    Prompts that share an object share what is read from it.
+    """
     unknown: set[str] = set()
-    params = []
+    read: dict[int, SamplingParams] = {}
     for raw in raw_params:
-        parsed, unknown_here = sampling_params_from_dict(raw)
-        unknown.update(unknown_here)
-        params.append(parsed)
+        if id(raw) not in read:
+            read[id(raw)], unknown_here = sampling_params_from_dict(raw)
+            unknown.update(unknown_here)
+    params = [read[id(raw)] for raw in raw_params]
     for parsed in params:
         if not 1 <= parsed.n <= MAX_N:
             raise BadRequest(f"sampling_params: n must be between 1 and {MAX_N}, got {parsed.n}")

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from capture.codec import encode_compact, encode_compatible, encode_dict, encode_npy, encode_packed
-from capture.routed_experts import RoutedExperts, id_dtype
+from capture.routed_experts import RoutedExperts, id_dtype, narrowest_dtype
 from capture.sampling_mask import SamplingMask
 from rollout.core.errors import LockstepError
 from rollout.core.model_config import ModelConfig
@@ -56,6 +56,20 @@ class RouteShape:
     @classmethod
     def of(cls, config: ModelConfig) -> RouteShape:
         return cls(config.num_experts, config.num_experts_per_tok, config.moe_layer_ids, config.num_hidden_layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's rows, as they are recorded; 0 for a dense model."""
+        ids = len(self.moe_layer_ids) * self.top_k
+        return ids * id_dtype(self.num_experts).itemsize if ids else 0
+
+    def encoded_bytes(self, routes_format: RoutesFormat) -> int:
+        """Of one token's rows in an answer."""
+        every = self.num_hidden_layers * self.top_k
+        size = {"compatible": 4 * every, "compact": self.token_bytes}.get(routes_format)
+        if size is None:
+            size = every * max(1, narrowest_dtype(self.num_experts).itemsize)
+        return -(-size * 4 // 3)
 
 
 @dataclass(frozen=True)

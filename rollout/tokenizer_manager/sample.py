@@ -69,6 +69,13 @@ class SampleRecord:
         """Tokens of the prompt and the longest output."""
         return len(self.source.input_ids) + self.source.sampling_params.max_new_tokens
 
+    def give_up(self) -> None:
+        """Forget what grows with the tokens of a finished sample, as its answer holds that by now."""
+        assert self.finished is not None
+        self.output_ids, self.output_logprobs, self.output_mask = [], [], MaskRecord()
+        self.output_alternatives = AlternativesBuffer(0, 0)
+        self.finished.routed_experts = self.finished.prompt_logprobs = None
+
     def append(self, output: ReqOutput, now: float) -> None:
         """Add what the scheduler reports at time `now`.
 

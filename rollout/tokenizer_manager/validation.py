@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
+from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.io_struct import SchedulerReady, TokenizedGenerateReqInput
 from rollout.core.model_config import ModelConfig
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.server_args import ServerArgs
+from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBudget
 from rollout.tokenizer_manager.replay import check_replay
-from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, LogprobsFormat, Prompt
+from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, Prompt
+from rollout.tokenizer_manager.response import RouteShape
 from rollout.tokenizer_manager.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
-COMPACT_FACTOR = 8
-"""So many log-probabilities in the compact form take as much memory as one in nested lists, or less."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ class ServingLimits:
     """Facts that requests are checked against.
 
     `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.  `eos_token_id`: an end token that
-    the tokenizer names and the model's configuration does not.  `max_logprob_entries`: of one request.
+    the tokenizer names and the model's configuration does not.
     """
 
     vocab_size: int
+    route_shape: RouteShape
     context_length: int
     max_total_num_tokens: int
     is_moe: bool
@@ -38,7 +40,7 @@ class ServingLimits:
     returns_routes_by_default: bool
     has_tokenizer: bool
     eos_token_id: int | None = None
-    max_logprob_entries: int = 1 << 22
+    budget: BudgetLimits = field(default_factory=BudgetLimits)
     dp_size: int = 1
 
     @classmethod
@@ -48,6 +50,7 @@ class ServingLimits:
         """Those of a server whose scheduler is ready."""
         return cls(
             vocab_size=config.vocab_size,
+            route_shape=RouteShape.of(config),
             context_length=ready.context_length,
             max_total_num_tokens=ready.max_total_num_tokens,
             is_moe=config.is_moe,
@@ -55,7 +58,11 @@ class ServingLimits:
             returns_routes_by_default=args.return_routed_experts_by_default,
             has_tokenizer=tokenizer is not None,
             eos_token_id=None if tokenizer is None else _end_token(tokenizer, config),
-            max_logprob_entries=args.max_logprob_entries,
+            budget=BudgetLimits(
+                max_request_bytes=args.max_request_mb << 20,
+                max_logprob_entries=args.max_logprob_entries,
+                mask_tokens=args.sampling_mask_max_tokens,
+            ),
             dp_size=args.dp_size,
         )
 
@@ -74,29 +81,56 @@ class ServingLimits:
             raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
 
-def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, logprobs_format: LogprobsFormat = "nested") -> None:
+def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, form: AnswerForm) -> None:
     """Check the completed messages of a request, and fill in the sampling parameters that the server sets.
 
-    These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Raises
-    `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first thing that is wrong.
+    These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Lists that
+    several prompts share are checked once.  Raises `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first
+    thing that is wrong.
     """
-    num_entries, limit = 0, limits.max_logprob_entries
-    if logprobs_format == "compact":
-        limit *= COMPACT_FACTOR
+    budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size)
+    shared = _SharedLists(limits)
     for prompt in prompts:
-        _check_prompt(prompt.source, prompt.default_new_tokens, limits)
-        num_entries += _num_logprob_entries(prompt.source)
-        if num_entries > limit:
-            raise TooLarge(
-                f"up to {num_entries} top and chosen log-probabilities (n x tokens x (top_logprobs_num + "
-                f"token_ids_logprob), over all prompts) are over the limit of {limit} of a request: ask for fewer "
-                "tokens or alternatives, or in the compact form, split it, or start the server with a larger "
-                "--max-logprob-entries"
-            )
+        _check_prompt(prompt.source, prompt.default_new_tokens, limits, shared)
+        budget.add(prompt.source)
+    budget.require()
     for prompt in prompts:
         source = prompt.source
         if source.replay is not None:
             check_replay(source.replay, len(source.input_ids), source.sampling_params.max_new_tokens)
+
+
+class _SharedLists:
+    """What prompts of a request have in common: checked, and completed, once."""
+
+    def __init__(self, limits: ServingLimits) -> None:
+        self._limits = limits
+        self._checked: dict[int, Any] = {}  # by identity; kept, so that no other object takes it
+        self._completed: dict[tuple[int, int, int], SamplingParams] = {}
+
+    def complete(self, params: SamplingParams, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
+        """The parameters with these lengths and the tokenizer's end token, once their lists are checked."""
+        limits, key = self._limits, (id(params), max_new_tokens, min_new_tokens)
+        if self._is_new(params):
+            params.validate_lists(limits.vocab_size)
+            _check_stop(params, limits)
+        if key not in self._completed:
+            stop_ids = params.stop_token_ids
+            if limits.eos_token_id is not None and not params.ignore_eos:
+                stop_ids = [*stop_ids, limits.eos_token_id]
+            self._completed[key] = msgspec.structs.replace(
+                params, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop_token_ids=stop_ids
+            )
+        return self._completed[key]
+
+    def check_chosen(self, chosen: list[int]) -> None:
+        if self._is_new(chosen):
+            check_token_ids(chosen, self._limits.vocab_size, "token_ids_logprob")
+
+    def _is_new(self, value: Any) -> bool:
+        is_new = id(value) not in self._checked
+        self._checked[id(value)] = value
+        return is_new
 
 
 def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
@@ -105,43 +139,30 @@ def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
     return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
 
-def _check_prompt(source: TokenizedGenerateReqInput, default_new_tokens: int | None, limits: ServingLimits) -> None:
+def _check_prompt(
+    source: TokenizedGenerateReqInput, default_new_tokens: int | None, limits: ServingLimits, shared: _SharedLists
+) -> None:
     prompt_len = len(source.input_ids)
     _check_prompt_length(prompt_len, limits.context_length)
     check_token_ids(source.input_ids, limits.vocab_size, "input_ids")
     params = source.sampling_params
+    most, least = params.max_new_tokens, params.min_new_tokens
     if default_new_tokens is not None:
         room = limits.room(prompt_len)
-        params = msgspec.structs.replace(
-            params,
-            max_new_tokens=min(default_new_tokens, room),
-            min_new_tokens=min(params.min_new_tokens, room),
-        )
-    params.validate(limits.vocab_size)
+        most, least = min(default_new_tokens, room), min(least, room)
+    params = shared.complete(params, most, least)
+    params.validate_numbers()
     if params.top_k > MAX_TOP_K:
         raise BadRequest(f"sampling_params: top_k must be at most {MAX_TOP_K}, got {params.top_k}")
-    _check_stop(params, limits)
     _check_length(prompt_len, params.max_new_tokens, limits)
-    _check_logprobs(source, limits.vocab_size)
+    _check_logprobs(source, limits.vocab_size, shared)
     _check_routes(source, limits)
     if source.return_sampling_mask and not params.filters:
         raise BadRequest(
             "return_sampling_mask: with top_p 1, top_k -1 and min_p 0 every token of the vocabulary can be sampled; "
             "there is no mask"
         )
-    if limits.eos_token_id is not None and not params.ignore_eos:
-        params = msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, limits.eos_token_id])
     source.sampling_params = params
-
-
-def _num_logprob_entries(source: TokenizedGenerateReqInput) -> int:
-    """Most top and chosen log-probabilities that the samples of one prompt can get."""
-    if not source.return_logprob:
-        return 0
-    start, params = source.logprob_start_len, source.sampling_params
-    scored = len(source.input_ids) - start if start >= 0 else 0
-    a_token = source.top_logprobs_num + len(source.token_ids_logprob or ())
-    return params.n * (scored + params.max_new_tokens) * a_token
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
@@ -185,7 +206,7 @@ def _check_length(prompt_len: int, max_new_tokens: int, limits: ServingLimits) -
         )
 
 
-def _check_logprobs(source: TokenizedGenerateReqInput, vocab_size: int) -> None:
+def _check_logprobs(source: TokenizedGenerateReqInput, vocab_size: int, shared: _SharedLists) -> None:
     start, prompt_len = source.logprob_start_len, len(source.input_ids)
     if not -1 <= start <= prompt_len:
         raise BadRequest(f"logprob_start_len must be -1 or in 0..{prompt_len} (the prompt's length), got {start}")
@@ -196,7 +217,7 @@ def _check_logprobs(source: TokenizedGenerateReqInput, vocab_size: int) -> None:
     chosen = source.token_ids_logprob or []
     if len(chosen) > MAX_TOKEN_IDS_LOGPROB:
         raise BadRequest(f"token_ids_logprob holds at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(chosen)}")
-    check_token_ids(chosen, vocab_size, "token_ids_logprob")
+    shared.check_chosen(chosen)
 
 
 def _check_routes(source: TokenizedGenerateReqInput, limits: ServingLimits) -> None:
