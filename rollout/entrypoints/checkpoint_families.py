@@ -17,6 +17,7 @@ import transformers
 from safetensors import safe_open
 from transformers.utils import logging as transformers_logging
 
+from rollout.core.errors import StartupError
 from rollout.entrypoints.checkpoint_spec import OUTPUT_LOGIT_STD, ROUTER_LOGIT_STD, CheckpointSpec
 from weight_sync.tensor_meta import DTYPES
 
@@ -210,9 +211,17 @@ SETTINGS: dict[str, Callable[[CheckpointSpec], dict[str, Any]]] = {
 
 
 def random_model(spec: CheckpointSpec) -> Any:
-    """transformers' model of `spec.family` in float32 with random weights, the same for the same spec."""
+    """transformers' model of `spec.family` in float32 with random weights, the same for the same spec.
+
+    Raises `StartupError` for a family that the installed transformers does not have.
+    """
     settings = SETTINGS[spec.family](spec)
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    kind = settings.pop("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise StartupError(
+            f"transformers {transformers.__version__} has no models of the family {spec.family}: install a newer one"
+        )
+    config = transformers.AutoConfig.for_model(kind, **settings)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(spec.seed)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, StartupError
 from rollout.entrypoints.checkpoint_families import SETTINGS
 from rollout.entrypoints.checkpoint_spec import DENSE_FAMILIES, FAMILIES, OWN_FAMILIES, CheckpointSpec
 from rollout.entrypoints.engine import Engine
@@ -120,3 +120,12 @@ def test_the_command_says_which_families_there_are(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path / "model"), "--family", "bert"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "no family 'bert'" in line and all(name in line for name in FAMILIES)
+
+
+def test_a_family_that_this_transformers_does_not_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen3.5, which transformers 5.0 and 5.1 do not know."""
+    monkeypatch.setattr(transformers, "CONFIG_MAPPING", {})
+    with pytest.raises(StartupError, match="has no models of the family llama: install a newer one"):
+        make_checkpoint(tmp_path / "model", CheckpointSpec(family="llama", layers=1))
