@@ -32,7 +32,7 @@ DEFAULT_TEMPLATE = "default"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a folder say.
+    """A tokenizer, and what the files beside its vocabulary say of it.
 
     `special_tokens`: the text of tokens with a role, as `eos_token`; templates read them by these names.
     `chat_templates`: Jinja sources by name.

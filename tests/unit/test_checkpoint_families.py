@@ -125,7 +125,7 @@ def test_the_command_says_which_families_there_are(tmp_path: Path, capsys: pytes
 def test_a_family_that_this_transformers_does_not_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Qwen3.5, which transformers 5.0 and 5.1 do not know."""
+    """Qwen3.5 is one, which transformers 5.0 and 5.1 do not know."""
     monkeypatch.setattr(transformers, "CONFIG_MAPPING", {})
     with pytest.raises(StartupError, match="has no models of the family llama: install a newer one"):
         make_checkpoint(tmp_path / "model", CheckpointSpec(family="llama", layers=1))

@@ -254,6 +254,11 @@ def test_a_process_with_a_console_is_not_asked_b6(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_an_id_far_behind_the_ranks_is_refused_before_memory_is_spent(tmp_path: Path) -> None:
+    write_moonshot(tmp_path, added_tokens_decoder={str(10**12): token("<|far|>")})
+    refused(tmp_path, "a token the id 1000000000000, far behind")
+
+
 @pytest.mark.parametrize(
     "content", [b"!!! 0\n", b"YQ== zero\n", b"YQ== 0\nYg== 2\n", b"YQ== 0\n", b"YQ==\n", b"\xff\xfe\x00"]
 )

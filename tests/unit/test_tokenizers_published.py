@@ -180,7 +180,7 @@ def test_a_hundred_conversations_with_tools(loaded: Published, form: str) -> Non
 @pytest.mark.full
 @each
 def test_transformers_own_choice_of_a_class_gives_the_same(loaded: Published) -> None:
-    """Only of versions that are right: earlier ones lose spaces of DeepSeek's."""
+    """Earlier versions are no reference: they lose spaces of DeepSeek's."""
     if not TRANSFORMERS_IS_RIGHT:
         return
     theirs = transformers.AutoTokenizer.from_pretrained(loaded.folder, trust_remote_code=False)
