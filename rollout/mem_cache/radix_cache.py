@@ -24,6 +24,7 @@ from rollout.mem_cache.state_pool import SnapshotRows
 
 Namespace = tuple[str | None, int]
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_NO_TOKENS = np.empty(0, dtype=np.int64)
 _NO_HASHES = np.empty(0, dtype=np.int64)
 
 
@@ -69,7 +70,7 @@ class _Root(RadixNode):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, np.empty(0, dtype=np.int64), _NO_SLOTS)
+        super().__init__(None, _NO_TOKENS, _NO_SLOTS)
         self.namespace = namespace
 
 
@@ -256,6 +257,7 @@ class RadixCache:
                     self._remove_leaf(node)
                 else:
                     node.last_access = 0  # evicted first once unlocked
+        self._drop_stale_entries()
 
     def flush(self) -> None:
         """Drop everything.  The caller has checked that nothing is locked."""
@@ -287,16 +289,19 @@ class RadixCache:
         """Cut an edge after `length` tokens:  parent -> child   becomes   parent -> upper -> child."""
         parent = child.parent
         assert parent is not None
-        upper = RadixNode(parent, child.tokens[:length], child.slots[:length])
+        # Copies: a view would keep the memory of the whole edge when the other part is evicted.
+        upper = RadixNode(parent, child.tokens[:length].copy(), child.slots[:length].clone())
         upper.lock_count, upper.pin_count = child.lock_count, child.pin_count
         upper.last_access = child.last_access
-        upper.block_hashes, child.block_hashes = child.block_hashes[:length], child.block_hashes[length:]
+        upper.block_hashes = child.block_hashes[:length].copy()
+        child.block_hashes = child.block_hashes[length:].copy()
         if self._snapshots is not None:
             offsets = sorted(child.states)
             self._snapshots.move(child, upper, {offset: offset for offset in offsets if offset <= length})
             self._snapshots.move(child, child, {offset: offset - length for offset in offsets if offset > length})
         parent.children[int(upper.tokens[0])] = upper
-        child.tokens, child.slots, child.parent = child.tokens[length:], child.slots[length:], upper
+        child.tokens, child.slots = child.tokens[length:].copy(), child.slots[length:].clone()
+        child.parent = upper
         upper.children[int(child.tokens[0])] = child
         return upper
 
@@ -327,7 +332,7 @@ class RadixCache:
         return attached and not node.children and node.lock_count == 0
 
     def _remove_leaf(self, node: RadixNode) -> int:
-        parent = node.parent
+        parent, length = node.parent, len(node)
         assert parent is not None
         del parent.children[int(node.tokens[0])]
         node.parent = None
@@ -335,9 +340,10 @@ class RadixCache:
             self._listener.removed(node)
         self._allocator.free_cached(node.slots)
         self._free_states(node)
-        self.num_cached -= len(node)
+        self.num_cached -= length
+        node.tokens, node.slots, node.block_hashes = _NO_TOKENS, _NO_SLOTS, _NO_HASHES  # stale entries still name it
         self._offer(parent)
-        return len(node)
+        return length
 
     def _free_states(self, node: RadixNode) -> None:
         if self._snapshots is not None:

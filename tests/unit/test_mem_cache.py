@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from rollout.core.errors import StartupError
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
-from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
 from tests.tiers import examples
 
 NUM_SLOTS = 40
@@ -128,6 +129,62 @@ def test_heap_of_stale_entries_stays_bounded() -> None:
         cache.match((None, 0), np.array([1]))
     assert len(cache._heap) <= 4 * 1024 + 1
     assert cache.evict(1) == 1
+
+
+def detached() -> int:
+    """Bytes of tokens and slots of nodes that are in no tree."""
+    gc.collect()
+    nodes = [x for x in gc.get_objects() if type(x) is RadixNode and x.parent is None]
+    return sum(node.tokens.nbytes + node.slots.nbytes for node in nodes)
+
+
+def inserted(cache: RadixCache, allocator: SlotAllocator, epoch: int, tokens: np.ndarray) -> RadixNode:
+    node, known = cache.insert((None, epoch), tokens, slots := allocator.alloc(len(tokens)))
+    allocator.free(slots[:known])
+    return node
+
+
+def test_nothing_of_dropped_prefixes_stays_in_memory_after_a_commit() -> None:
+    """C6: neither where they were matched again and again, nor of those that a request still used."""
+    allocator = SlotAllocator(64_000)
+    cache = RadixCache(allocator)
+    before = detached()
+    for epoch in range(1, 9):
+        nodes = [inserted(cache, allocator, epoch - 1, np.arange(1000) * 7 + number) for number in range(40)]
+        for number in range(40):
+            cache.match((None, epoch - 1), np.arange(300 + number) * 7 + number)
+        cache.lock(nodes[0])
+        cache.retire(epoch)
+        assert detached() == before and cache.num_cached == 1000
+        cache.unlock(nodes[0])
+        cache.drop_retired()
+        assert detached() == before and cache.num_cached == 0
+        assert len(cache._heap) == 0
+
+
+def test_an_evicted_node_leaves_its_memory_while_entries_still_name_it() -> None:
+    """C6: unlocking offers a leaf again; the entry that did not evict it stays."""
+    allocator = SlotAllocator(4000)
+    cache = RadixCache(allocator)
+    before = detached()
+    for number in range(20):
+        node = inserted(cache, allocator, 0, np.arange(100) + 100 * number)
+        cache.lock(node)
+        cache.unlock(node)
+    assert cache.evict(2000) == 2000
+    assert detached() == before
+
+
+def test_the_part_of_an_edge_that_stays_does_not_keep_the_memory_of_the_part_that_was_evicted() -> None:
+    """C6: arrays of 10 tokens that are a view of 3000 take the memory of 3000."""
+    allocator = SlotAllocator(4000)
+    cache = RadixCache(allocator)
+    inserted(cache, allocator, 0, np.arange(3000))
+    node, _ = cache.match((None, 0), np.arange(10))
+    cache.lock(node)
+    assert cache.evict(2990) == 2990
+    assert len(node) == 10 and node.tokens.base is None
+    assert node.slots.untyped_storage().nbytes() == 10 * 8
 
 
 def test_without_prefix_reuse_nothing_is_kept() -> None:
