@@ -59,11 +59,13 @@ def abort_below(scheduler: Scheduler, weight_version: str | None) -> int:
     state, records = scheduler.runner.state, scheduler.records
     limit = state.epoch_of(weight_version)
     assert limit is not None, "checked by require_known_version"
-    aborted = 0
+    began: dict[str, list[str]] = {}
     for req in scheduler.queues.all():
         oldest = records.oldest_epoch_used(req)
         if oldest is not None and oldest < limit:
-            began = state.version_of(oldest)
-            reason = f"Aborted: it began under weight version {began!r}, which is older than {weight_version!r}"
-            aborted += scheduler.abort([req.rid], reason=reason)
+            began.setdefault(state.version_of(oldest), []).append(req.rid)
+    aborted = 0
+    for version, rids in began.items():
+        reason = f"Aborted: it began under weight version {version!r}, which is older than {weight_version!r}"
+        aborted += scheduler.abort(rids, reason=reason)
     return aborted

@@ -7,13 +7,13 @@ At most one request is partly prefilled.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
+from rollout.scheduler.waiting_queue import WaitingQueue
 
 MAX_PREFILL_TOKENS = 16384  # prompt tokens of one step when prompts are not split
 _SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves to those that run
@@ -38,9 +38,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """`req` needed `num_slots` and did not get them; until the prefix cache grows, it cannot need fewer."""
+    """The request of that `arrival` needed `num_slots` and did not get them; until the prefix cache grows, it cannot
+    need fewer."""
 
-    req: Req
+    arrival: int
     num_slots: int
     num_inserts: int  # of the prefix cache, at the time
 
@@ -53,22 +54,13 @@ class RequestQueues:
     """
 
     running: DecodeBatch
-    waiting: deque[Req] = field(default_factory=deque)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     partial: Req | None = None
     ending: list[Req] = field(default_factory=list)
 
     def enqueue(self, req: Req) -> None:
-        """Add `req` behind the requests that came before it, and ahead of those with a higher `priority` value.
-
-        Requests that have begun, and were retracted, stay in front.
-        """
-        index = len(self.waiting)
-        while index:
-            before = self.waiting[index - 1]
-            if before.has_begun or before.source.priority <= req.source.priority:
-                break
-            index -= 1
-        self.waiting.insert(index, req)
+        """Add `req` behind the requests that came before it, and ahead of those with a higher `priority` value."""
+        self.waiting.append(req)
 
     def all(self) -> list[Req]:
         return [*self.holding_kv(), *self.waiting]
@@ -124,7 +116,9 @@ class Policy:
     @property
     def _lacks_slots(self) -> bool:
         queues, misfit = self._queues, self._misfit
-        return bool(queues.partial or (queues.waiting and misfit is not None and misfit.req is queues.waiting[0]))
+        return bool(
+            queues.partial or (queues.waiting and misfit is not None and misfit.arrival == queues.waiting[0].arrival)
+        )
 
     def _plan(
         self, weight_epoch: int, retract: Callable[[Req], None], finish_step: Callable[[], bool], begins: bool
@@ -168,9 +162,9 @@ class Policy:
         queues, cache = self._queues, self._cache
         if plan.retracted:
             return  # the requests that were just retracted would be admitted again
-        passed: deque[Req] = deque()
+        passed: list[Req] = []
         in_prefill = {_prompt_key(item.req): item.req.cached_len for item in plan.extends}
-        while queues.waiting and budget > 0 and queues.partial is None:
+        while queues.waiting and budget > 0 and queues.partial is None and len(passed) < self._max_running:
             if len(plan.decodes) + len(plan.extends) >= self._max_running or cache.pool.num_free == 0:
                 break
             req = queues.waiting[0]
@@ -187,7 +181,7 @@ class Policy:
             count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
             fits = cache.num_available - kept >= req.extend_len
             if not fits:
-                self._misfit = _Misfit(req, req.extend_len, cache.prefix_cache.num_inserts)
+                self._misfit = _Misfit(req.arrival, req.extend_len, cache.prefix_cache.num_inserts)
             if not fits or (count > budget and plan.extends):
                 cache.detach(req, weight_epoch)
                 break
@@ -195,14 +189,15 @@ class Policy:
             in_prefill.setdefault(key, req.cached_len)
             budget -= count
             self._take(plan, req, count)
-        queues.waiting.extendleft(reversed(passed))
+        for req in reversed(passed):
+            queues.waiting.appendleft(req)
 
     def _is_known_misfit(self, req: Req, num_slots: int) -> bool:
         """Whether the last attempt shows that `num_slots` are too few; saves a prefix match in each step."""
         known = self._misfit
         return (
             known is not None
-            and known.req is req
+            and known.arrival == req.arrival
             and known.num_slots > num_slots
             and known.num_inserts == self._cache.prefix_cache.num_inserts
         )

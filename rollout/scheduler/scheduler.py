@@ -148,7 +148,7 @@ class Scheduler:
         """
         self.finish_step()
         queues = self.queues
-        begun = len(queues.holding_kv()) + sum(req.has_begun for req in queues.waiting)
+        begun = len(queues.holding_kv()) + queues.waiting.num_begun
         return sum(count for (count,) in self.parallel.attn_dp.gather_ints((begun,)))
 
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
@@ -334,19 +334,18 @@ class Scheduler:
         targets = [self._by_rid[rid] for rid in names if rid in self._by_rid]
         if not targets:
             return 0
-        waiting = set(self.queues.waiting)
+        queues, held_kv = self.queues, False
         for req in targets:
-            message = "Abort in waiting queue" if req in waiting and not req.output.token_ids else "Aborted"
+            waited = queues.waiting.discard(req)
+            held_kv = held_kv or not waited
+            message = "Abort in waiting queue" if waited and not req.output.token_ids else "Aborted"
             req.finished = FinishReason(
                 type="abort",
                 message=str(error) if error else reason or message,
                 status_code=status_of(error) if error else None,
             )
-        queues = self.queues
-        queues.running.drop_finished()
-        remaining = [req for req in queues.waiting if not req.finished]
-        queues.waiting.clear()
-        queues.waiting.extend(remaining)
+        if held_kv:
+            queues.running.drop_finished()
         if queues.partial is not None and queues.partial.finished:
             queues.partial = None
         self._emit(targets)

@@ -1,0 +1,87 @@
+"""`WaitingQueue`: the requests that wait, in the order in which they begin.
+
+    retracted ones | priority 0: first come, first served | priority 1: ... | ...
+
+Requests come, go and are taken out from anywhere in the same time, however many wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+from rollout.scheduler.req import Req
+
+
+class WaitingQueue:
+    """Requests that have begun, and were retracted, stay in front; then a lower `priority` value goes first."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[Req, None] = OrderedDict()
+        self._new: dict[int, OrderedDict[Req, None]] = {}  # by priority; none of them is empty
+        self._priorities: list[int] = []  # the keys, ascending
+        self._num_new = 0
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that ran before."""
+        return len(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._begun) + self._num_new
+
+    def __iter__(self) -> Iterator[Req]:
+        yield from self._begun
+        for priority in self._priorities:
+            yield from self._new[priority]
+
+    def __contains__(self, req: Req) -> bool:
+        return req in self._begun or req in self._new.get(req.source.priority, ())
+
+    def __getitem__(self, index: int) -> Req:
+        """The request that begins after `index` others, from 0 on; the first one at once."""
+        found = next(islice(self, index, None), None)
+        if found is None:
+            raise IndexError(index)
+        return found
+
+    def append(self, req: Req) -> None:
+        """Add `req` behind its equals."""
+        self._line_of(req)[req] = None
+        self._num_new += not req.has_begun
+
+    def appendleft(self, req: Req) -> None:
+        """Add `req` in front of its equals: of all, where it has begun."""
+        self.append(req)
+        self._line_of(req).move_to_end(req, last=False)
+
+    def popleft(self) -> Req:
+        """Remove the first request.  Raises `IndexError` where none waits."""
+        req = self[0]
+        self.discard(req)
+        return req
+
+    def discard(self, req: Req) -> bool:
+        """Remove `req`; False: it does not wait."""
+        if req not in self:
+            return False
+        line = self._line_of(req)
+        del line[req]
+        if not req.has_begun:
+            self._num_new -= 1
+            if not line:
+                del self._new[req.source.priority]
+                del self._priorities[bisect_left(self._priorities, req.source.priority)]
+        return True
+
+    def _line_of(self, req: Req) -> OrderedDict[Req, None]:
+        """The requests among which `req` keeps the order of arrival."""
+        if req.has_begun:
+            return self._begun
+        priority = req.source.priority
+        if priority not in self._new:
+            self._new[priority] = OrderedDict()
+            insort(self._priorities, priority)
+        return self._new[priority]
