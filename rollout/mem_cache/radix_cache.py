@@ -117,9 +117,14 @@ class RadixCache:
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
         """The node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
-        node = self._root(namespace)
+        return self.match_below(self._root(namespace), tokens)
+
+    def match_below(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        """As `match`, of what follows the prefix that ends at `node`: the tokens of that prefix cost nothing."""
         slots: list[torch.Tensor] = []
         now = next(self._clock)
+        for above in self.path(node):
+            self._touch(above, now)
         position = 0
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
@@ -171,7 +176,11 @@ class RadixCache:
         Returns the node where `tokens` ends and how many leading tokens the tree had already: their slots in
         `slots` stay the caller's, the rest now belong to the tree.
         """
-        node, present = self.match(namespace, tokens)
+        return self.insert_below(self._root(namespace), tokens, slots)
+
+    def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        """As `insert`, of what follows the prefix that ends at `node`."""
+        node, present = self.match_below(node, tokens)
         known = present.shape[0]
         if known < len(tokens):
             child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
@@ -181,7 +190,7 @@ class RadixCache:
             self.num_inserts += 1
             self._touch(child, next(self._clock))
             if self._listener is not None:
-                self._listener.stored(child, namespace)
+                self._listener.stored(child, _root_of(node).namespace)
             node = child
         return node, known
 
@@ -364,6 +373,13 @@ class NoPrefixCache(RadixCache):
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         self._allocator.free(slots)
         return self._root(namespace), 0
+
+
+def _root_of(node: RadixNode) -> _Root:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, _Root)
+    return node
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

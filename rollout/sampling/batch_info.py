@@ -1,7 +1,8 @@
 """The sampling parameters of the rows of one step, as tensors.
 
 Building them costs Python time per row, so the caller keeps them while the rows stay the same; then only
-`update_histories` costs anything, and only for rows with penalties.
+`update_histories` costs anything, and only for rows with penalties.  The rows' lists are in `RowLists`, which outlive
+a batch: a row that stays costs the next batch nothing for its prompt, its bias and its end tokens.
 
 Shapes: N rows, V vocabulary, F rows with filters.
 """
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 
 from rollout.core.host_copy import to_device
+from rollout.core.prompt import Prompt
 from rollout.core.sampling_params import SamplingParams
+from rollout.sampling.row_lists import Place, RowLists, SharedLists
 
 _SPANS = ("chosen", "bias", "ends", "prompt", "output")  # entries begin .. end - 1 of a list of the batch
 # One row as the compiled operators read it: `RowSettings` in rollout/kernels/csrc/sampler_edits.h.
@@ -41,8 +44,11 @@ ROW_SETTINGS = np.dtype(
     ]
 )
 _PACK = struct.Struct(f"=Q6d{6 + 2 * len(_SPANS)}q").pack
+_PACK_SPANS = struct.Struct(f"={2 * len(_SPANS)}q").pack
 _NO_SPANS = (0,) * (2 * len(_SPANS))
+_SPANS_AT = ROW_SETTINGS.itemsize - 8 * len(_NO_SPANS)  # bytes before the spans
 _MIN_HISTORY = 64
+_NONE = np.empty(0, dtype=np.int64)
 _MAX_TOP_K = 2**31  # more than any vocabulary
 
 
@@ -50,7 +56,9 @@ _MAX_TOP_K = 2**31  # more than any vocabulary
 class SamplingRow:
     """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, which
     log-probabilities are wanted: of the sampled token, of so many best ones, of chosen ones; and whether the tokens are
-    that could have been sampled."""
+    that could have been sampled.
+
+    `shared`: its lists as arrays; samples of one prompt may have the same.  `place`: where they were entered last."""
 
     params: SamplingParams
     seed: int
@@ -62,7 +70,11 @@ class SamplingRow:
     chosen_ids: Sequence[int] = ()
     wants_mask: bool = False
     settings: bytes = field(init=False, repr=False)  # one `ROW_SETTINGS` without spans
+    has_penalties: bool = field(init=False, repr=False)
     has_lists: bool = field(init=False, repr=False)
+    wants_more: bool = field(init=False, repr=False)  # than a token and its log-probability
+    shared: SharedLists = field(init=False, repr=False)
+    place: Place | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -82,11 +94,23 @@ class SamplingRow:
             params.min_new_tokens,
             *_NO_SPANS,
         )
-        self.has_lists = bool(self.chosen_ids or params.logit_bias or params.min_new_tokens > 0 or params.has_penalties)
+        self.has_penalties = params.has_penalties
+        self.has_lists = bool(self.chosen_ids or params.logit_bias or params.min_new_tokens > 0 or self.has_penalties)
+        self.wants_more = bool(self.top_logprobs or self.chosen_ids or self.wants_mask)
+        self.shared = SharedLists(Prompt(self.prompt_ids), self.end_ids, params.logit_bias, self.chosen_ids)
 
-    def end_ids_below(self, vocab_size: int) -> list[int]:
-        """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
-        return [token for token in self.end_ids if token < vocab_size]
+    def lists(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bias, end tokens and distinct prompt tokens, each where it counts, int64."""
+        params, shared = self.params, self.shared
+        return (
+            shared.bias_ids,
+            shared.ends(vocab_size) if params.min_new_tokens > 0 else _NONE,
+            shared.distinct if params.repetition_penalty != 1.0 else _NONE,
+        )
+
+
+def _table_of(settings: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(bytearray(b"".join(settings)), dtype=ROW_SETTINGS)
 
 
 class PlainRows(NamedTuple):
@@ -100,97 +124,138 @@ class PlainRows(NamedTuple):
     greedy: torch.Tensor
 
 
-@dataclass(eq=False, slots=True)
-class _History:
-    """Where the output tokens of a row with penalties are in `SamplingBatchInfo.histories`."""
-
-    index: int
-    output_ids: list[int]
-    begin: int
-    capacity: int
-    filled: int = 0
-
-
 class SamplingBatchInfo:
     """Parameters of N rows.
 
-    `settings` [N] of `ROW_SETTINGS`; its spans point into `chosen_ids`, `bias_ids` (and `bias_values`, float32),
-    `end_ids` and `histories`, all int64 on the CPU.  `operands` are those tensors in the order of the operator's
-    arguments; `rows_with_lists` are the rows, with their indices, that have chosen ids, bias, penalties or a minimum
-    length.  The cached properties are the same parameters for plain torch, on `device`.
+    `settings` [N] of `ROW_SETTINGS`, without spans; `operands` are the same with spans, and the tensors that these
+    point into, in the order of the operator's arguments; `rows_with_lists` are the rows, with their indices, that have
+    chosen ids, bias, penalties or a minimum length.  The cached properties are the same parameters for plain torch, on
+    `device`.
+
+    `lists`: where rows have their lists, row i in the place `places[i]` of them; by default there are some for this
+    batch alone.
     """
 
-    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        rows: Sequence[SamplingRow],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        lists: RowLists | None = None,
+        places: Sequence[int] = (),
+    ) -> None:
         self.rows = list(rows)
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.settings = np.frombuffer(bytearray(b"".join([row.settings for row in rows])), dtype=ROW_SETTINGS)
         self.top_n = max([row.top_logprobs for row in rows], default=0)
-        self.rows_with_lists = with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
-        self.chosen_ids = self._spans("chosen", [(i, row.chosen_ids) for i, row in with_lists])
-        self.bias_ids = self._spans("bias", [(i, list(row.params.logit_bias)) for i, row in with_lists])
-        biases = [value for _, row in with_lists for value in row.params.logit_bias.values()]
-        self.bias_values = torch.tensor(biases, dtype=torch.float32)
-        with_minimum = [(i, row) for i, row in with_lists if row.params.min_new_tokens > 0]
-        self.end_ids = self._spans("ends", [(i, row.end_ids_below(vocab_size)) for i, row in with_minimum])
-        self._penalised = [(i, row) for i, row in with_lists if row.params.has_penalties]
-        self._lay_out_histories()
+        self.rows_with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
+        self._lists, self._numbers = lists, places
+        self._table: np.ndarray | None = None  # `settings` with spans; None: nobody has asked for it
+        self._operands: tuple = ()
+        self._penalised: list[int] = []
+        self._histories: list[tuple[Place, list[int]]] = []
+
+    @cached_property
+    def settings(self) -> np.ndarray:
+        return _table_of([row.settings for row in self.rows])
+
+    @property
+    def operands(self) -> tuple:
+        if self._table is None:
+            self._place_rows()
+        return self._operands
 
     def update_histories(self) -> None:
         """Take in the tokens that rows with penalties got since the last call."""
-        for history in self._histories:
-            count = len(history.output_ids)
-            if count > history.capacity:
-                self._lay_out_histories()
-                return
-            if count != history.filled:
-                begin = history.begin
-                self._tokens[begin + history.filled : begin + count] = history.output_ids[history.filled :]
-                self.settings["output_end"][history.index] = begin + count
-                history.filled = count
+        if self._table is None:
+            self._place_rows()
+        elif self._histories:
+            self._fill_histories(self._table)
 
-    def _lay_out_histories(self) -> None:
-        """Per penalised row: its distinct prompt tokens if they count, then its output with room to grow."""
-        self._histories: list[_History] = []
-        prompts: list[np.ndarray] = []
-        end = 0
-        for i, row in self._penalised:
-            repeats = row.params.repetition_penalty != 1.0
-            prompt = np.unique(np.array(row.prompt_ids if repeats else (), dtype=np.int64))
-            capacity = max(_MIN_HISTORY, 2 * len(row.output_ids))
-            begin = end + len(prompt)
-            for name, value in (("prompt_begin", end), ("prompt_end", begin), ("output_begin", begin)):
-                self.settings[name][i] = value
-            self.settings["output_end"][i] = begin
-            self._histories.append(_History(i, row.output_ids, begin, capacity))
-            prompts.append(prompt)
-            end = begin + capacity
-        self._tokens = np.zeros(end, dtype=np.int64)
-        for history, prompt in zip(self._histories, prompts):
-            self._tokens[history.begin - len(prompt) : history.begin] = prompt
-        self.histories = torch.from_numpy(self._tokens)
-        self.update_histories()
-        table = torch.from_numpy(self.settings.view(np.int64).reshape(len(self.rows), ROW_SETTINGS.itemsize // 8))
-        self.operands = (
-            table,
-            self.chosen_ids,
-            self.bias_ids,
-            self.bias_values,
-            self.end_ids,
-            self.histories,
+    def _fill_histories(self, table: np.ndarray) -> None:
+        ends = [place.fill(output_ids) for place, output_ids in self._histories]
+        if None in ends:
+            self._lists = None  # the next ones have more room
+            self._place_rows()
+        else:
+            table["output_end"][self._penalised] = ends
+
+    def _place_rows(self) -> None:
+        """Give every row with lists a place for them, and enter its spans."""
+        lists = self._lists
+        places = None if lists is None else self._placed(lists, self._numbers)
+        if lists is None or places is None:
+            lists = self._lists = self._own_lists()
+            places = self._placed(lists, range(len(self.rows)))
+            assert places is not None, "made for these rows"
+        settings = [row.settings for row in self.rows]
+        for (i, _), place in zip(self.rows_with_lists, places):
+            settings[i] = place.settings
+        self._table = table = _table_of(settings)
+        chosen = self._enter_chosen(table)
+        self._histories = [
+            (place, row.output_ids) for (_, row), place in zip(self.rows_with_lists, places) if row.has_penalties
+        ]
+        self._penalised = [i for i, row in self.rows_with_lists if row.has_penalties]
+        words = torch.from_numpy(table.view(np.int64).reshape(len(self.rows), ROW_SETTINGS.itemsize // 8))
+        self._operands = (
+            words,
+            chosen,
+            lists.bias_ids,
+            lists.bias_values,
+            lists.end_ids,
+            lists.histories,
             self.top_n,
         )
+        if self._histories:
+            self._fill_histories(table)
 
-    def _spans(self, name: str, lists: list[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """One list after the other; their places are entered in the settings of their rows."""
-        flat: list[int] = []
-        for i, ids in lists:
-            self.settings[f"{name}_begin"][i] = len(flat)
-            flat += ids
-            self.settings[f"{name}_end"][i] = len(flat)
-        return torch.tensor(flat, dtype=torch.int64)
+    def _placed(self, lists: RowLists, numbers: Sequence[int]) -> list[Place] | None:
+        """The places of the rows with lists.  None: one of them does not fit into its place."""
+        placed, places = [], lists.places
+        for i, row in self.rows_with_lists:
+            place = row.place
+            if place is None or places[numbers[i]] is not place:
+                place = self._enter(lists, numbers[i], row)
+                if place is None:
+                    return None
+            placed.append(place)
+        return placed
+
+    def _enter(self, lists: RowLists, number: int, row: SamplingRow) -> Place | None:
+        place = row.place = lists.enter(number, row.lists(self.vocab_size), row.shared.bias_values)
+        if place is not None:
+            place.settings = row.settings[:_SPANS_AT] + _PACK_SPANS(0, 0, *place.spans)
+        return place
+
+    def _own_lists(self) -> RowLists:
+        """Places that are as large as the rows need, with room for the output to grow."""
+        widths = [(0, 0, 0)] * len(self.rows)
+        for i, row in self.rows_with_lists:
+            room = max(_MIN_HISTORY, 2 * len(row.output_ids)) if row.has_penalties else 0
+            bias, ends, prompt = map(len, row.lists(self.vocab_size))
+            widths[i] = (bias, ends, prompt + room)
+        return RowLists(widths)
+
+    def _enter_chosen(self, table: np.ndarray) -> torch.Tensor:
+        """The chosen ids of all rows, one row after the other: results are in the same order, and as many."""
+        rows = [i for i, row in self.rows_with_lists if row.chosen_ids]
+        if not rows:
+            return torch.empty(0, dtype=torch.int64)
+        arrays = [self.rows[i].shared.chosen for i in rows]
+        ends = np.cumsum([len(array) for array in arrays])
+        table["chosen_end"][rows] = ends
+        table["chosen_begin"][rows[1:]] = ends[:-1]
+        return torch.from_numpy(np.concatenate(arrays))
 
     # --- for plain torch ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and id of each chosen token, int64 [C], one row after the other."""
+        rows = np.array([i for i, row in self.rows_with_lists for _ in row.chosen_ids], dtype=np.int64)
+        ids = np.concatenate([_NONE, *[row.shared.chosen for _, row in self.rows_with_lists]])
+        return to_device(torch.from_numpy(rows), self.device), to_device(torch.from_numpy(ids), self.device)
 
     @cached_property
     def plain_rows(self) -> PlainRows | None:

@@ -9,8 +9,6 @@ Shapes: as in `base`; F rows with filters, K candidates kept by a partial sort.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -44,7 +42,7 @@ class TorchSampler(Sampler):
             token_ids,
             logprobs.of(token_ids[:, None]).squeeze(1).masked_fill_(~info.wants_logprob, torch.nan),
             *_best(logprobs, info),
-            logprobs.of_each([(i, row.chosen_ids) for i, row in info.rows_with_lists]),
+            logprobs.of_each(*info.chosen),
             *_kept(logits_NV, weights_NV, token_ids, settled_N, logprobs.is_distribution, info),
         )
 
@@ -88,23 +86,31 @@ def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: t
 
 
 def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
-    params, device = row.params, logits_V.device
+    params, device, shared = row.params, logits_V.device, row.shared
     if params.logit_bias:
-        ids = to_device(torch.tensor(list(params.logit_bias)), device)
-        values = to_device(torch.tensor(list(params.logit_bias.values()), dtype=torch.float32), device)
-        logits_V[ids] += values.to(logits_V.dtype)
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor([*row.prompt_ids, *row.output_ids], dtype=torch.int64).unique()
-        seen, penalty = to_device(seen, device), params.repetition_penalty
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-        seen, counts = torch.tensor(row.output_ids).unique(return_counts=True)
-        lowered_by = params.frequency_penalty * counts.to(logits_V.dtype) + params.presence_penalty
-        logits_V[to_device(seen, device)] -= to_device(lowered_by, device)
+        logits_V[shared.on("bias_ids", device)] += shared.on("bias_values", device).to(logits_V.dtype)
+    if params.has_penalties:
+        output, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
+        if params.repetition_penalty != 1.0:
+            others = output[~_among(shared.distinct, output)]
+            for seen in (shared.on("distinct", device), to_device(torch.from_numpy(others), device)):
+                values, penalty = logits_V[seen], params.repetition_penalty
+                logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if len(output) and (params.frequency_penalty or params.presence_penalty):
+            lowered_by = params.frequency_penalty * torch.from_numpy(counts).to(logits_V.dtype)
+            lowered_by += params.presence_penalty
+            logits_V[to_device(torch.from_numpy(output), device)] -= to_device(lowered_by, device)
     if position < params.min_new_tokens:
-        ends = torch.tensor(row.end_ids_below(logits_V.shape[0]), dtype=torch.int64)
+        ends = torch.from_numpy(shared.ends(logits_V.shape[0]))
         logits_V.index_fill_(0, to_device(ends, device), -torch.inf)
+
+
+def _among(ascending: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Whether each of `ids` [n] is one of `ascending` [m]: bool [n]."""
+    places = ascending.searchsorted(ids)
+    found = places < len(ascending)
+    found[found] = ascending[places[found]] == ids[found]
+    return found
 
 
 def filtered_candidates(
@@ -194,12 +200,9 @@ class RowLogprobs:
         """[N, C] of the tokens [N, C] int64."""
         return self._logits_NV.gather(1, token_ids_NC) - self._normaliser
 
-    def of_each(self, token_ids: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """[C] of the tokens of some rows, given as (index, token ids), one row after the other."""
-        device = self._logits_NV.device
-        rows = to_device(torch.tensor([i for i, ids in token_ids for _ in ids], dtype=torch.int64), device)
-        flat = to_device(torch.tensor([token for _, ids in token_ids for token in ids], dtype=torch.int64), device)
-        return self._logits_NV[rows, flat] - self._normaliser[rows, 0]
+    def of_each(self, rows_C: torch.Tensor, token_ids_C: torch.Tensor) -> torch.Tensor:
+        """[C] of a token of a row each, both int64 [C]."""
+        return self._logits_NV[rows_C, token_ids_C] - self._normaliser[rows_C, 0]
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and log-probabilities [N, n], best first; n is `count`, or V if that is less."""

@@ -102,7 +102,7 @@ class CacheManager:
         """Give `req` a row and the longest cached prefix of its namespace, locked."""
         assert req.pool_index == -1
         req.namespace = (req.source.extra_key, weight_epoch)
-        tokens, row = req.token_array(req.matchable_len()), -1
+        tokens, row = req.token_array(0, req.matchable_len()), -1
         if self.states is None:
             node, slots = self.prefix_cache.match(req.namespace, tokens)
         else:
@@ -154,13 +154,15 @@ class CacheManager:
         """
         if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
             return
-        tokens = req.token_array(req.device_len)
-        _, present = self.prefix_cache.match(req.namespace, tokens)
-        if self.states is not None and present.shape[0] > req.cached_len:
-            self._take_over(req, present)
-        if present.shape[0] != req.cached_len:
+        assert req.prefix_node is not None
+        tokens = req.token_array(req.cached_len, req.device_len)
+        node, more = self.prefix_cache.match_below(req.prefix_node, tokens)
+        present = more.shape[0]
+        if present and self.states is None:
             return
-        node, _ = self.prefix_cache.insert(req.namespace, tokens, self.slots(req, 0, req.device_len))
+        self._take_over(req, more)
+        slots = self.slots(req, req.cached_len, req.device_len)
+        node, _ = self.prefix_cache.insert_below(node, tokens[present:], slots)
         self._move_lock(req, node)
         if self.states is not None:
             self.states.hand_over(req, self.prefix_cache, node, req.device_len)
@@ -176,16 +178,16 @@ class CacheManager:
         if req.pool_index == -1:
             return
         assert req.namespace is not None and req.prefix_node is not None
-        count, superfluous = req.recorded_len, req.recorded_len
+        count = superfluous = req.recorded_len
         if not req.cached_len <= count <= req.device_len:
             raise InvariantError(
                 f"the prefix cache has {req.cached_len} tokens of a request whose record covers {count} of "
                 f"{req.device_len}"
             )
         if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
-            node, superfluous = self.prefix_cache.insert(
-                req.namespace, req.token_array(count), self.slots(req, 0, count)
-            )
+            tokens, slots = req.token_array(req.cached_len, count), self.slots(req, req.cached_len, count)
+            node, known = self.prefix_cache.insert_below(req.prefix_node, tokens, slots)
+            superfluous = req.cached_len + known
             if self.states is not None:
                 self.states.hand_over(req, self.prefix_cache, node, count)
             if req.finished and req.finished.type != "abort" and req.may_pin and req.source.session_id is not None:
@@ -266,11 +268,11 @@ class CacheManager:
             self.allocator.free(slots)
         self._ahead, self._num_ahead = [], 0
 
-    def _take_over(self, req: Req, present: torch.Tensor) -> None:
-        """Use the cache's slots `present` of the leading tokens in place of own ones, which have the same content."""
-        start, end = req.cached_len, present.shape[0]
+    def _take_over(self, req: Req, slots: torch.Tensor) -> None:
+        """Use the cache's `slots` of the next tokens in place of own ones, which have the same content."""
+        start, end = req.cached_len, req.cached_len + slots.shape[0]
         own = self.slots(req, start, end).clone()
-        self.pool.enter_span(req.pool_index, start, present[start:])
+        self.pool.enter_span(req.pool_index, start, slots)
         self.allocator.free(own)
         self.num_private -= end - start
         req.cached_len = end

@@ -27,7 +27,9 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.reqs: Sequence[Req] = ()
         self.generation = 0
+        self.needs_history = False
         self._num_steps = StepCount()
+        self._steps_left = 0  # no request has all its tokens before; a lower bound once some have left
         self._set_members([], torch.empty(4, 0, dtype=torch.int64))
 
     def __len__(self) -> int:
@@ -44,6 +46,9 @@ class DecodeBatch:
             columns = torch.tensor([_column(req, len(req.output.token_ids) + 1) for req in joining]).T
             for req in joining:
                 req.begin_decoding(self._num_steps)
+            self.needs_history = self.needs_history or _need_history(joining)
+            left = min(_tokens_left(joining, columns[3]))
+            self._steps_left = min(self._steps_left, left) if self.reqs else left
             self._set_members([*self.reqs, *joining], torch.cat([self._columns_4B, columns], dim=1))
 
     def drop_finished(self) -> None:
@@ -64,8 +69,9 @@ class DecodeBatch:
         self._steps_left -= 1
         if self._steps_left > 0:
             return ()
-        counts = self.output_counts.tolist()
-        return [row for row, req in enumerate(self.reqs) if counts[row] >= req.sampling_params.max_new_tokens]
+        left = _tokens_left(self.reqs, self.output_counts)
+        self._steps_left = min((count for count in left if count > 0), default=0)
+        return [row for row, count in enumerate(left) if count <= 0]
 
     def check(self, in_flight: Collection[Req] = ()) -> None:
         """Assert that the arrays match the requests.  For tests; valid between steps.
@@ -86,6 +92,7 @@ class DecodeBatch:
         staying = [self.reqs[row] for row in rows]
         for req in set(self.reqs).difference(staying):
             req.end_decoding()
+        self.needs_history = self.needs_history and _need_history(staying)
         self._set_members(staying, self._columns_of(rows))
 
     def _columns_of(self, rows: list[int]) -> torch.Tensor:
@@ -99,9 +106,15 @@ class DecodeBatch:
         pool_indices, positions, seq_lens, self.output_counts = columns_4B.unbind()
         self._counters_3B = columns_4B[1:].numpy()  # the same memory: they grow by one in every step
         self.inputs = DecodeInput(pool_indices, positions, seq_lens, rows=torch.arange(len(reqs)))
-        self.needs_history = any(req.sampling_params.has_penalties for req in reqs)
-        limits = [req.sampling_params.max_new_tokens for req in reqs]
-        self._steps_left = min([limit - count for limit, count in zip(limits, self.output_counts.tolist())], default=0)
+
+
+def _need_history(reqs: Iterable[Req]) -> bool:
+    return any(req.sampling_row.has_penalties for req in reqs)
+
+
+def _tokens_left(reqs: Iterable[Req], counts: torch.Tensor) -> list[int]:
+    """How many tokens each still gets, when it has so many."""
+    return [req.sampling_params.max_new_tokens - count for req, count in zip(reqs, counts.tolist(), strict=True)]
 
 
 def _column(req: Req, num_outputs: int) -> tuple[int, int, int, int]:

@@ -212,4 +212,4 @@ class Policy:
 
 
 def _prompt_key(req: Req) -> tuple[str | None, int]:
-    return req.source.extra_key, req.prompt_hash
+    return req.source.extra_key, req.prompt.key

@@ -11,7 +11,8 @@ Shapes: N requests that sample, one row of logits each; n tokens of a request, L
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress, count
 
 import numpy as np
 import torch
@@ -31,10 +32,13 @@ from rollout.mem_cache.kv_pool import KVPool
 from rollout.model_executor.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
+from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.alternatives import host_floats, host_ids
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import PromptRecord, Req, SavedRows
 from rollout.scheduler.stop import StopChecker
+
+_MOST_END_IDS = 4096  # of all rows together, collected whenever a row joins or leaves
 
 
 class SampledRows:
@@ -45,34 +49,29 @@ class SampledRows:
     """
 
     def __init__(
-        self, reqs: Sequence[Req], stop: StopChecker, vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        reqs: Sequence[Req],
+        stop: StopChecker,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        lists: RowLists | None = None,
     ) -> None:
-        self.info = SamplingBatchInfo([req.sampling_row for req in reqs], vocab_size, device)
+        """`lists`: where requests have theirs, each by its row in the table of slots."""
+        wants = [req.sampling_row for req in reqs]
+        self.info = SamplingBatchInfo(wants, vocab_size, device, lists, [req.pool_index for req in reqs])
         self.reqs = reqs
         self._stop = stop
         self._marked_epoch: ServingEpoch | None = None
-        self._end_ids = frozenset().union(*[req.end_ids for req in reqs])  # of any row
-        self._append_token = [req.output.token_ids.append for req in reqs]
-        self._append_logprob: list[tuple[int, Callable[[float], None]]] = []
-        self._top_rows: list[int] = []
-        self._chosen_rows: list[int] = []
-        self._mask_rows: list[int] = []
-        self._stop_string_rows: list[int] = []
-        self._streams = False
-        for row, req in enumerate(reqs):
-            wants = req.sampling_row
-            if wants.wants_logprob:
-                self._append_logprob.append((row, req.output.logprobs.append))
-            if wants.top_logprobs:
-                self._top_rows.append(row)
-            if wants.chosen_ids:
-                self._chosen_rows.append(row)
-            if wants.wants_mask:
-                self._mask_rows.append(row)
-            if req.stop_text is not None:
-                self._stop_string_rows.append(row)
-            if req.source.stream:
-                self._streams = True
+        self._end_ids = _joined({req.end_ids for req in reqs})
+        self._append_token = [want.output_ids.append for want in wants]
+        wants_logprob = [want.wants_logprob for want in wants]
+        self._append_logprob = [(row, reqs[row].output.logprobs.append) for row in compress(count(), wants_logprob)]
+        more = [row for row, want in enumerate(wants) if want.wants_more]
+        self._top_rows = [row for row in more if wants[row].top_logprobs]
+        self._chosen_rows = [row for row in more if wants[row].chosen_ids]
+        self._mask_rows = [row for row in more if wants[row].wants_mask]
+        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None]
+        self._streams = any(req.streams for req in reqs)
 
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
@@ -105,9 +104,10 @@ class SampledRows:
     def _check_finished(self, token_ids_N: list[int], last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Checks only rows that can have finished: by an end token, a stop string or the length."""
         rows: Sequence[int] = self._stop_string_rows
-        if last or ended or not self._end_ids.isdisjoint(token_ids_N):
-            at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self._end_ids]
-            rows = sorted({*rows, *last, *at_end}.difference(ended))
+        if last or ended or self._end_ids is None or not self._end_ids.isdisjoint(token_ids_N):
+            at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self.reqs[row].end_ids]
+            if last or ended or at_end:
+                rows = sorted({*rows, *last, *at_end}.difference(ended))
         finished = []
         for row in rows:
             req = self.reqs[row]
@@ -158,6 +158,11 @@ class SampledRows:
                 begin, end = end, end + len(self.reqs[row].sampling_row.chosen_ids)
                 if row not in ended:
                     self.reqs[row].output.alternatives.append_chosen(chosen[begin:end])
+
+
+def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
+    """The ids that end any row; None where they are so many that each row is looked at by itself."""
+    return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MOST_END_IDS else None
 
 
 def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:

@@ -133,13 +133,14 @@ class Req:
         "output",
         "pool_index",
         "prefix_node",
-        "prompt_hash",
+        "prompt",
         "prompt_ids",
         "prompt_record",
         "sampling_row",
         "saved_rows",
         "source",
         "stop_text",
+        "streams",
         "times",
     )
 
@@ -151,15 +152,20 @@ class Req:
         seed: int,
         end_ids: frozenset[int],
         stop_text: IncrementalDetokenizer | None = None,
+        sibling: Req | None = None,
     ) -> None:
+        """`sibling`: another sample of the same message, whose lists are the same."""
         self.source = source
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
+        self.streams = source.stream
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
         self.prompt_ids = source.input_ids
-        self.prompt_hash = hash(tuple(source.input_ids))  # lets requests with one prompt share its prefill
         self.output = OutputRecord()
         self.sampling_row = _sampling_row(source, seed, end_ids, self.output)
+        if sibling is not None:
+            self.sampling_row.shared = sibling.sampling_row.shared
+        self.prompt = self.sampling_row.shared.prompt
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
@@ -250,9 +256,13 @@ class Req:
             return self.output.token_ids[start - prompt : end - prompt]
         return self.prompt_ids[start:] + self.output.token_ids[: end - prompt]
 
-    def token_array(self, end: int) -> np.ndarray:
-        """Token ids of positions `0 .. end - 1`, int64."""
-        return np.array(self.tokens(0, end), dtype=np.int64)
+    def token_array(self, start: int, end: int) -> np.ndarray:
+        """Known token ids of positions `start .. end - 1`, int64; not to be changed."""
+        prompt = self.prompt.array
+        if end <= len(prompt):
+            return prompt[start:end]
+        output = self.output.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
+        return np.concatenate([prompt[start:], np.fromiter(output, np.int64, len(output))])
 
     def matchable_len(self) -> int:
         """Longest prefix that a cache hit may skip: the last token, and those whose logits are wanted, are computed."""

@@ -166,6 +166,7 @@ class Scheduler:
         if runs:
             runs = self._turn()
         else:
+            self._steps.rest()
             self.stats.idle()
         if self.kv_events is not None:
             self.kv_events.publish()
@@ -225,6 +226,7 @@ class Scheduler:
         stats = self.stats
         outgoing, num_sampled = self._steps.finish(step, stats.phase)
         if step.is_idle:
+            self._steps.rest()
             stats.idle()
             return
         for req in step.completed:
@@ -259,8 +261,9 @@ class Scheduler:
     def _dispatch(self, message: SchedulerInput | Unreadable) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
             if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
+                sibling: Req | None = None
                 for sample in message.samples():
-                    self._accept(sample)
+                    sibling = self._accept(sample, sibling)
         elif isinstance(message, AbortReqInput):
             self._abort(message)
         elif isinstance(message, Unreadable):
@@ -278,22 +281,25 @@ class Scheduler:
         if message.request_id is not None:
             self.reply(failure(message.request_id, error))
 
-    def _accept(self, source: TokenizedGenerateReqInput) -> None:
+    def _accept(self, source: TokenizedGenerateReqInput, sibling: Req | None = None) -> Req | None:
+        """Enqueue a sample, which shares what it can with `sibling`.  Returns it, or `sibling` where it is refused."""
         try:
             self._check(source)
             req = Req(
                 source,
                 arrival=self._arrivals,
                 seed=self._seeds.seed_for(source),
-                end_ids=self._stop.end_ids(source),
+                end_ids=self._stop.end_ids(source) if sibling is None else sibling.end_ids,
                 stop_text=self._stop.text_for(source),
+                sibling=sibling,
             )
         except LockstepError as error:
             self._refuse(source.rid, error)
-            return
+            return sibling
         self._arrivals += 1
         self._by_rid[req.rid] = req
         self.queues.enqueue(req)
+        return req
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
         """Checks of the scheduler's own state; the request itself was checked before it was sent."""

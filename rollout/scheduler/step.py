@@ -27,6 +27,7 @@ from rollout.model_executor.input_builder import ExtendInput, build_forward_batc
 from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import StepPlan
@@ -87,17 +88,32 @@ class StepRunner:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, cache: CacheManager, stop: StopChecker, vocab_size: int
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        cache: CacheManager,
+        stop: StopChecker,
+        vocab_size: int,
+        new_lists: Callable[[], RowLists],
     ) -> None:
+        """`new_lists()`: places for the lists of as many requests as may run."""
         self._runner = runner
         self._sampler = sampler
         self._cache = cache
         self._stop = stop
         self._vocab_size = vocab_size
         self._num_ended = 0
+        self._new_lists = new_lists
+        self._lists = new_lists()
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
         self._generation = -1
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests brought routes
+
+    def rest(self) -> None:
+        """No step follows for now: give up what is kept of the requests that were sampled last."""
+        self._decoding = None
+        if self._lists.is_used:
+            self._lists = self._new_lists()
 
     # --- first half -----------------------------------------------------------------------------------------------
 
@@ -161,7 +177,7 @@ class StepRunner:
         reqs = [req for req in completed if req.samples]
         if reqs:
             newest = self._cache.pool.newest_tokens
-            rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device)
+            rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device, self._lists)
             counts = [len(req.output.token_ids) for req in reqs]  # nothing of theirs is in flight
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
             newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
@@ -180,7 +196,7 @@ class StepRunner:
         """The rows of the last step if the same requests decode now."""
         if self._decoding is None or self._generation != decodes.generation:
             device = self._cache.pool.newest_tokens.device
-            self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device)
+            self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device, self._lists)
             self._generation = decodes.generation
         return self._decoding
 

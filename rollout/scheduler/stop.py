@@ -33,7 +33,8 @@ class StopChecker:
     def end_ids(self, source: TokenizedGenerateReqInput) -> frozenset[int]:
         """Token ids that finish a request."""
         params = source.sampling_params
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        ends = frozenset() if params.ignore_eos else self._eos
+        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
     def text_for(self, source: TokenizedGenerateReqInput) -> IncrementalDetokenizer | None:
         """A detokenizer for the request's output; None if it has no stop strings.

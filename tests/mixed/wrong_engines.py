@@ -21,6 +21,7 @@ from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
 from rollout.mem_cache.session_pins import SessionPins
 from rollout.model_executor.model_state import ModelState
+from rollout.sampling import batch_info
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.scheduler import step as step_module
@@ -291,42 +292,41 @@ def scores_prompt_tokens_twice() -> Context:
 
 @_enter
 def penalises_by_the_tokens_of_another_row() -> Context:
-    lay_out = SamplingBatchInfo._lay_out_histories
+    place_rows = SamplingBatchInfo._place_rows
 
     def wrong(self: SamplingBatchInfo) -> None:
-        if self._penalised:
-            first = self._penalised[0][1].output_ids
-            self._penalised = [(i, replace(row, output_ids=first)) for i, row in self._penalised]
-        lay_out(self)
+        place_rows(self)
+        self._histories = [(place, self._histories[0][1]) for place, _ in self._histories]
 
-    return _replaced((SamplingBatchInfo, "_lay_out_histories", wrong))
+    return _replaced((SamplingBatchInfo, "_place_rows", wrong))
 
 
 @_enter
 def samples_with_the_bias_of_another_row() -> Context:
-    spans = SamplingBatchInfo._spans
+    place_rows = SamplingBatchInfo._place_rows
 
-    def wrong(self: SamplingBatchInfo, name: str, lists: Any) -> torch.Tensor:
-        flat = spans(self, name, lists)
-        if name == "bias":
-            for i, ids in lists:
-                self.settings["bias_begin"][i], self.settings["bias_end"][i] = 0, len(ids)
-        return flat
+    def wrong(self: SamplingBatchInfo) -> None:
+        place_rows(self)
+        assert self._table is not None
+        rows = [i for i, row in self.rows_with_lists if row.params.logit_bias]
+        for end in ("bias_begin", "bias_end") if rows else ():
+            self._table[end][rows] = self._table[end][rows[0]]
 
-    return _replaced((SamplingBatchInfo, "_spans", wrong))
+    return _replaced((SamplingBatchInfo, "_place_rows", wrong))
 
 
 @_enter
 def draws_by_the_place_in_the_batch() -> Context:
     """Each row of a step by the seed of the first."""
-    init = SamplingBatchInfo.__init__
+    table_of = batch_info._table_of
 
-    def wrong(self: SamplingBatchInfo, rows: Any, *arguments: Any) -> None:
-        init(self, rows, *arguments)
-        if len(self.settings):
-            self.settings["seed"] = self.settings["seed"][0]
+    def wrong(settings: Any) -> Any:
+        table = table_of(settings)
+        if len(table):
+            table["seed"] = table["seed"][0]
+        return table
 
-    return _replaced((SamplingBatchInfo, "__init__", wrong))
+    return _replaced((batch_info, "_table_of", wrong))
 
 
 @_enter

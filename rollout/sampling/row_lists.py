@@ -1,0 +1,140 @@
+"""The lists of ids that rows bring along, as arrays: what samples of a prompt share, and where each row's lists are.
+
+Lists have places that stay, each in a flat tensor with those of other rows:
+
+    bias_ids    | row 0        | row 1        | ..
+    histories   | row 0: distinct prompt, output ->      | row 1: ..
+
+So a row that joins or leaves a batch costs the others nothing, as long as their prompts and biases may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rollout.core.host_copy import to_device
+from rollout.core.prompt import Prompt
+
+
+class SharedLists:
+    """Lists that samples of one prompt have in common.  An array is made when it is first read, int64 unless said."""
+
+    def __init__(
+        self, prompt: Prompt, end_ids: Sequence[int], logit_bias: Mapping[int, float], chosen_ids: Sequence[int]
+    ) -> None:
+        self.prompt = prompt
+        self._end_ids, self._logit_bias, self._chosen_ids = end_ids, logit_bias, chosen_ids
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @cached_property
+    def bias_ids(self) -> np.ndarray:
+        return np.fromiter(self._logit_bias, np.int64, len(self._logit_bias))
+
+    @cached_property
+    def bias_values(self) -> np.ndarray:
+        """float32."""
+        return np.fromiter(self._logit_bias.values(), np.float32, len(self._logit_bias))
+
+    @cached_property
+    def chosen(self) -> np.ndarray:
+        return np.array(self._chosen_ids, dtype=np.int64)
+
+    @property
+    def distinct(self) -> np.ndarray:
+        """Each token of the prompt once, ascending."""
+        return self.prompt.distinct
+
+    def ends(self, vocab_size: int) -> np.ndarray:
+        """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
+        ends = np.array(self._end_ids, dtype=np.int64)
+        return ends[ends < vocab_size]
+
+    def on(self, name: Literal["bias_ids", "bias_values", "distinct"], device: torch.device) -> torch.Tensor:
+        """The array of this name on `device`, copied there once."""
+        found = self._on_device.get((name, device))
+        if found is None:
+            found = self._on_device[name, device] = to_device(torch.from_numpy(getattr(self, name)), device)
+        return found
+
+
+class _Column:
+    """One list of each row, in the flat tensor `ids` int64: that of row i from `bounds[i]` to `bounds[i + 1]`."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.bounds = [0, *accumulate(widths)]
+        self.ids = torch.empty(self.bounds[-1], dtype=torch.int64)
+        self.array = self.ids.numpy()
+
+    def enter(self, index: int, ids: np.ndarray) -> tuple[int, int] | None:
+        """Where the list begins and ends.  None: it does not fit."""
+        begin, last = self.bounds[index : index + 2]
+        end = begin + len(ids)
+        if end > last:
+            return None
+        self.array[begin:end] = ids
+        return begin, end
+
+
+class Place:
+    """Where the lists of one row are: `spans` are begin and end of its bias, its end tokens, its prompt and its output.
+
+    That of the output is empty; it grows in `fill`.  `settings`: for the caller, who knows what else the row wants.
+    """
+
+    __slots__ = ("_array", "_last", "_num_filled", "settings", "spans")
+
+    def __init__(self, spans: tuple[int, ...], array: np.ndarray, last: int) -> None:
+        self.spans = spans
+        self.settings = b""
+        self._array = array
+        self._last = last
+        self._num_filled = 0
+
+    def fill(self, output_ids: list[int]) -> int | None:
+        """Enter what is new of the output; where it ends now, or None: there is no room for it."""
+        count, filled, begin = len(output_ids), self._num_filled, self.spans[-1]
+        if count != filled:
+            if begin + count > self._last:
+                return None
+            self._array[begin + filled : begin + count] = output_ids[filled:]
+            self._num_filled = count
+        return begin + count
+
+
+class RowLists:
+    """Flat tensors that hold the lists of rows: `bias_ids`, `end_ids` and `histories` int64, `bias_values` float32.
+
+    A history is the distinct prompt, then the output.  Row i has room for `widths[i]` entries of each of the three.
+    Entries that no row uses take no memory.  What is there of a row that has left is overwritten by the next.
+    """
+
+    def __init__(self, widths: Sequence[tuple[int, int, int]]) -> None:
+        self._bias, self._ends, self._history = [_Column([row[kind] for row in widths]) for kind in range(3)]
+        self.bias_ids, self.end_ids, self.histories = self._bias.ids, self._ends.ids, self._history.ids
+        self.bias_values = torch.empty(len(self.bias_ids), dtype=torch.float32)
+        self._values = self.bias_values.numpy()
+        self.places: list[Place | None] = [None] * len(widths)  # as they were entered last
+        self.is_used = False
+
+    def enter(self, index: int, lists: tuple[np.ndarray, np.ndarray, np.ndarray], values: np.ndarray) -> Place | None:
+        """Enter the `lists` of row `index` (bias, end tokens, distinct prompt), and the `values` of its bias.
+
+        None: they do not fit.
+        """
+        bias, ends, prompt = lists
+        of_bias, of_ends = self._bias.enter(index, bias), self._ends.enter(index, ends)
+        of_prompt = self._history.enter(index, prompt)
+        if of_bias is None or of_ends is None or of_prompt is None:
+            return None
+        self._values[slice(*of_bias)] = values
+        output = of_prompt[1]
+        spans = (*of_bias, *of_ends, *of_prompt, output, output)
+        self.is_used = True
+        place = self.places[index] = Place(spans, self._history.array, self._history.bounds[index + 1])
+        return place
