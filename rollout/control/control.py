@@ -169,6 +169,7 @@ class Control:
             num_generated_tokens=stats.num_generated,
             num_prompt_tokens=stats.num_prompt_tokens,
             num_prompt_tokens_reused=stats.num_cached_tokens,
+            prefix_granularity=cache.granularity,
             num_kv_event_batches=None if scheduler.kv_events is None else scheduler.kv_events.num_batches,
             step_time_ms=stats.step_time_ms(),
             paused=serving.is_paused or serving.is_pausing,

@@ -25,6 +25,7 @@ class SchedulerState(Reply, kw_only=True):
     """Counts, memory, version and health of an engine.  `withheld`, `poisoned`: why nothing may be served, if so.
 
     `num_state_rows`: recurrent states, or pages of layers with a window; 0 where the model has neither.
+    `prefix_granularity`: the length of a prefix from which a request goes on is a multiple of it.
     """
 
     # requests and KV slots
@@ -39,6 +40,7 @@ class SchedulerState(Reply, kw_only=True):
     token_usage: float
     num_used_state_rows: Total
     num_state_rows: Total
+    prefix_granularity: int = 1
     # since the start, or recently
     gen_throughput: TotalFloat
     cache_hit_rate: float

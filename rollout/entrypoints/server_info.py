@@ -75,10 +75,14 @@ def running_facts(state: SchedulerState) -> dict[str, Any]:
 
 
 def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[str, Any] | None:
-    """Where events of the prefix cache are published, and how many batches each data-parallel rank has sent."""
+    """Where events of the prefix cache are published, of which multiples of tokens a request finds one, and how many
+    batches each data-parallel rank has sent."""
     if args.kv_events is None:
         return None
-    return args.kv_events.description(args.dp_size) | {"num_batches": [rank.num_kv_event_batches for rank in ranks]}
+    return args.kv_events.description(args.dp_size) | {
+        "granularity": ranks[0].prefix_granularity,
+        "num_batches": [rank.num_kv_event_batches for rank in ranks],
+    }
 
 
 def launch_command(args: ServerArgs) -> str:

@@ -34,7 +34,8 @@ class RadixNode:
     `states`: rows of the state pool, by the number of its tokens after which they are the sequence's recurrent state.
 
     `lock_count` counts the users of this node or of one below it, `pin_count` those of them that are pins.
-    `block_hashes` [n] are a listener's names of its tokens; empty where no listener was notified of them.
+    `block_hashes` are a listener's names of its first tokens, those that the listener was notified of; so many of its
+    children have some, too: `num_named`.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class RadixNode:
         "children",
         "last_access",
         "lock_count",
+        "num_named",
         "parent",
         "pin_count",
         "slots",
@@ -54,6 +56,7 @@ class RadixNode:
         self.tokens = tokens
         self.slots = slots
         self.block_hashes = _NO_HASHES
+        self.num_named = 0
         self.children: dict[int, RadixNode] = {}
         self.states: dict[int, int] = {}
         self.lock_count = 0
@@ -75,12 +78,16 @@ class _Root(RadixNode):
 
 
 class CacheListener(Protocol):
-    """Notified of every change of what can be matched."""
+    """Notified of every change of what a request can go on from.
 
-    def stored(self, node: RadixNode, namespace: Namespace) -> None:
-        """`node` is new; sets its `block_hashes`."""
+    That is every prefix.  With snapshots it is what lies before one: the last of a path ends what is notified of it.
+    """
 
-    def removed(self, node: RadixNode) -> None: ...
+    def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
+        """Its first `end` tokens can be gone on from, more than before; sets `node.block_hashes`."""
+
+    def removed(self, node: RadixNode, start: int) -> None:
+        """Those with names from `start` on cannot any more."""
 
     def cleared(self) -> None:
         """All nodes were removed, or can never be matched again."""
@@ -100,6 +107,8 @@ class RadixCache:
         self._allocator = allocator
         self._listener = listener
         self._snapshots = snapshots  # None: sequences have no recurrent state
+        if snapshots is not None and listener is not None:
+            snapshots.on_drop = self._withdraw
         self._roots: dict[Namespace, _Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
         self._clock = count(1)
@@ -161,13 +170,16 @@ class RadixCache:
         """
         assert self._snapshots is not None
         superfluous = set()
-        end = sum(map(len, self.path(node)))
-        for walker in self.path(node):
+        path = self.path(node)
+        end = sum(map(len, path))
+        for walker in path:
             start = end - len(walker)
             for length, row in rows.items():
                 if start < length <= end and not self._snapshots.keep(row, walker, length - start):
                     superfluous.add(length)
             end = start
+        if len(superfluous) < len(rows):
+            self._announce(path)
         return superfluous
 
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
@@ -189,8 +201,8 @@ class RadixCache:
             self.num_cached += len(child)
             self.num_inserts += 1
             self._touch(child, next(self._clock))
-            if self._listener is not None:
-                self._listener.stored(child, _root_of(node).namespace)
+            if self._listener is not None and self._snapshots is None:
+                self._listener.stored(child, _root_of(node).namespace, len(child))
             node = child
         return node, known
 
@@ -261,7 +273,7 @@ class RadixCache:
         """Drop what is left of namespaces that are never used again, as far as it is not locked."""
         for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
             for node in list(_postorder(root)):
-                node.block_hashes = _NO_HASHES
+                node.block_hashes, node.num_named = _NO_HASHES, 0
                 if self._is_evictable(node):
                     self._remove_leaf(node)
                 else:
@@ -304,6 +316,7 @@ class RadixCache:
         upper.last_access = child.last_access
         upper.block_hashes = child.block_hashes[:length].copy()
         child.block_hashes = child.block_hashes[length:].copy()
+        upper.num_named = int(len(child.block_hashes) > 0)
         if self._snapshots is not None:
             offsets = sorted(child.states)
             self._snapshots.move(child, upper, {offset: offset for offset in offsets if offset <= length})
@@ -345,14 +358,47 @@ class RadixCache:
         assert parent is not None
         del parent.children[int(node.tokens[0])]
         node.parent = None
-        if self._listener is not None and len(node.block_hashes):
-            self._listener.removed(node)
+        is_named = self._listener is not None and len(node.block_hashes) > 0
+        if self._listener is not None and is_named:
+            self._listener.removed(node, 0)
         self._allocator.free_cached(node.slots)
         self._free_states(node)
         self.num_cached -= length
         node.tokens, node.slots, node.block_hashes = _NO_TOKENS, _NO_SLOTS, _NO_HASHES  # stale entries still name it
+        if is_named and self._snapshots is not None:
+            parent.num_named -= 1
+            self._withdraw(parent)
         self._offer(parent)
         return length
+
+    def _announce(self, path: list[RadixNode]) -> None:
+        """Notify the listener of the tokens of `path`, last node first, up to its last snapshot."""
+        below = next((place for place, node in enumerate(path) if node.states), None)
+        if self._listener is None or below is None:
+            return
+        namespace = _root_of(path[-1]).namespace
+        assert namespace[1] >= self._retired_below, "the listener was told that all of it is gone"
+        for place in range(len(path) - 1, below - 1, -1):
+            node, known = path[place], len(path[place].block_hashes)
+            end = max(node.states) if place == below else len(node)
+            if end > known:
+                self._listener.stored(node, namespace, end)
+                if known == 0 and node.parent is not None:
+                    node.parent.num_named += 1
+
+    def _withdraw(self, node: RadixNode) -> None:
+        """Notify the listener of the tokens after the last snapshot of a path through `node`, which lost some."""
+        assert self._listener is not None
+        while node.parent is not None and node.num_named == 0:
+            end = max(node.states, default=0)
+            if end >= len(node.block_hashes):
+                return
+            self._listener.removed(node, end)
+            node.block_hashes = node.block_hashes[:end].copy()
+            if end > 0:
+                return
+            node = node.parent
+            node.num_named -= 1
 
     def _free_states(self, node: RadixNode) -> None:
         if self._snapshots is not None:

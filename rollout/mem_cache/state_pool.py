@@ -10,8 +10,8 @@ A request that runs has the row of its number in the slot table, so that whoever
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -79,9 +79,13 @@ class Keeper(Protocol):
 
 
 class SnapshotRows:
-    """Owner of the rows `first .. first + count - 1` that no request and no node has."""
+    """Owner of the rows `first .. first + count - 1` that no request and no node has.
+
+    `on_drop(keeper)`: called when `take` has dropped a snapshot of it.
+    """
 
     def __init__(self, first: int, count: int) -> None:
+        self.on_drop: Callable[[Any], None] | None = None
         self.first, self.num_rows = first, count
         self._free = list(range(first + count - 1, first - 1, -1))
         self._kept: OrderedDict[int, Keeper] = OrderedDict()  # the least recently used first
@@ -106,6 +110,8 @@ class SnapshotRows:
             if row not in but and (even_pinned or keeper.pin_count == 0):
                 offset = next(offset for offset, kept in keeper.states.items() if kept == row)
                 del keeper.states[offset], self._kept[row]
+                if self.on_drop is not None:
+                    self.on_drop(keeper)
                 return row
         return None
 

@@ -46,6 +46,10 @@ class SequenceMemory(Protocol):
     def num_used(self) -> int:
         """Those of them that a request or the prefix tree has."""
 
+    @property
+    def granularity(self) -> int:
+        """Snapshots lie at multiples of so many tokens."""
+
     def shareable(self, length: int) -> int:
         """The longest prefix of `length` tokens that can have a snapshot."""
 
@@ -97,6 +101,11 @@ class CacheManager:
     def num_available(self) -> int:
         """Slots that `extend` can hand out, evicting if it must."""
         return self.allocator.num_free + self._num_ahead + self.prefix_cache.num_evictable
+
+    @property
+    def granularity(self) -> int:
+        """The length of a prefix from which a request goes on is a multiple of it."""
+        return 1 if self.states is None else self.states.granularity
 
     def attach(self, req: Req, weight_epoch: int) -> None:
         """Give `req` a row and the longest cached prefix of its namespace, locked."""

@@ -8,6 +8,9 @@ A block is one token.  Its name depends on all tokens before it, on the request'
 that computed it: the one that they were committed under, as renaming a version later changes no block.  A commit makes
 all blocks useless, so it is an `AllBlocksCleared`; KV of older weights that running requests still hold has no further
 events.
+
+Of a model with recurrent layers or windows a request goes on from a snapshot, so blocks are stored up to the last one
+of a path, and those after it are removed when it is dropped.
 """
 
 from __future__ import annotations
@@ -121,16 +124,19 @@ class KVEvents(CacheListener):
 
     # --- CacheListener -------------------------------------------------------------------------------------------
 
-    def stored(self, node: RadixNode, namespace: Namespace) -> None:
-        parent = node.parent
+    def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
+        parent, start = node.parent, len(node.block_hashes)
         assert parent is not None
-        is_first = parent.parent is None
-        above = _root_name(namespace[0], self._committed[0]) if is_first else int(parent.block_hashes[-1])
-        node.block_hashes = block_names(above, _depth(parent), node.tokens)
+        tokens = node.tokens[start:end]
+        is_first = parent.parent is None and start == 0
+        before = node.block_hashes if start else parent.block_hashes
+        above = _root_name(namespace[0], self._committed[0]) if is_first else int(before[-1])
+        names = block_names(above, _depth(parent) + start, tokens)
+        node.block_hashes = np.concatenate([node.block_hashes, names]) if start else names
         event = BlockStored(
-            block_hashes=node.block_hashes.tolist(),
+            block_hashes=names.tolist(),
             parent_block_hash=None if is_first else above,
-            token_ids=node.tokens.tolist(),
+            token_ids=tokens.tolist(),
             block_size=BLOCK_SIZE,
             lora_id=None,
             lora_name=None,
@@ -138,16 +144,17 @@ class KVEvents(CacheListener):
         )
         if namespace[0] is not None:
             salt = namespace[0].removesuffix("\x1f")  # of a request without an extra key
-            event.extra_keys = [[salt] if is_first else None, *[None] * (len(node) - 1)]
+            event.extra_keys = [[salt] if is_first else None, *[None] * (len(tokens) - 1)]
             event.cache_salt = salt if self._config.format == "dynamo" else None
         self._events.append(self._with_version(event))
 
-    def removed(self, node: RadixNode) -> None:
+    def removed(self, node: RadixNode, start: int) -> None:
+        names = node.block_hashes[start:].tolist()
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
-            last.block_hashes += node.block_hashes.tolist()
+            last.block_hashes += names
         else:
-            self._events.append(BlockRemoved(block_hashes=node.block_hashes.tolist(), medium=_MEDIUM))
+            self._events.append(BlockRemoved(block_hashes=names, medium=_MEDIUM))
 
     def cleared(self) -> None:
         serving = self._serving()

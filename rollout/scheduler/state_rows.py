@@ -54,6 +54,10 @@ class StateRows:
     def num_used(self) -> int:
         return len(self._of) + self.rows.num_rows - self.rows.num_free
 
+    @property
+    def granularity(self) -> int:
+        return self.interval
+
     def shareable(self, length: int) -> int:
         """The longest prefix of `length` tokens that can have a snapshot."""
         return length // self.interval * self.interval

@@ -115,6 +115,10 @@ class WindowPages:
     def num_used(self) -> int:
         return self.rows.num_rows - self.rows.num_free
 
+    @property
+    def granularity(self) -> int:
+        return self.page_size
+
     def shareable(self, length: int) -> int:
         """The longest prefix of `length` tokens that can end with a page."""
         return length // self.page_size * self.page_size

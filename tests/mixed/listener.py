@@ -26,7 +26,10 @@ class Tap:
         self.tree.take(int.from_bytes(number, "big"), payload)
 
     def compare(self, cache: RadixCache, weight_epoch: int) -> None:
-        """Raise `Violation` unless the events describe exactly what requests can find."""
+        """Raise `Violation` unless the events describe exactly what requests can find.
+
+        With snapshots they find what lies before one, on any path.
+        """
         num_found = sum(self._find(cache, namespace) for namespace in cache._roots if namespace[1] == weight_epoch)
         if num_found != len(self.tree.blocks):
             raise Violation(f"KV events describe {len(self.tree.blocks)} tokens, {num_found} of them are cached")
@@ -38,14 +41,21 @@ class Tap:
         below: list[tuple[RadixNode, Parent]] = [(cache._roots[namespace], ("root", salt))]
         while below:
             node, parent = below.pop()
-            for token in node.tokens.tolist():
+            for token in node.tokens[: _num_findable(cache, node)].tolist():
                 name = self.tree.below.get((parent, token))
                 if name is None:
                     raise Violation(f"token {token} is cached under {namespace}, and no KV event says so")
                 parent = name
                 found += 1
-            below += [(child, parent) for child in node.children.values()]
+            below += [(child, parent) for child in node.children.values() if _num_findable(cache, child)]
         return found
+
+
+def _num_findable(cache: RadixCache, node: RadixNode) -> int:
+    """How many of its tokens can be gone on from, or lie before one that can."""
+    if cache._snapshots is None or any(_num_findable(cache, child) for child in node.children.values()):
+        return len(node)
+    return max(node.states, default=0)
 
 
 @contextmanager

@@ -443,8 +443,8 @@ def loses_an_event() -> Context:
     """One of those that a prompt which is shared early has."""
     stored = KVEvents.stored
 
-    def wrong(self: KVEvents, node: Any, namespace: Any) -> None:
-        stored(self, node, namespace)
+    def wrong(self: KVEvents, node: Any, *arguments: Any) -> None:
+        stored(self, node, *arguments)
         if len(node) == 1:
             self._events.pop()
 
